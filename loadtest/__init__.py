@@ -3,20 +3,19 @@
 It speaks only HTTP to the server, so the same code can load any OpenAI-compatible server.
 
 plan.py          the settings of a run, checked before anything starts
-variants.py          the variants of a comparison, and the ways to reach one
+variants.py      the variants of a comparison, and the ways to reach one
 baseline.py      a variant that somebody else runs
-preparation.py   settles rate, SLOs and requests before the first round
-choice.py        chooses the best of a variant's candidates
+preparation.py   measures rate, SLOs and requests before the first round
 tuning.py        runs the candidates of both variants before the pairs that are judged
 valid_rounds.py  runs rounds of variants until they are valid
 run_folder.py    the folder of a comparison while it runs
 compare.py       judges pairs of rounds until the variants can be told apart or cannot
-find_rate.py     measures rates by pairs of rounds until the max_goodput_rates of all variants are known
+find_rate.py     measures rates by pairs of rounds until the maximum goodput rate of each variant is known
 rate_search.py   chooses the rates to measure, and says between which a maximum lies
 trace/           what is replayed: arrivals, lengths, prompts
 run/             one replay, from the plan to the records
 statistics/      from pairs of rounds to an outcome
-maps/            what other SLOs would have said of the same requests
+slo_maps.py      what other SLOs would have said of the same requests
 report/          figures, sentences and page
 errors.py        errors whose messages the command line prints
 """

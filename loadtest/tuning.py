@@ -4,14 +4,15 @@ A choice that was judged by the rounds that made it would look better than it is
 too large. So no window, seed or prompt of a tuning round comes again, and its records are in a file of their own.
 """
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 
-from loadtest.choice import Score, best_of, order_of
 from loadtest.plan import ComparePlan
 from loadtest.preparation import Prepared
 from loadtest.report.rounds import Round, labels_of, round_summary
@@ -19,6 +20,15 @@ from loadtest.report.summary import summarise
 from loadtest.statistics.outcome import Side
 from loadtest.valid_rounds import SIDES, new_runner
 from loadtest.variants import Variant
+
+
+class Score(msgspec.Struct, frozen=True):
+    """What a candidate reached in its tuning rounds."""
+
+    candidate: str
+    attainment: float
+    goodput: float
+    """Requests per second that met the SLOs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +53,21 @@ class Tuned:
     prepared: Prepared
     """What was prepared, without the prompts that tuning has used."""
     summary: dict[str, Any]
+
+
+def best_of(scores: Sequence[Score]) -> Score:
+    """Return the score with the highest attainment, then goodput; of equals the one that was declared first."""
+    return max(scores, key=lambda score: (score.attainment, score.goodput))  # max returns the first of equals
+
+
+def order_of(candidates: Mapping[Side, Sequence[object]], seed: int) -> list[tuple[Side, int]]:
+    """Draw the order of all candidates, as side and place; the same one for the same seed.
+
+    Candidates of both variants are mixed, so that a drift of the machine favours no variant.
+    """
+    turns = [(side, place) for side, declared in candidates.items() for place in range(len(declared))]
+    random.Random(f"tuning {seed}").shuffle(turns)
+    return turns
 
 
 async def tune(

@@ -11,6 +11,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
@@ -81,14 +82,7 @@ def _write_cache(path: Path, key: dict[str, Any], hardware: Hardware) -> None:
     """Write the file atomically, because several workers of one host may calibrate at the same time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-    fields = {
-        "name": hardware.name,
-        "peak_flops": hardware.peak_flops,
-        "peak_bytes_per_s": hardware.peak_bytes_per_s,
-        "source": hardware.source,
-        "memory_bytes": hardware.memory_bytes,
-    }
-    unfinished.write_text(json.dumps({"key": key, "hardware": fields}, indent=2), encoding="utf-8")
+    unfinished.write_text(json.dumps({"key": key, "hardware": asdict(hardware)}, indent=2), encoding="utf-8")
     unfinished.replace(path)
 
 

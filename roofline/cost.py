@@ -56,33 +56,6 @@ class StepCost:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class MatmulCost:
-    """The cost of one matrix product by itself."""
-
-    flops: float
-    bytes: float
-
-    @property
-    def arithmetic_intensity(self) -> float:
-        return self.flops / self.bytes
-
-
-def matmul_cost(m: int, n: int, k: int, bytes_per_element: float) -> MatmulCost:
-    """Return the cost of `X[m,k] @ W[k,n]`: 2mnk FLOPs, and b(mk + kn + mn) bytes if each matrix is moved once."""
-    return MatmulCost(flops=2.0 * m * n * k, bytes=bytes_per_element * (m * k + k * n + m * n))
-
-
-def expected_distinct_experts(num_experts: int, experts_per_token: int, tokens: int) -> float:
-    """Return how many experts of a layer at least one of `tokens` uses, if balanced: E * (1 - (1 - k/E)^T).
-
-    A token never picks one expert twice, so a token misses a given expert with probability 1 - k/E.
-    """
-    if not num_experts:
-        return 0.0
-    return num_experts * (1.0 - (1.0 - experts_per_token / num_experts) ** tokens)
-
-
 class StepCostModel:
     """One model's coefficients, so that the cost of a step is a short loop over the batch. Immutable once built.
 

@@ -10,56 +10,13 @@ attention (Mamba, linear attention) are refused, because their cache does not gr
 """
 
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import Any
 
 from roofline.errors import ModelConfigError
 
 _UNGATED_MLP_MODEL_TYPES = frozenset({"gpt_neox", "nemotron", "phi", "starcoder2"})
 _ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
 _NUM_EXPERTS_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
-
-
-class ShapeFields(TypedDict):
-    """The fields of `ModelShape` that come from a config; the caller supplies element sizes and the name."""
-
-    num_layers: int
-    hidden_size: int
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    tied_embeddings: bool
-    mlp_matrices: int
-    num_experts: int
-    experts_per_token: int
-    moe_intermediate_size: int
-    num_shared_experts: int
-    num_dense_layers: int
-    kv_lora_rank: int
-    q_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    o_lora_rank: int
-    o_groups: int
-    kv_states_per_token: float
-
-
-class _MoeFields(TypedDict):
-    num_experts: int
-    experts_per_token: int
-    moe_intermediate_size: int
-    num_shared_experts: int
-    num_dense_layers: int
-
-
-class _MlaFields(TypedDict):
-    kv_lora_rank: int
-    q_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -70,8 +27,8 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config
 
 
-def shape_fields(config: Mapping[str, Any]) -> ShapeFields:
-    """Return every size `ModelShape` needs. Raises ModelConfigError naming the first key that is missing or invalid."""
+def shape_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `ModelShape` but element sizes and name. Raises ModelConfigError naming the key at fault."""
     config = text_config(config)
     _refuse_layers_without_attention(config)
     num_layers = _required(config, "num_hidden_layers")
@@ -80,24 +37,24 @@ def shape_fields(config: Mapping[str, Any]) -> ShapeFields:
     mla = _mla_fields(config)
     if config.get("compress_ratios"):  # its queries are of low rank as MLA's are, and its keys are not
         mla["q_lora_rank"] = _required(config, "q_lora_rank")
-    mla_head_dim = mla["qk_nope_head_dim"] + mla["qk_rope_head_dim"] if mla["kv_lora_rank"] else 0
-    return ShapeFields(
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        num_q_heads=num_q_heads,
-        num_kv_heads=_optional(config, "num_key_value_heads") or num_q_heads,
-        head_dim=mla_head_dim or _optional(config, "head_dim") or hidden_size // num_q_heads,
-        intermediate_size=_required(config, "intermediate_size"),
-        vocab_size=_required(config, "vocab_size"),
+    mla_head_dim = mla.get("qk_nope_head_dim", 0) + mla.get("qk_rope_head_dim", 0)
+    return {
+        "num_layers": num_layers,
+        "hidden_size": hidden_size,
+        "num_q_heads": num_q_heads,
+        "num_kv_heads": _optional(config, "num_key_value_heads") or num_q_heads,
+        "head_dim": mla_head_dim or _optional(config, "head_dim") or hidden_size // num_q_heads,
+        "intermediate_size": _required(config, "intermediate_size"),
+        "vocab_size": _required(config, "vocab_size"),
         # Transformers 4 leaves this key out of the file exactly when it has the base class's default, True.
-        tied_embeddings=bool(config.get("tie_word_embeddings", True)),
-        mlp_matrices=2 if config.get("model_type") in _UNGATED_MLP_MODEL_TYPES else 3,
+        "tied_embeddings": bool(config.get("tie_word_embeddings", True)),
+        "mlp_matrices": 2 if config.get("model_type") in _UNGATED_MLP_MODEL_TYPES else 3,
         **_moe_fields(config, num_layers),
         **mla,
-        o_lora_rank=_optional(config, "o_lora_rank"),
-        o_groups=_optional(config, "o_groups"),
-        kv_states_per_token=_states_per_token(config, num_layers),
-    )
+        "o_lora_rank": _optional(config, "o_lora_rank"),
+        "o_groups": _optional(config, "o_groups"),
+        "kv_states_per_token": _states_per_token(config, num_layers),
+    }
 
 
 def _states_per_token(config: Mapping[str, Any], num_layers: int) -> float:
@@ -113,21 +70,19 @@ def _states_per_token(config: Mapping[str, Any], num_layers: int) -> float:
     return float(sum(1 / ratio for ratio in ratios[:num_layers] if ratio) / num_layers)
 
 
-def _moe_fields(config: Mapping[str, Any], num_layers: int) -> _MoeFields:
+def _moe_fields(config: Mapping[str, Any], num_layers: int) -> dict[str, int]:
     num_experts = _optional(config, *_NUM_EXPERTS_KEYS)
     if num_experts <= 1:
-        return _MoeFields(
-            num_experts=0, experts_per_token=0, moe_intermediate_size=0, num_shared_experts=0, num_dense_layers=0
-        )
+        return {}
     expert_width = _required(config, "moe_intermediate_size", "intermediate_size")
     shared_width = _optional(config, "shared_expert_intermediate_size")
-    return _MoeFields(
-        num_experts=num_experts,
-        experts_per_token=_required(config, "num_experts_per_tok", "experts_per_token"),
-        moe_intermediate_size=expert_width,
-        num_shared_experts=_optional(config, "n_shared_experts") or shared_width // expert_width,
-        num_dense_layers=_num_dense_layers(config, num_layers),
-    )
+    return {
+        "num_experts": num_experts,
+        "experts_per_token": _required(config, "num_experts_per_tok", "experts_per_token"),
+        "moe_intermediate_size": expert_width,
+        "num_shared_experts": _optional(config, "n_shared_experts") or shared_width // expert_width,
+        "num_dense_layers": _num_dense_layers(config, num_layers),
+    }
 
 
 def _num_dense_layers(config: Mapping[str, Any], num_layers: int) -> int:
@@ -140,17 +95,12 @@ def _num_dense_layers(config: Mapping[str, Any], num_layers: int) -> int:
     )
 
 
-def _mla_fields(config: Mapping[str, Any]) -> _MlaFields:
+def _mla_fields(config: Mapping[str, Any]) -> dict[str, int]:
     kv_lora_rank = _optional(config, "kv_lora_rank")
     if not kv_lora_rank:
-        return _MlaFields(kv_lora_rank=0, q_lora_rank=0, qk_nope_head_dim=0, qk_rope_head_dim=0, v_head_dim=0)
-    return _MlaFields(
-        kv_lora_rank=kv_lora_rank,
-        q_lora_rank=_optional(config, "q_lora_rank"),
-        qk_nope_head_dim=_required(config, "qk_nope_head_dim"),
-        qk_rope_head_dim=_required(config, "qk_rope_head_dim"),
-        v_head_dim=_required(config, "v_head_dim"),
-    )
+        return {}
+    heads = {name: _required(config, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
+    return {"kv_lora_rank": kv_lora_rank, "q_lora_rank": _optional(config, "q_lora_rank"), **heads}
 
 
 def _refuse_layers_without_attention(config: Mapping[str, Any]) -> None:

@@ -17,17 +17,17 @@ from loadtest.report.tables import (
     DEVICE_ROWS,
     POOL_ROWS,
     ROUND_HEADER,
-    ROWS,
     TUNING_HEADER,
     TUNING_TITLE,
+    FigureTable,
     device_columns,
-    figure_text,
+    figure_table,
     format_figure,
     pool_sentences,
     pools_of,
     round_rows,
-    row_formulas,
     tuning_rows,
+    variant_table,
 )
 
 TEMPLATE_FILE = Path(__file__).parents[1] / "data" / "report.html.template"
@@ -47,7 +47,7 @@ def write_report(path: Path, summary: Summary, records: plots.Records) -> Path:
         better=outcome["better"] or "none",
         setting=html.escape(_setting(summary)),
         warnings=_warnings(summary),
-        variants_table=_variants_table(summary),
+        variants_table=_html_figures(variant_table(summary)),
         rounds_table=html_table(ROUND_HEADER, round_rows(summary)),
         intervals=html.escape(f"In parentheses: {summary['formulas']['ci']}. {DASH}."),
         pools_table=_pools_table(summary),
@@ -135,48 +135,30 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _variants_table(summary: Summary) -> str:
-    variants, formulas = list(summary["variants"].values()), row_formulas(ROWS, summary["formulas"])
-    rows = [
-        [label, *(figure_text(variant, key, form) for variant in variants), formulas[label]]
-        for label, key, form in ROWS
-    ]
-    return html_table(["", *(variant["label"] for variant in variants), "formula"], rows)
+def _html_figures(figures: FigureTable) -> str:
+    rows = [[label, *cells, formula] for label, cells, formula in figures.rows]
+    return html_table(["", *figures.columns, "formula"], rows)
 
 
 def _pools_table(summary: Summary) -> str:
     pools = pools_of(summary)
     if not pools:
         return "<p>The server published no figures by pool.</p>"
-    rows = [
-        [label, *(format_figure(figures[key], form) for figures in pools.values()), summary["formulas"][key]]
-        for label, key, form in POOL_ROWS
-    ]
-    rows.append(["bound by", *(figures["bound"] or "-" for figures in pools.values()), summary["formulas"]["bound"]])
-    return html_table(["", *pools, "formula"], rows) + _steps_table(pools)
+    found = figure_table(pools, POOL_ROWS, summary["formulas"])
+    bound = ("bound by", tuple(figures["bound"] or "-" for figures in pools.values()), summary["formulas"]["bound"])
+    return _html_figures(found._replace(rows=(*found.rows, bound))) + _steps_table(pools)
 
 
 def _steps_table(pools: Mapping[str, Summary]) -> str:
-    header = (
-        "pool",
-        "kind of step",
-        "busy, s",
-        "mean step, ms",
-        "on its roof, ms",
-        "FLOP/byte",
-        "MFU",
-        "MBU",
-        "bound by",
-    )
+    steps = ("kind of step", "busy, s", "mean step, ms", "on its roof, ms")
+    header = ("pool", *steps, "FLOP/byte", "MFU", "MBU", "bound by")
     rows = [
         [
             name,
             kind,
             f"{found['busy_seconds']:.1f}",
             format_figure(ratio(1e3 * found["busy_seconds"], found["steps"]), ".1f"),
-            format_figure(
-                None if found["roof_seconds"] is None else ratio(1e3 * found["roof_seconds"], found["steps"]), ".1f"
-            ),
+            format_figure(ratio(found["roof_seconds"] and 1e3 * found["roof_seconds"], found["steps"]), ".1f"),
             f"{found['arithmetic_intensity']:.1f}",
             format_figure(found["mfu"], ".1%"),
             format_figure(found["mbu"], ".1%"),
@@ -192,11 +174,8 @@ def _devices(summary: Summary) -> str:
     columns = device_columns(summary)
     if not columns:
         return ""
-    rows = [
-        [label, *(format_figure(figures[key], form) for figures in columns.values()), summary["formulas"][key]]
-        for label, key, form in DEVICE_ROWS
-    ]
-    return f'<section class="card figures"><h2>Per device</h2>{html_table(["", *columns, "formula"], rows)}</section>'
+    table = _html_figures(figure_table(columns, DEVICE_ROWS, summary["formulas"]))
+    return f'<section class="card figures"><h2>Per device</h2>{table}</section>'
 
 
 def _tuning(summary: Summary) -> str:

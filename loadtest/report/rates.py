@@ -10,20 +10,18 @@ from typing import Any
 import msgspec
 from plotly.offline import get_plotlyjs
 from rich.console import Console
-from rich.table import Table
 
-from loadtest.maps.grid import grid_of
-from loadtest.maps.rate_map import rate_map
 from loadtest.plan import ComparePlan, Slo
 from loadtest.rate_search import MaxGoodputRate, Ratio, bands, max_goodput_rate, ratio_of
 from loadtest.rate_search import Round as Counted
 from loadtest.report import plots
 from loadtest.report.page import TEMPLATE_FILE, html_table, limits_table, plot_card
 from loadtest.report.rounds import Round, VariantLabel
-from loadtest.report.tables import format_figure
+from loadtest.report.tables import format_figure, print_table
 from loadtest.run.calibration import Load
 from loadtest.run.machine import describe_machine
 from loadtest.run.records import RequestRecord
+from loadtest.slo_maps import grid_of, rate_map
 from loadtest.statistics.outcome import Side
 from loadtest.variants import Devices
 
@@ -35,7 +33,7 @@ RATE_FORMULAS = {
     "ratio": "the maximum goodput rate of one variant / another's; its interval joins both (Zou and Donner 2008)",
     "rate_per_device": "maximum goodput rate / devices",
     "cost_per_million_output_tokens": "price of a device's hour x devices / 3600 / (rate x mean output tokens of a "
-    "request) x 1,000,000; of all requests, met limits or not",
+    "request) x 1,000,000; of all requests, met SLOs or not",
 }
 Summary = Mapping[str, Any]
 
@@ -262,17 +260,14 @@ def _max_rate_text(found: Summary, measured: Sequence[float]) -> str:
 def print_rates(summary: Summary, console: Console) -> None:
     """Print what was found on the terminal."""
     variants = summary["rates"]["variants"].values()
-    shares = Table(
-        "requests/s", *(variant["label"] for variant in variants), title="Within the limits", title_justify="left"
-    )
+    labels = [variant["label"] for variant in variants]
     by_rate = [{band["rate"]: band for band in variant["bands"]} for variant in variants]
-    for rate in sorted({rate for of_variant in by_rate for rate in of_variant}):
-        shares.add_row(f"{rate:.3g}", *(_share_cell(of_variant.get(rate)) for of_variant in by_rate))
-    console.print(shares)
-    table = Table("", *(variant["label"] for variant in variants))
-    for row in max_rate_rows(summary):
-        table.add_row(*row)
-    console.print(table)
+    shares = [
+        [f"{rate:.3g}", *(_share_cell(of_variant.get(rate)) for of_variant in by_rate)]
+        for rate in sorted({rate for of_variant in by_rate for rate in of_variant})
+    ]
+    print_table("Within the SLOs", ["requests/s", *labels], shares, console)
+    print_table("", ["", *labels], max_rate_rows(summary), console)
     if (found := summary["rates"].get("map")) is not None:
         console.print(found["sentence"], highlight=False, markup=False)
     for sentence in summary["rates"]["sentences"]:

@@ -7,8 +7,6 @@ from typing import Any, get_args
 
 import msgspec
 
-from loadtest.maps.grid import grid_of
-from loadtest.maps.winner_map import winner_map
 from loadtest.plan import DISAGGREGATED, ComparePlan
 from loadtest.report.devices import DEVICE_FORMULAS, per_device
 from loadtest.report.pools import (
@@ -26,6 +24,7 @@ from loadtest.run.machine import Disturbance, describe_machine
 from loadtest.run.records import RequestRecord
 from loadtest.run.replay import ReplayResult
 from loadtest.run.server_metrics import MetricsDelta, add_up
+from loadtest.slo_maps import grid_of, winner_map
 from loadtest.statistics.outcome import Conclusion, Side, conclude
 from loadtest.statistics.pairs import PairDifference
 from loadtest.variants import Devices

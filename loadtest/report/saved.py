@@ -5,13 +5,12 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from loadtest.errors import LoadTestError
 from loadtest.plan import ComparePlan
 from loadtest.report.page import write_report
 from loadtest.report.rates import print_rates, write_rate_report
-from loadtest.report.tables import ROWS, figure_text, print_comparison
+from loadtest.report.tables import ROWS, figure_text, print_comparison, print_table
 from loadtest.run.records import RequestRecord
 from loadtest.run_folder import REPORT, RUN, SUMMARY, RunFolder, differences_of
 
@@ -56,21 +55,17 @@ def print_side_by_side(one: Path, other: Path, console: Console) -> None:
         for name, each in summaries.items()
         for variant in each["variants"].values()
     }
-    table = Table("", *columns, title="Two runs", title_justify="left")
-    for label, key, form in ROWS:
-        table.add_row(
-            label, *(figure_text(variant, key, form) if key in variant else "-" for variant in columns.values())
-        )
-    console.print(table)
+    rows = [
+        [label, *(figure_text(variant, key, form) if key in variant else "-" for variant in columns.values())]
+        for label, key, form in ROWS
+    ]
+    print_table("Two runs", ["", *columns], rows, console)
     for name, each in summaries.items():
         console.print(f"{name}: {each['outcome']['sentence']}", highlight=False, markup=False)
     first, second = summaries.values()
     differences = list(differences_of(_setting(first), _setting(second)))
     if differences:
-        changes = Table("setting", *summaries, title="What differs between the runs", title_justify="left")
-        for path, before, after in differences:
-            changes.add_row(path, before, after)
-        console.print(changes)
+        print_table("What differs between the runs", ["setting", *summaries], differences, console)
     else:
         console.print("The runs have the same plan, configuration, versions and machine.", highlight=False)
     console.print(NOT_PAIRED, style="bold", highlight=False)

@@ -1,7 +1,7 @@
 """Tables for the terminal, with the formula beside each figure. Called at the end of `replay` and `compare`."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
@@ -76,45 +76,63 @@ def formula_of(key: str, formulas: Mapping[str, str]) -> str:
     return formulas.get(key) or next((formulas[part] for part in key.split("_") if part in formulas), "")
 
 
+class FigureTable(NamedTuple):
+    """Figures as text, with a column for each variant or pool, and the formula of each row."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[str, ...], str], ...]
+    """Label, cells, and the formula; empty if a row above has the same one."""
+
+
+def figure_table(
+    columns: Mapping[str, Summary],
+    rows: Sequence[tuple[str, str, str]],
+    formulas: Mapping[str, str],
+    text: Callable[[Summary, str, str], str] = lambda figures, key, form: format_figure(figures[key], form),
+) -> FigureTable:
+    """Return the figures of each column in rows of label, key and format."""
+    texts = row_formulas(rows, formulas)
+    cells = ((label, tuple(text(each, key, form) for each in columns.values())) for label, key, form in rows)
+    return FigureTable(tuple(columns), tuple((label, each, texts[label]) for label, each in cells))
+
+
+def variant_table(summary: Summary) -> FigureTable:
+    """Return the figures of both variants over all their valid rounds."""
+    columns = {variant["label"]: variant for variant in summary["variants"].values()}
+    return figure_table(columns, ROWS, summary["formulas"], figure_text)
+
+
 def print_comparison(summary: Summary, console: Console) -> None:
     """Print both variants side by side, the pools, the rounds, and the outcome."""
-    variants, formulas = list(summary["variants"].values()), summary["formulas"]
-    labels = [variant["label"] for variant in variants]
-    cells = {label: [figure_text(variant, key, form) for variant in variants] for label, key, form in ROWS}
-    _print_table(" against ".join(labels), labels, cells, row_formulas(ROWS, formulas), console)
-    pools = pools_of(summary)
-    if pools:
-        cells = {label: [format_figure(pool[key], form) for pool in pools.values()] for label, key, form in POOL_ROWS}
-        _print_table("Pools", list(pools), cells, row_formulas(POOL_ROWS, formulas), console)
+    formulas, both = summary["formulas"], variant_table(summary)
+    _print_figures(" against ".join(both.columns), both, console)
+    if pools := pools_of(summary):
+        _print_figures("Pools", figure_table(pools, POOL_ROWS, formulas), console)
     if columns := device_columns(summary):
-        cells = {
-            label: [format_figure(variant[key], form) for variant in columns.values()]
-            for label, key, form in DEVICE_ROWS
-        }
-        _print_table("Per device", list(columns), cells, row_formulas(DEVICE_ROWS, formulas), console)
+        _print_figures("Per device", figure_table(columns, DEVICE_ROWS, formulas), console)
     if rows := tuning_rows(summary):
-        tuning = Table(*TUNING_HEADER, title=TUNING_TITLE, title_justify="left")
-        for row in rows:
-            tuning.add_row(*map(escape, row))
-        console.print(tuning)
-    rounds = Table(*ROUND_HEADER, title="Rounds", title_justify="left")
-    for row in round_rows(summary):
-        rounds.add_row(*row)
-    console.print(rounds)
+        print_table(TUNING_TITLE, TUNING_HEADER, rows, console)
+    print_table("Rounds", ROUND_HEADER, round_rows(summary), console)
     console.print(f"In parentheses: {formulas['ci']}. {DASH}.", style="dim", highlight=False)
-    for sentence in pool_sentences(summary):
-        console.print(sentence, highlight=False)
-    for sentence in summary["load"]["sentences"]:
-        console.print(sentence, highlight=False, markup=False)
+    said = [*pool_sentences(summary), *summary["load"]["sentences"]]
     if "winner_map" in summary:
-        console.print(summary["winner_map"]["sentence"], highlight=False, markup=False)
+        said.append(summary["winner_map"]["sentence"])
+    for sentence in said:
+        console.print(sentence, highlight=False, markup=False)
     console.print(summary["outcome"]["sentence"], style="bold", highlight=False, markup=False)
 
 
 def print_replay(figures: Summary, formulas: Mapping[str, str], console: Console) -> None:
     """Print one replay's figures."""
-    cells = {label: [figure_text(figures, key, form)] for label, key, form in ROWS}
-    _print_table("Replay", ["value"], cells, row_formulas(ROWS, formulas), console)
+    _print_figures("Replay", figure_table({"value": figures}, ROWS, formulas, figure_text), console)
+
+
+def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:
+    """Print a table of text."""
+    table = Table(*header, title=title or None, title_justify="left")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    console.print(table)
 
 
 def pools_of(summary: Summary) -> dict[str, Summary]:
@@ -191,15 +209,13 @@ def row_formulas(rows: Sequence[tuple[str, str, str]], formulas: Mapping[str, st
     return texts
 
 
-def _print_table(
-    title: str, columns: Sequence[str], cells: Mapping[str, list[str]], formulas: Mapping[str, str], console: Console
-) -> None:
+def _print_figures(title: str, figures: FigureTable, console: Console) -> None:
     """Print a table. Formulas are a column if the terminal is wide enough, else a list below."""
     wide = console.width >= WIDE_COLUMNS
-    table = Table("", *columns, *(["formula"] if wide else []), title=title, title_justify="left")
-    for label, row in cells.items():
-        table.add_row(label, *row, *([f"[dim]{formulas[label]}[/dim]"] if wide else []))
+    table = Table("", *figures.columns, *(["formula"] if wide else []), title=title, title_justify="left")
+    for label, cells, formula in figures.rows:
+        table.add_row(label, *cells, *([f"[dim]{formula}[/dim]"] if wide else []))
     console.print(table)
-    for label, formula in {} if wide else formulas.items():
+    for label, _, formula in () if wide else figures.rows:
         if formula:
             console.print(f"  {label} = {formula}", style="dim", highlight=False, markup=False)

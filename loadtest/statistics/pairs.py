@@ -1,6 +1,7 @@
 """What one pair of rounds says: the same requests at the same times in variant a and in variant b."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Literal
@@ -37,17 +38,22 @@ class PairDifference(msgspec.Struct, frozen=True):
 def pair_difference(a: Sequence[RequestRecord], b: Sequence[RequestRecord], slo: Slo) -> PairDifference:
     """Compare request by request; position i is the same request in both variants."""
     limits = slo.in_seconds()
-    met = [(one.meets(*limits), other.meets(*limits)) for one, other in zip(a, b, strict=True)]
-    counts = PairedCounts(*(met.count(case) for case in ((True, True), (True, False), (False, True), (False, False))))
+    found = attainment_difference([one.meets(*limits) for one in a], [one.meets(*limits) for one in b])
     done = [(one, other) for one, other in zip(a, b, strict=True) if one.ok and other.ok]
-    good_a, good_b = counts.both + counts.only_a, counts.both + counts.only_b
-    return PairDifference(
-        counts=counts,
-        attainment=(good_b - good_a) / counts.total,
+    good_a, good_b = found.counts.both + found.counts.only_a, found.counts.both + found.counts.only_b
+    return msgspec.structs.replace(
+        found,
         goodput=math.log(good_b / good_a) if good_a and good_b else None,
         latencies={name: mean for name, of in LATENCIES.items() if (mean := _mean_log_ratio(done, of)) is not None},
         compared=len(done),
     )
+
+
+def attainment_difference(a: Sequence[bool], b: Sequence[bool]) -> PairDifference:
+    """Compare which requests met the SLOs, and nothing else."""
+    met = Counter(zip(a, b, strict=True))
+    counts = PairedCounts(met[True, True], met[True, False], met[False, True], met[False, False])
+    return PairDifference(counts, (counts.only_b - counts.only_a) / counts.total, None, {}, 0)
 
 
 def _mean_log_ratio(

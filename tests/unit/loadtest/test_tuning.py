@@ -19,7 +19,7 @@ from loadtest.run.replay import ReplayResult
 from loadtest.run.server_metrics import MetricsDelta
 from loadtest.run_folder import RunFolder
 from loadtest.trace.windows import PairTraces
-from loadtest.tuning import Candidate
+from loadtest.tuning import Candidate, Score, best_of, order_of
 from loadtest.variants import Reached
 
 PLAN = ComparePlan(trace="demo", limit=20, grid="grid.yaml", tuning_rounds=2, pairs=2, slo_ttft_ms=400, slo_tpot_ms=60)
@@ -211,3 +211,26 @@ async def test_what_was_interrupted_later_goes_on_with_the_choice_and_with_promp
     indices = [index for *_, index in servers.replayed]
     assert indices == sorted(set(indices))
     assert len(result.summary["rounds"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("scores", "best"),
+    [
+        ([("first", 0.8, 2.0), ("second", 0.9, 1.0)], "second"),
+        ([("first", 0.9, 1.0), ("second", 0.9, 1.1)], "second"),
+        ([("first", 0.9, 1.0), ("second", 0.9, 1.0)], "first"),
+        ([("first", 0.1, 1.0), ("second", 0.9, 1.0), ("third", 0.9, 1.0)], "second"),
+    ],
+)
+def test_attainment_decides_then_goodput_then_the_order_of_the_file(scores, best):
+    assert best_of([Score(*each) for each in scores]).candidate == best
+
+
+def test_the_order_has_each_candidate_once_is_drawn_from_the_seed_and_mixes_the_variants():
+    candidates = {"a": ["one", "two", "three"], "b": ["one", "two", "three"]}
+    orders = [order_of(candidates, seed) for seed in range(20)]
+    assert orders[3] == order_of(candidates, 3)
+    assert all(sorted(order) == [(side, place) for side in "ab" for place in range(3)] for order in orders)
+    firsts = {order[0] for order in orders}
+    assert {side for side, _ in firsts} == {"a", "b"}
+    assert len(firsts) > 3

@@ -1,27 +1,29 @@
-"""The map of winners over SLOs, on records whose latencies are known. All data are simulated."""
+"""Maps over SLOs, on records whose latencies are known. All data are simulated."""
 
 import random
 from functools import partial
 
 import pytest
 
-from loadtest.maps.grid import Grid, grid_of
-from loadtest.maps.winner_map import winner_map
 from loadtest.plan import Slo
 from loadtest.run.records import RequestRecord
 from loadtest.run.unloaded import Unloaded
+from loadtest.slo_maps import Grid, SloMap, grid_of, rate_map, winner_map
 from loadtest.statistics.outcome import conclude
 
+RATE_GRID = Grid((1000.0, 8000.0, 60000.0), (100.0, 500.0), "by hand")
+RATES = (1.0, 1.4, 2.0, 2.8, 4.0)
 GRID = Grid((100.0, 400.0, 5000.0), (20.0, 60.0, 500.0), "by hand")
 
 
 def _record(index: int, ttft_s: float, tpot_s: float, error: str | None = None) -> RequestRecord:
     return RequestRecord(
         index=index,
-        scheduled_s=float(index),
-        sent_s=float(index),
+        scheduled_s=0.0,
+        sent_s=0.0,
         input_tokens=100,
         output_tokens=11,
+        requested_output_tokens=11,
         ttft_s=ttft_s,
         second_token_s=ttft_s + tpot_s,
         latency_s=ttft_s + 10 * tpot_s,
@@ -106,3 +108,56 @@ def test_the_grid_is_made_of_unloaded_figures_else_of_quantiles_and_holds_the_co
     assert measured.ttft_ms == tuple(sorted(measured.ttft_ms))
     assert 150 < measured.ttft_ms[0] < measured.ttft_ms[-1] < 1200
     assert grid_of([{"a": [_record(0, 0.1, 0.1, "broken")], "b": []}], None, own) is None
+
+
+# --- maximum goodput rates
+
+
+def _variant(queue_from: float, tpot_s: float):
+    """Return three rounds of 80 requests at each rate; every TTFT is 0.5 s below the rate `queue_from`, else 5 s."""
+    return [
+        (rate, [_record(i, 0.5 if rate < queue_from else 5.0, tpot_s) for i in range(80)])
+        for rate in RATES
+        for _ in range(3)
+    ]
+
+
+def _map(rounds, deadline_s=60.0) -> SloMap:
+    labels = {variant: f"variant {variant}" for variant in rounds}
+    return rate_map(rounds, labels, RATE_GRID, 0.9, deadline_s, "requests/s")
+
+
+def _rate_winners(found: SloMap) -> dict[tuple[float, float], str]:
+    return {(cell.ttft_ms, cell.tpot_ms): cell.winner for cell in found.cells}
+
+
+def test_each_variant_wins_where_its_own_latencies_allow_the_higher_rate():
+    found = _map({"a": _variant(3.5, 0.3), "b": _variant(1.2, 0.05), "c": _variant(1.7, 0.3)})
+    winners = _rate_winners(found)
+    assert winners[1000.0, 500.0] == "a"
+    assert winners[1000.0, 100.0] == "b"
+    assert winners[8000.0, 500.0] == "unclear"
+    max_goodput_rates = next(
+        cell.max_goodput_rates for cell in found.cells if (cell.ttft_ms, cell.tpot_ms) == (1000.0, 500.0)
+    )
+    assert max_goodput_rates["a"].rate == pytest.approx(3.0, rel=0.1)
+    assert (max_goodput_rates["a"].low, max_goodput_rates["a"].high) == (2.8, 4.0)
+    assert "variant a holds the maximum goodput rate at 1" in found.sentence
+
+
+def test_an_variant_whose_interval_touches_another_s_wins_nothing():
+    assert _rate_winners(_map({"a": _variant(1.7, 0.3), "b": _variant(1.7, 0.3)}))[1000.0, 500.0] == "unclear"
+
+
+def test_limits_that_no_variant_held_at_any_rate_are_unreachable():
+    found = _map({"a": _variant(3.5, 0.3), "b": _variant(1.2, 0.3)})
+    assert _rate_winners(found)[1000.0, 100.0] == "unreachable"
+    assert "held by no variant at any rate measured" in found.sentence
+
+
+def test_limits_within_which_a_request_could_have_been_given_up_are_not_judged():
+    found = _map({"a": _variant(3.5, 0.3), "b": _variant(1.2, 0.05)}, deadline_s=9.1)
+    winners = _rate_winners(found)
+    assert winners[60000.0, 100.0] == winners[8000.0, 500.0] == "not measured"
+    assert winners[8000.0, 100.0] != "not measured"  # 8 s and ten gaps and the first token's of 0.1 s are 9.1 s
+    assert found.measured == {"a": (1.0, 4.0), "b": (1.0, 4.0)}
