@@ -235,7 +235,7 @@ def test_a_model_that_cannot_be_prepared_is_named(ridgeline):
         ),
         (["--limit", "0"], 2, "limit: should be greater than or equal to 1, not 0"),
         (["--jitter-s", "nan"], 2, "jitter_s: should be a finite number, not nan"),
-        (["--slo-ttft-ms", "-1"], 2, "slo_ttft_ms: should be greater than 0, not 0"),
+        (["--slo-ttft-ms", "-1"], 2, "slo_ttft_ms: should be greater than 0, not -1.0"),
     ],
 )
 def test_a_plan_that_cannot_work_is_refused_before_anything_starts(
