@@ -5,10 +5,10 @@
     ├── LeaseExpired        the source freed the blocks before they were asked for
     ├── UnknownHandoff      wrong, released or never published id
     ├── TransferCancelled   the receiving side gave up
-    └── TransferFailed      unreachable, timeout, corrupted, busy, withdrawn, or a request the source refuses
+    └── TransferFailed      unreachable, timeout, corrupted, busy, revoked, or a request the source refuses
 
 `reason` comes from a closed set and is a metric label; `message` is a sentence for a person. Transports raise these,
-`KvFetcher.fetch` turns them into a `FetchReceipt`, and so does nobody else. All survive pickling.
+`KvFetcher.fetch` turns them into a `TransferResult`, and so does nobody else. All survive pickling.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TIMEOUT: Final = "timeout"
 CORRUPTED: Final = "corrupted"
 BUSY: Final = "busy"
 BAD_REQUEST: Final = "bad_request"
-WITHDRAWN: Final = "withdrawn"
+REVOKED: Final = "revoked"
 STALE_PAIRING: Final = "stale_pairing"
 INTERNAL: Final = "internal"
 
@@ -38,7 +38,7 @@ REASONS: Final = (
     CORRUPTED,
     BUSY,
     BAD_REQUEST,
-    WITHDRAWN,
+    REVOKED,
     STALE_PAIRING,
     INTERNAL,
 )

@@ -1,7 +1,7 @@
 """The nouns of a hand-off: what the two engines must agree on, what is offered, and what came of it.
 
 A prefill engine publishes blocks and describes them in a `KvHandoff`; the router carries that, opaque, to a decode
-engine; the decode engine's fetch ends in one `FetchReceipt`. Used in every process; pure data, no I/O.
+engine; the decode engine's fetch ends in one `TransferResult`. Used in every process; pure data, no I/O.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WIRE_VERSION = 3
 """The protocol version, which must be the same in both workers. History, one line each:
 
 1 = checksummed frames of whole blocks, one layer per frame, msgpack control messages.
-2 = hand-offs that grow (frames in segments, a first token at the end), parts of blocks for unequal tensor parallelism,
+2 = partial hand-offs (frames in segments, a first token at the end), parts of blocks for unequal tensor parallelism,
     releases counted by reader, pins for shared memory, encoded payloads (a codec number in each frame).
 3 = pins of blocks whose layers become final one after the other.
 """
@@ -115,7 +115,7 @@ class KvHandoff(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
     """Bytes of the blocks, over all layers and ranks."""
     complete: bool = True
-    """False while prefill still computes: a fetch then overlaps with it, and its receipt brings the first token."""
+    """False while prefill still computes: a fetch then overlaps with it, and its result brings the first token."""
 
     def to_params(self) -> dict[str, Any]:
         """Convert to plain msgpack types, for vLLM's `kv_transfer_params`."""
@@ -131,7 +131,7 @@ class KvHandoff(msgspec.Struct, frozen=True, kw_only=True):
 FetchOutcome = Literal["ok", "failed", "cancelled"]
 
 
-class FetchReceipt(msgspec.Struct, frozen=True, kw_only=True):
+class TransferResult(msgspec.Struct, frozen=True, kw_only=True):
     """How one fetch ended. `reason` is empty or one of `contracts.errors.REASONS`."""
 
     outcome: FetchOutcome
@@ -140,10 +140,10 @@ class FetchReceipt(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int = 0
     """Bytes written to the local pool; fewer may have travelled, if they were encoded."""
     wait_s: float = 0.0
-    """Seconds from asking to the first byte; for a growing hand-off, to the first byte of its last segment; if no byte
+    """Seconds from asking to the first byte; for a partial hand-off, to the first byte of its last segment; if no byte
     came, all of the time."""
     wire_s: float = 0.0
-    """Seconds from the first byte to the last; for a growing hand-off, of its last segment, or of that segment's last
+    """Seconds from the first byte to the last; for a partial hand-off, of its last segment, or of that segment's last
     layer."""
     transport: str = ""
     """The transport that carried the bytes; empty if no source was reached."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from contracts.handoff import FetchReceipt, KvHandoff
+from contracts.handoff import KvHandoff, TransferResult
 from contracts.vocabulary import ErrorKind, FirstToken, Leg
 
 
@@ -61,7 +61,7 @@ class LegTiming(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds from the first step to the leg's first token."""
     compute_s: float
     """Seconds from the first step to the leg's last token, which on prefill is its only one."""
-    receipt: FetchReceipt | None = None
+    transfer_result: TransferResult | None = msgspec.field(default=None, name="receipt")  # its older name travels
 
 
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

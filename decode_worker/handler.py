@@ -14,7 +14,7 @@ import msgspec
 from contracts.errors import HandoffLost
 from contracts.handoff import KvHandoff
 from contracts.tasks import GenerateTask, TokenDelta
-from engine.connector.events import Notice, with_notice
+from engine.connector.events import TransferEvent, with_event
 from engine.connector.messages import FIRST_TOKEN_FOLLOWS, PREFIX_CACHE_SKIPPED
 from engine.request import sampling
 from engine.vllm_engine import VllmEngine
@@ -46,10 +46,10 @@ class DecodeHandler:
             transfer[FIRST_TOKEN_FOLLOWS] = True
             emitted = [*emitted, task.prompt_token_ids[-1]]
         stream = self._rest(engine, task, emitted, transfer)
-        with engine.notices.expect(handoff.handoff_id) as notice:
-            async with aclosing(stream), aclosing(with_notice(stream, notice)) as deltas:
+        with engine.transfer_events.expect(handoff.handoff_id) as event:
+            async with aclosing(stream), aclosing(with_event(stream, event)) as deltas:
                 async for delta in deltas:
-                    if isinstance(delta, Notice):
+                    if isinstance(delta, TransferEvent):
                         raise HandoffLost(delta.failed)
                     yield delta
 

@@ -27,14 +27,14 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from contracts.errors import EngineFailed, InvalidTask
-from contracts.handoff import FetchReceipt, KvHandoff, KvLayout
+from contracts.handoff import KvHandoff, KvLayout, TransferResult
 from contracts.tasks import LegTiming, TokenDelta
 from contracts.workers import StepModel
 from engine.activity import Activity, Doing
 from engine.config import EngineConfig
-from engine.connector.events import NoticeBoard
-from engine.connector.messages import FORETOLD, LINGERING, NOTICES, STEP_MODEL
-from engine.connector.transferable_models import UnsupportedModel, model_obstacle
+from engine.connector.events import TransferEvents
+from engine.connector.messages import FORETOLD, STALE_HANDOFFS, STEP_MODEL, TRANSFER_EVENTS
+from engine.connector.transferable_models import UnsupportedModel, why_unsupported
 from engine.grammars import choose_backend
 from engine.request import logprobs
 from engine.root_cause import CauseFile, output_place, sentence_of
@@ -65,8 +65,8 @@ class EngineStats(StatLoggerBase):
         self.counters: dict[str, float] = {}
         self.step_model: StepModel | None = None
         """How long the engine's steps take; None before the first."""
-        self.lingering: list[str] = []
-        self.notices = NoticeBoard()
+        self.stale_handoffs: list[str] = []
+        self.transfer_events = TransferEvents()
         self.stall = StallWatch()
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
@@ -79,15 +79,15 @@ class EngineStats(StatLoggerBase):
             self.stall.foretold(expected_s)
             if not stats:  # sent at once, before a long step
                 return
-        if stats.keys() == {NOTICES}:  # the same
-            self.notices.deliver(stats[NOTICES])
+        if stats.keys() == {TRANSFER_EVENTS}:  # the same
+            self.transfer_events.deliver(stats[TRANSFER_EVENTS])
             return
         self.running = scheduler_stats.num_running_reqs
         self.waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
         self.kv_usage = scheduler_stats.kv_cache_usage
         if stats:
-            self.notices.deliver(stats.pop(NOTICES, ()))
-            self.lingering = list(stats.pop(LINGERING, ()))
+            self.transfer_events.deliver(stats.pop(TRANSFER_EVENTS, ()))
+            self.stale_handoffs = list(stats.pop(STALE_HANDOFFS, ()))
             if (model := stats.pop(STEP_MODEL, None)) is not None:
                 self.step_model = msgspec.convert(model, StepModel)
             self.counters = stats
@@ -147,13 +147,13 @@ class VllmEngine:
         if model.runner_type != "generate":
             what = f"it is a model for {model.runner_type} (embeddings, scores), and makes no text"
             raise UnsupportedModel(f"{self.config.model_path} cannot be served: {what}.")
-        obstacle = model_obstacle(
+        reason = why_unsupported(
             model.hf_text_config.to_dict(),
             max_model_len_tokens=model.max_model_len,
             hands_over=self.config.hands_over,
         )
-        if obstacle is not None:
-            raise UnsupportedModel(f"{self.config.model_path} cannot be served: {obstacle}.")
+        if reason is not None:
+            raise UnsupportedModel(f"{self.config.model_path} cannot be served: {reason}.")
 
     @property
     def num_kv_blocks(self) -> int:
@@ -271,9 +271,9 @@ class VllmEngine:
         return bool(await self._llm.reset_prefix_cache())
 
     @property
-    def notices(self) -> NoticeBoard:
+    def transfer_events(self) -> TransferEvents:
         """Messages of the connector about hand-offs whose requests run."""
-        return self.stats.notices
+        return self.stats.transfer_events
 
     @property
     def failed(self) -> bool:
@@ -353,7 +353,7 @@ def _engine_args(config: EngineConfig) -> dict[str, Any]:
         "worker_extension_cls": "engine.worker_extension.RidgelineWorkerExtension",
         "kv_transfer_config": KVTransferConfig(
             kv_connector="RidgelineConnector",
-            kv_connector_module_path="engine.connector.facade",
+            kv_connector_module_path="engine.connector.kv_connector",
             kv_role="kv_both",
             engine_id=f"{config.worker_id}-{config.incarnation}",
             # A failed transfer costs a local prefill, not the request; it is counted by reason.
@@ -403,10 +403,10 @@ def _delta(request_id: str, output: Any) -> TokenDelta:
 def _timing(stats: Any, transfer: dict[str, Any]) -> LegTiming | None:
     if stats is None or not stats.scheduled_ts:
         return None
-    receipt = msgspec.convert(transfer["receipt"], FetchReceipt) if "receipt" in transfer else None
+    result = msgspec.convert(transfer["result"], TransferResult) if "result" in transfer else None
     return LegTiming(
         queue_s=max(0.0, stats.scheduled_ts - stats.queued_ts),
         first_token_s=max(0.0, stats.first_token_ts - stats.scheduled_ts),
         compute_s=max(0.0, stats.last_token_ts - stats.scheduled_ts),
-        receipt=receipt,
+        transfer_result=result,
     )

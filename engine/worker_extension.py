@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-from engine.connector.facade import RidgelineConnector
+from engine.connector.kv_connector import RidgelineConnector
 from engine.request.asked_logprobs import keep_rows_apart
 from engine.vllm_workarounds.gloo_device import share_gloo_device
 from engine.vllm_workarounds.seeded_chunks import put_generators_back

@@ -22,10 +22,10 @@ from typing import Any, Final
 import msgspec
 
 from contracts import errors
-from contracts.handoff import FetchReceipt, HandoffId, KvLayout
+from contracts.handoff import HandoffId, KvLayout, TransferResult
 from kv_transfer.memory.blocks import BlockPool
 
-OBSTACLE: Final = "obstacle"
+UNSUPPORTED: Final = "unsupported_reason"
 """The one field of an offer that cannot be made: a sentence that says why."""
 
 
@@ -36,7 +36,7 @@ class SourceDescription(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: str
     """The process behind the address: if this changes, everything known of the old process is void."""
     offers: dict[str, dict[str, Any]]
-    """For each transport that the source supports, what its puller needs to know; or OBSTACLE, and why it has none."""
+    """For each transport that the source supports, what its puller needs to know; or UNSUPPORTED and the reason."""
     open_leases: int
     pinned_blocks: int
     expired_leases_total: int
@@ -141,11 +141,11 @@ class FetchProgress:
         """Record the end of a segment or of one of its layers: `wire_s` is measured from the last one's first byte."""
         self.last_first_byte_s, self.first_byte_s = self.first_byte_s, None
 
-    def receipt(self, error: errors.HandoffError | None) -> FetchReceipt:
-        """Return the receipt of this fetch, with the times until now."""
+    def result(self, error: errors.HandoffError | None) -> TransferResult:
+        """Return the result of this fetch, with the times until now."""
         ended_s = time.monotonic()
         first_byte_s = self.first_byte_s or self.last_first_byte_s or ended_s
-        return FetchReceipt(
+        return TransferResult(
             outcome="ok" if error is None else "cancelled" if error.reason == errors.CANCELLED else "failed",
             reason="" if error is None else error.reason,
             message="" if error is None else error.message,
@@ -185,7 +185,7 @@ class Puller(ABC):
     """Whether TLS, where it is configured, protects what it sends over a network, if it sends anything."""
 
     @abstractmethod
-    def obstacle(self, source: SourceDescription) -> str | None:
+    def unsupported_reason(self, source: SourceDescription) -> str | None:
         """Return why this transport cannot reach that source, or None if it can.
 
         It may connect to find out, and keep what it opened.
@@ -196,7 +196,7 @@ class Puller(ABC):
         """Move the bytes or raise a HandoffError. If cancelled, return only after the last write to `pull.pool`."""
 
     def forget(self, source: SourceDescription) -> None:  # noqa: B027 - most keep no state
-        """Drop what `obstacle` opened, because that process is gone. Pulls in progress still work."""
+        """Drop what `unsupported_reason` opened, because that process is gone. Pulls in progress still work."""
 
     @abstractmethod
     async def close(self) -> None:

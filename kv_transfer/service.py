@@ -1,6 +1,6 @@
 """The hand-off machinery of one engine, as its worker-side connector uses it.
 
-No method blocks, except `start`, `wait` and `close`, and errors of transfers become receipts rather than exceptions.
+No method blocks, except `start`, `wait` and `close`, and errors of transfers become results rather than exceptions.
 There is one instance per engine process. The engine's step loop calls the public methods; one background thread runs an
 event loop with the fetches, heartbeats and releases; the transport adds threads of its own for serving. Every fetch
 that is started ends in exactly one completion in any case, because an engine that is never told would leak its blocks.
@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 
 from contracts import errors
-from contracts.handoff import FetchReceipt, KvHandoff, KvLayout
+from contracts.handoff import KvHandoff, KvLayout, TransferResult
 from contracts.stages import mark
 from decode_worker.kv_fetch.heartbeat import Heartbeats
 from decode_worker.kv_fetch.results import Completed, CompletionBoard, TransferStats
@@ -38,7 +38,7 @@ EXPIRY_CHECK_S: Final = 1.0
 CLOSE_S: Final = 10.0
 LAST_RELEASES_S: Final = 1.0
 """Time for releases in progress when the service closes; other hand-offs are freed when their leases end."""
-CANCELLED_RECEIPT: Final = FetchReceipt(outcome="cancelled", reason=errors.CANCELLED)
+CANCELLED_RESULT: Final = TransferResult(outcome="cancelled", reason=errors.CANCELLED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class TransferService:
         )
         self._source, self._fetcher = make_transport(cache, options)
         self._heartbeats = Heartbeats(self._fetcher)
-        self._fetches: dict[str, asyncio.Task[FetchReceipt]] = {}
+        self._fetches: dict[str, asyncio.Task[TransferResult]] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._expiry: asyncio.Task[None] | None = None
         self._loop = asyncio.new_event_loop()
@@ -122,9 +122,9 @@ class TransferService:
         mark("published")
         self._leases.publish(handoff_id, request_id, block_ids, num_tokens, self._lease_s, first_token)
 
-    def grow(self, request_id: str, handoff_id: str, block_ids: Sequence[int]) -> None:
-        """Offer the blocks that a running prefill has made final so far; call `publish` or `withdraw` later."""
-        self._leases.grow(handoff_id, request_id, block_ids)
+    def extend(self, request_id: str, handoff_id: str, block_ids: Sequence[int]) -> None:
+        """Offer the blocks that a running prefill has made final so far; call `publish` or `revoke` later."""
+        self._leases.extend(handoff_id, request_id, block_ids)
 
     def begin_last_step(self, handoff_ids: Mapping[str, Sequence[int]]) -> None:
         """Call before every step with the hand-offs whose prompt this step completes: {hand-off id: all block ids}."""
@@ -134,17 +134,17 @@ class TransferService:
         """Record that the running step has written this many layers of the cache."""
         self._leases.end_layer(final_layers)
 
-    def withdraw(self, handoff_id: str) -> None:
-        """Fail all readers of a growing hand-off, because its blocks are about to be overwritten."""
-        self._leases.withdraw(handoff_id)
+    def revoke(self, handoff_id: str) -> None:
+        """Fail all readers of a partial hand-off, because its blocks are about to be overwritten."""
+        self._leases.revoke(handoff_id)
 
     def release_own(self, handoff_id: str) -> None:
         """Release a hand-off of this engine that nobody else will release; it may be called before `publish`."""
         self._leases.release(handoff_id, by="its own worker")
 
-    def lingering(self) -> list[str]:
+    def stale_handoffs(self) -> list[str]:
         """Describe our hand-offs that have waited long for their release: at most a few sentences, usually none."""
-        return self._leases.lingering()
+        return self._leases.stale_handoffs()
 
     def watch(self, handoff: KvHandoff) -> None:
         """Keep a lease alive until its fetch ends or until `release`, for a hand-off whose load has not begun."""
@@ -167,7 +167,7 @@ class TransferService:
         targets = tuple(target_block_ids)
         self._board.begin(request_id)
         if not self._post(lambda: self._begin_fetch(request_id, handoff, first_block, targets)):
-            self._board.finish(request_id, CANCELLED_RECEIPT)
+            self._board.finish(request_id, CANCELLED_RESULT)
 
     def cancel(self, request_id: str) -> None:
         """Stop a fetch, which still ends in its one completion; does nothing if it has ended already."""
@@ -183,7 +183,7 @@ class TransferService:
         self._leases.expire()
         return self._board.take(self._leases.take_finished())
 
-    def arrived(self) -> dict[str, FetchReceipt]:
+    def arrived(self) -> dict[str, TransferResult]:
         """Return only the fetches that have succeeded since the last call or `poll`, which names them no more."""
         return self._board.take_arrived()
 
@@ -220,7 +220,7 @@ class TransferService:
             self._thread.join(CLOSE_S)
         self._source.close()
         self._exports = None
-        self._board.finish_all(CANCELLED_RECEIPT)
+        self._board.finish_all(CANCELLED_RESULT)
         if not self._thread.is_alive():
             self._loop.close()
 
@@ -263,12 +263,12 @@ class TransferService:
         # A callback rather than code after the await, because a task cancelled before its first step never runs.
         task.add_done_callback(lambda ended: self._end_fetch(request_id, handoff, ended))
 
-    def _end_fetch(self, request_id: str, handoff: KvHandoff, ended: asyncio.Task[FetchReceipt]) -> None:
+    def _end_fetch(self, request_id: str, handoff: KvHandoff, ended: asyncio.Task[TransferResult]) -> None:
         mark("fetch ended")
         del self._fetches[request_id]
-        receipt = _receipt_of(ended)
-        self._board.finish(request_id, receipt)  # first, because a token waits for it
-        if receipt.outcome == "failed" and not handoff.complete:
+        result = _result_of(ended)
+        self._board.finish(request_id, result)  # first, because a token waits for it
+        if result.outcome == "failed" and not handoff.complete:
             self._heartbeats.stop(handoff)  # the caller may fetch it again when it is complete, or release it
         else:
             self._begin_release(handoff)  # even of an unreachable source, which may be back for a retry
@@ -303,14 +303,14 @@ class TransferService:
         await self._fetcher.close()
 
 
-def _receipt_of(ended: asyncio.Task[FetchReceipt]) -> FetchReceipt:
+def _result_of(ended: asyncio.Task[TransferResult]) -> TransferResult:
     if ended.cancelled():
-        return CANCELLED_RECEIPT
+        return CANCELLED_RESULT
     error = ended.exception()
     if error is None:
         return ended.result()
     log.error("a KV fetch failed in an unforeseen way", exc_info=error)
-    return FetchReceipt(outcome="failed", reason=errors.INTERNAL, message=repr(error))
+    return TransferResult(outcome="failed", reason=errors.INTERNAL, message=repr(error))
 
 
 def check_layout(pool: BlockPool, layout: KvLayout) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from contracts.handoff import KvLayout
 from decode_worker.kv_fetch.fetcher import KvFetcher
-from kv_transfer.interfaces import OBSTACLE, KvSource, Puller, SourceControl
+from kv_transfer.interfaces import UNSUPPORTED, KvSource, Puller, SourceControl
 from kv_transfer.memory.blocks import BlockPool
 from kv_transfer.memory.ipc import CannotExport, IpcExport, export, export_shared
 from kv_transfer.memory.shared import SharedOffer
@@ -69,7 +69,7 @@ def exports(layers: Sequence[torch.Tensor], shared: SharedOffer | None, transpor
         else:
             return Exports(offers, None)
     except CannotExport as error:
-        return Exports({**offers, "cuda-ipc": {OBSTACLE: str(error)}}, None)
+        return Exports({**offers, "cuda-ipc": {UNSUPPORTED: str(error)}}, None)
     return Exports({**offers, "cuda-ipc": msgspec.to_builtins(ipc.offer)}, ipc)
 
 

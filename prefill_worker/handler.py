@@ -9,7 +9,7 @@ import msgspec
 
 from contracts.handoff import new_handoff_id
 from contracts.tasks import GenerateTask, TokenDelta
-from engine.connector.events import Notice, with_notice
+from engine.connector.events import TransferEvent, with_event
 from engine.request import sampling
 from engine.vllm_engine import VllmEngine
 
@@ -55,10 +55,10 @@ class PrefillHandler:
         *,
         resample: bool,
     ) -> AsyncGenerator[TokenDelta, None]:
-        with engine.notices.expect(handoff_id) as notice:
-            async with aclosing(stream), aclosing(with_notice(stream, notice)) as deltas:
+        with engine.transfer_events.expect(handoff_id) as event:
+            async with aclosing(stream), aclosing(with_event(stream, event)) as deltas:
                 async for delta in deltas:
-                    if isinstance(delta, Notice):
+                    if isinstance(delta, TransferEvent):
                         yield TokenDelta(request_id=task.request_id, handoff=delta.handoff)
                         continue
                     if delta.handoff is None:

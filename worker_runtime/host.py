@@ -367,7 +367,7 @@ class WorkerHost:
             kv_blocks_free=round(total * (1.0 - stats.kv_usage)),
             kv_blocks_total=total,
             counters=stats.counters,
-            lingering_handoffs=stats.lingering,
+            stale_handoffs=stats.stale_handoffs,
             draining=self._leaving is not None,
             engine_failed=self._engine.failed,
             # Report 0 while idle. A router sends nothing to a stalled worker, so a worker that hung and then lost its

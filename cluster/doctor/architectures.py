@@ -47,7 +47,7 @@ except ImportError as error:
 """
 
 
-def architecture_obstacle(config: Mapping[str, Any]) -> str | None:
+def architecture_reason(config: Mapping[str, Any]) -> str | None:
     """Return why the installed vLLM makes no text with a model of this `config.json`; None if it may well do."""
     names = [name for name in config.get("architectures") or () if isinstance(name, str)]
     tables = _tables()
@@ -66,7 +66,7 @@ def architecture_obstacle(config: Mapping[str, Any]) -> str | None:
     return f"neither the installed vLLM nor the installed transformers knows {named}{_CHOOSE}"
 
 
-def pooling_obstacle(directory: Path) -> str | None:
+def pooling_reason(directory: Path) -> str | None:
     """Return why a model whose files say that its vectors are pooled makes no text (Sentence Transformers)."""
     try:
         modules = json.loads((directory / "modules.json").read_text(encoding="utf-8"))

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from cluster.config.models import RidgelineConfig
-from cluster.doctor.architectures import missing_import, pooling_obstacle
+from cluster.doctor.architectures import missing_import, pooling_reason
 from cluster.model_store import DEFAULT_MODEL_NAME, ModelError, ModelState, model_state, prepare_model
 from cluster.node_gpus import Gpu, NoGpus, read_gpus
 from cluster.socket_folders import RayFolder, ray_folder
@@ -164,7 +164,7 @@ def read_model_facts(path_or_name: str) -> ModelFacts:
         attention_heads=shape.get("num_attention_heads"),
         kv_heads=_kv_heads(shape),
         config=shape,
-        pooling=pooling_obstacle(directory),
+        pooling=pooling_reason(directory),
     )
 
 

@@ -7,10 +7,10 @@ model that is still on the hub, `engine.vllm_engine` makes the same checks befor
 from __future__ import annotations
 
 from cluster.config.models import RidgelineConfig
-from cluster.doctor.architectures import architecture_obstacle
+from cluster.doctor.architectures import architecture_reason
 from cluster.doctor.facts import ModelFacts
 from cluster.doctor.heads import head_conflicts
-from engine.connector.transferable_models import model_obstacle
+from engine.connector.transferable_models import why_unsupported
 
 
 def model_conflicts(config: RidgelineConfig, model: ModelFacts) -> list[str]:
@@ -19,16 +19,16 @@ def model_conflicts(config: RidgelineConfig, model: ModelFacts) -> list[str]:
 
 
 def _unsupported(config: RidgelineConfig, model: ModelFacts) -> list[str]:
-    obstacle = (
-        architecture_obstacle(model.config)
+    reason = (
+        architecture_reason(model.config)
         or model.pooling
-        or model_obstacle(
+        or why_unsupported(
             model.config,
             max_model_len_tokens=config.model.max_model_len_tokens,
             hands_over=config.mode != "colocated",
         )
     )
-    return [] if obstacle is None else [f"{config.model.path} cannot be served: {obstacle}."]
+    return [] if reason is None else [f"{config.model.path} cannot be served: {reason}."]
 
 
 def _unequal_ranks(config: RidgelineConfig, model: ModelFacts) -> list[str]:

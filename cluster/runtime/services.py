@@ -37,7 +37,7 @@ from router.settings import PoolHardware, RouterSettings, SharedWith
 IMPORTED = (
     "cluster.runtime.handlers",
     "cluster.runtime.services",
-    "engine.connector.facade",
+    "engine.connector.kv_connector",
     "engine.request.forced_tokens",
     "engine.vllm_engine",
     "engine.worker_extension",

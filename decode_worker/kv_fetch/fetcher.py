@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from contracts import errors
-from contracts.handoff import FetchReceipt, KvHandoff, KvLayout, explain_mismatch
+from contracts.handoff import KvHandoff, KvLayout, TransferResult, explain_mismatch
 from decode_worker.kv_fetch.ranks import RankPart, parts_for_rank, readers_per_source
 from kv_transfer.interfaces import FetchProgress, FetchRequest, Pull, Puller, SourceControl, SourceDescription
 from kv_transfer.memory.blocks import BlockPool
@@ -88,25 +88,25 @@ class KvFetcher:
         mismatch = explain_mismatch(self._layout, source.layout)
         if mismatch is not None:
             raise errors.LayoutMismatch(errors.LAYOUT_MISMATCH, mismatch)
-        obstacles: list[str] = []
+        reasons: list[str] = []
         for puller in filter(None, map(self._pullers.get, allowed)):
-            obstacle = puller.obstacle(source)
-            if obstacle is None:
+            reason = puller.unsupported_reason(source)
+            if reason is None:
                 if self._options.wire_dtype != "none" and puller.copies_raw:
-                    obstacles.append(f"copies blocks as they are, wire_dtype {self._options.wire_dtype} is not used")
-                return Pairing(source, puller, "; ".join(obstacles))
-            obstacles.append(f"not {puller.name}: {obstacle}")
+                    reasons.append(f"copies blocks as they are, wire_dtype {self._options.wire_dtype} is not used")
+                return Pairing(source, puller, "; ".join(reasons))
+            reasons.append(f"not {puller.name}: {reason}")
         raise errors.TransferFailed(
             errors.UNREACHABLE,
-            f"none of {sorted(allowed)} reaches {address}: {'; '.join(obstacles) or 'there is no such transport'}",
+            f"none of {sorted(allowed)} reaches {address}: {'; '.join(reasons) or 'there is no such transport'}",
         )
 
     async def fetch(
         self, handoff: KvHandoff, first_block: int, target_block_ids: Sequence[int], pool: BlockPool
-    ) -> FetchReceipt:
+    ) -> TransferResult:
         """Pull positions `first_block` to `first_block + len(target_block_ids)` of the hand-off into the targets.
 
-        Every failure becomes a receipt. Cancelling the task stops the transfer and raises CancelledError. In either
+        Every failure becomes a result. Cancelling the task stops the transfer and raises CancelledError. In either
         case nothing writes to `pool` after the end; on failure the targets hold garbage.
         """
         progress = FetchProgress(started_s=time.monotonic())
@@ -115,8 +115,8 @@ class KvFetcher:
             if target_block_ids:
                 await self._pull_parts(handoff, first_block, target_block_ids, pool, progress)
         except errors.HandoffError as error:
-            return progress.receipt(error)
-        return progress.receipt(None)
+            return progress.result(error)
+        return progress.result(None)
 
     async def _pull_parts(
         self,

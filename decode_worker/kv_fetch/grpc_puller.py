@@ -25,7 +25,7 @@ class GrpcPuller(Puller):
         self._control = control
         self._threads = FetchThreads("kv-fetch")
 
-    def obstacle(self, source: SourceDescription) -> str | None:
+    def unsupported_reason(self, source: SourceDescription) -> str | None:
         return None  # a source that answered `describe` can be reached
 
     async def pull(self, pull: Pull) -> None:

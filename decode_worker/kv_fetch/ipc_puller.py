@@ -55,11 +55,11 @@ class IpcPuller(PinnedPuller[OpenedPool]):
         self._watched: dict[str, int] = {}
         """By incarnation, a descriptor that is readable once the process has ended."""
 
-    def obstacle(self, source: SourceDescription) -> str | None:
+    def unsupported_reason(self, source: SourceDescription) -> str | None:
         if not self._any_gpu and (failed := self._failed.get(source.incarnation)) is not None:
             return failed
         known = source.incarnation in self._opened
-        why = super().obstacle(source)
+        why = super().unsupported_reason(source)
         if known or why is not None:
             return why
         try:

@@ -26,7 +26,7 @@ from contracts import errors
 from decode_worker.kv_fetch.stream import SourceStream
 from decode_worker.kv_fetch.threads import FetchThreads
 from kv_transfer.control import GrpcControl
-from kv_transfer.interfaces import OBSTACLE, Pull, Puller, SourceDescription
+from kv_transfer.interfaces import UNSUPPORTED, Pull, Puller, SourceDescription
 from kv_transfer.memory.blocks import BlockPool, CannotOpen
 from kv_transfer.wire import grpc_methods
 
@@ -83,13 +83,13 @@ class PinnedPuller(Puller, Generic[Opened]):
         Raises ValueError if what was opened does not have the part of each block that the pull asks for.
         """
 
-    def obstacle(self, source: SourceDescription) -> str | None:
+    def unsupported_reason(self, source: SourceDescription) -> str | None:
         if source.incarnation in self._opened:
             return None
         if self.name not in source.offers:
             return self.not_offered
         offer = source.offers[self.name]
-        if (why := offer.get(OBSTACLE)) is not None:
+        if (why := offer.get(UNSUPPORTED)) is not None:
             return str(why)
         refusals: tuple[type[Exception], ...] = (CannotOpen, msgspec.ValidationError, *self.failures)
         try:
@@ -99,8 +99,8 @@ class PinnedPuller(Puller, Generic[Opened]):
         return None
 
     async def pull(self, pull: Pull) -> None:
-        if (obstacle := self.obstacle(pull.source)) is not None:  # forgotten meanwhile: another pull failed
-            raise errors.TransferFailed(errors.STALE_PAIRING, f"{pull.address}: {obstacle}")
+        if (reason := self.unsupported_reason(pull.source)) is not None:  # forgotten meanwhile: another pull failed
+            raise errors.TransferFailed(errors.STALE_PAIRING, f"{pull.address}: {reason}")
         try:
             copy = self.copier(self._opened[pull.source.incarnation], pull)
         except ValueError as error:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from contracts.handoff import FetchReceipt
+from contracts.handoff import TransferResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class Completed:
     """Decode requests whose target blocks are no longer written to, whether the fetch succeeded or not."""
     failed: set[str] = field(default_factory=set)
     """The subset of `received` whose targets hold garbage."""
-    receipts: dict[str, FetchReceipt] = field(default_factory=dict)
-    """The receipt of each request in `received`."""
+    results: dict[str, TransferResult] = field(default_factory=dict)
+    """The result of each request in `received`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class TransferStats:
     bytes_received_total: int
     """Bytes as they were written to the pool."""
     fetches_total: Mapping[str, int]
-    """Fetches by result: "ok", or the receipt's reason ("cancelled", "lease_expired", ...)."""
+    """Fetches by result: "ok", or the result's reason ("cancelled", "lease_expired", ...)."""
 
     def since(self, before: TransferStats) -> TransferStats:
         """Return what is open now and what was counted after `before`; results with no new fetch are left out."""
@@ -63,7 +63,7 @@ class CompletionBoard:
         self._on_news = on_news
         self._changed = threading.Condition()
         self._active: set[str] = set()
-        self._receipts: dict[str, FetchReceipt] = {}
+        self._results: dict[str, TransferResult] = {}
         self._totals: Counter[str] = Counter()
         self._bytes_received_total = 0
         self._news = False
@@ -71,27 +71,27 @@ class CompletionBoard:
     def begin(self, request_id: str) -> None:
         """Register a fetch. Raises ValueError if an earlier one for this request has not been taken yet."""
         with self._changed:
-            if request_id in self._active or request_id in self._receipts:
+            if request_id in self._active or request_id in self._results:
                 raise ValueError(f"{request_id} already has a fetch")
             self._active.add(request_id)
 
-    def finish(self, request_id: str, receipt: FetchReceipt) -> None:
+    def finish(self, request_id: str, result: TransferResult) -> None:
         """Record the completion of a fetch; only the first one counts."""
         with self._changed:
             if request_id not in self._active:
                 return
             self._active.discard(request_id)
-            self._receipts[request_id] = receipt
-            self._totals[receipt.reason or receipt.outcome] += 1
-            self._bytes_received_total += receipt.num_bytes
+            self._results[request_id] = result
+            self._totals[result.reason or result.outcome] += 1
+            self._bytes_received_total += result.num_bytes
         self.wake()
 
-    def finish_all(self, receipt: FetchReceipt) -> None:
+    def finish_all(self, result: TransferResult) -> None:
         """End every fetch that is still active."""
         with self._changed:
             active = tuple(self._active)
         for request_id in active:
-            self.finish(request_id, receipt)
+            self.finish(request_id, result)
 
     def wake(self) -> None:
         """Wake `wait`: there is something to poll for."""
@@ -108,16 +108,16 @@ class CompletionBoard:
     def take(self, sent: set[str]) -> Completed:
         """Return everything that has finished and was not taken before."""
         with self._changed:
-            receipts, self._receipts = self._receipts, {}
-        failed = {request_id for request_id, receipt in receipts.items() if receipt.outcome != "ok"}
-        return Completed(sent=sent, received=set(receipts), failed=failed, receipts=receipts)
+            results, self._results = self._results, {}
+        failed = {request_id for request_id, result in results.items() if result.outcome != "ok"}
+        return Completed(sent=sent, received=set(results), failed=failed, results=results)
 
-    def take_arrived(self) -> dict[str, FetchReceipt]:
-        """Return the receipts of the fetches that succeeded and were not taken before; leave the failed ones."""
+    def take_arrived(self) -> dict[str, TransferResult]:
+        """Return the results of the fetches that succeeded and were not taken before; leave the failed ones."""
         with self._changed:
-            arrived = {request_id: receipt for request_id, receipt in self._receipts.items() if receipt.outcome == "ok"}
+            arrived = {request_id: result for request_id, result in self._results.items() if result.outcome == "ok"}
             for request_id in arrived:
-                del self._receipts[request_id]
+                del self._results[request_id]
         return arrived
 
     def wait(self, timeout_s: float) -> None:

@@ -13,9 +13,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from engine.connector.messages import Grow
+from engine.connector.messages import Extend
 
-MOST_GROWING: Final = 16
+MOST_PARTIAL: Final = 16
 """Prompts that can be fetched before they are computed, at a time. Each has a stream and a thread at both ends, of
 which a source must have some left for complete hand-offs."""
 
@@ -31,14 +31,14 @@ class _Prompt:
     """Blocks that readers know of; None before the hand-off exists for them."""
 
 
-class GrowingPrompts:
+class PartialExports:
     """The prompts whose hand-off can be fetched while they are computed."""
 
     def __init__(self, block_size_tokens: int) -> None:
         self._block_size_tokens = block_size_tokens
         self._prompts: dict[str, _Prompt] = {}
         self._in_flight: deque[tuple[int, dict[str, int]]] = deque()
-        self._withdrawn: list[str] = []
+        self._revoked: list[str] = []
         self._ending: dict[str, list[int]] = {}
 
     def track(self, request_id: str, handoff_id: str, num_tokens: int) -> None:
@@ -89,25 +89,25 @@ class GrowingPrompts:
                 if prompt is not None:
                     prompt.final_tokens = tokens
 
-    def take(self) -> list[Grow]:
+    def take(self) -> list[Extend]:
         """Return the announced hand-offs that are new or have more final blocks than at the last call."""
-        grown = []
+        extended = []
         for request_id, prompt in self._prompts.items():
             count = self._final_blocks(prompt)
             if prompt.announced and (prompt.offered_blocks is None or count > prompt.offered_blocks):
                 prompt.offered_blocks = count
-                grown.append(Grow(request_id, prompt.handoff_id, prompt.block_ids[:count]))
-        return grown
+                extended.append(Extend(request_id, prompt.handoff_id, prompt.block_ids[:count]))
+        return extended
 
     def take_ending(self) -> dict[str, list[int]]:
         """Return {hand-off id: all blocks} of the prompts that end in the step begun last."""
         ending, self._ending = self._ending, {}
         return ending
 
-    def take_withdrawn(self) -> list[str]:
+    def take_revoked(self) -> list[str]:
         """Return the hand-offs whose blocks vLLM took back or will reuse, since the last call."""
-        withdrawn, self._withdrawn = self._withdrawn, []
-        return withdrawn
+        revoked, self._revoked = self._revoked, []
+        return revoked
 
     def describe(self, request_id: str) -> tuple[str, int]:
         """Return (hand-off id, prompt tokens) of a tracked prompt."""
@@ -119,13 +119,13 @@ class GrowingPrompts:
         self._prompts.pop(request_id, None)
 
     def drop(self, request_id: str) -> None:
-        """Stop tracking a prompt that ended without a hand-off, and withdraw the blocks it has offered."""
+        """Stop tracking a prompt that ended without a hand-off, and revoke the blocks it has offered."""
         prompt = self._prompts.pop(request_id, None)
         if prompt is not None and prompt.offered_blocks is not None:
-            self._withdrawn.append(prompt.handoff_id)
+            self._revoked.append(prompt.handoff_id)
 
     def _announce(self, scheduled: list[str]) -> list[str]:
-        room = MOST_GROWING - sum(prompt.announced for prompt in self._prompts.values())
+        room = MOST_PARTIAL - sum(prompt.announced for prompt in self._prompts.values())
         chosen = [request_id for request_id in scheduled if request_id in self._prompts][: max(0, room)]
         for request_id in chosen:
             self._prompts[request_id].announced = True

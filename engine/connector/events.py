@@ -17,7 +17,7 @@ from contracts.handoff import KvHandoff
 from contracts.tasks import TokenDelta
 
 
-class Notice(msgspec.Struct, frozen=True, kw_only=True):
+class TransferEvent(msgspec.Struct, frozen=True, kw_only=True):
     """A message about one hand-off: it can be fetched from now on, or fetching it failed for this reason."""
 
     handoff_id: str
@@ -25,16 +25,16 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
     failed: str = ""
 
 
-class NoticeBoard:
+class TransferEvents:
     """Delivers messages to the handlers that wait for them, by hand-off id."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, asyncio.Future[Notice]] = {}
+        self._waiting: dict[str, asyncio.Future[TransferEvent]] = {}
 
     @contextmanager
-    def expect(self, handoff_id: str) -> Iterator[asyncio.Future[Notice]]:
-        """Provide a future for the first notice about this hand-off."""
-        future: asyncio.Future[Notice] = asyncio.get_running_loop().create_future()
+    def expect(self, handoff_id: str) -> Iterator[asyncio.Future[TransferEvent]]:
+        """Provide a future for the first event about this hand-off."""
+        future: asyncio.Future[TransferEvent] = asyncio.get_running_loop().create_future()
         self._waiting[handoff_id] = future
         try:
             yield future
@@ -42,28 +42,28 @@ class NoticeBoard:
             del self._waiting[handoff_id]
             future.cancel()
 
-    def deliver(self, notices: Iterable[object]) -> None:
-        """Deliver notices as they come out of the statistics, as plain data."""
-        for plain in notices:
-            notice = msgspec.convert(plain, Notice)
-            future = self._waiting.get(notice.handoff_id)
+    def deliver(self, events: Iterable[object]) -> None:
+        """Deliver events as they come out of the statistics, as plain data."""
+        for plain in events:
+            event = msgspec.convert(plain, TransferEvent)
+            future = self._waiting.get(event.handoff_id)
             if future is not None and not future.done():
-                future.set_result(notice)
+                future.set_result(event)
 
 
-async def with_notice(
-    deltas: AsyncGenerator[TokenDelta, None], notice: asyncio.Future[Notice]
-) -> AsyncGenerator[TokenDelta | Notice, None]:
-    """Yield the deltas, and the notice before the first one if it comes until then; end with the deltas.
+async def with_event(
+    deltas: AsyncGenerator[TokenDelta, None], event: asyncio.Future[TransferEvent]
+) -> AsyncGenerator[TokenDelta | TransferEvent, None]:
+    """Yield the deltas, and the event before the first one if it comes until then; end with the deltas.
 
     Later there is nothing to be told: prefill makes one token, and decode's first one shows that it has the KV. So only
     the first delta costs a task.
     """
     first = asyncio.ensure_future(anext(deltas))
     try:
-        await asyncio.wait((first, notice), return_when=asyncio.FIRST_COMPLETED)
-        if notice.done() and not notice.cancelled():
-            yield notice.result()
+        await asyncio.wait((first, event), return_when=asyncio.FIRST_COMPLETED)
+        if event.done() and not event.cancelled():
+            yield event.result()
         delta = await first
     except StopAsyncIteration:
         return

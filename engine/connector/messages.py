@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from contracts.handoff import FetchReceipt, KvHandoff
+from contracts.handoff import KvHandoff, TransferResult
 
 FIRST_TOKEN_FOLLOWS = "first_token_follows"
 """Key in a decode leg's instructions: the last token of its prompt is a placeholder for the first token, which comes
@@ -37,7 +37,7 @@ class Publish:
 
 
 @dataclass
-class Grow:
+class Extend:
     """Prefill: these blocks are final while the rest of the prompt is still computed."""
 
     request_id: str
@@ -64,9 +64,9 @@ class StepInstructions(KVConnectorMetadata):
     """Whether this step computes nothing."""
     quiet: bool = False
     """Whether no other step runs beside this idle one, so that to wait for a transfer holds no token back."""
-    withdraw: list[str] = field(default_factory=list)
+    revoke: list[str] = field(default_factory=list)
     """Hand-offs whose blocks this step may overwrite."""
-    grow: list[Grow] = field(default_factory=list)
+    extend: list[Extend] = field(default_factory=list)
     last_step: dict[str, list[int]] = field(default_factory=dict)
     """Hand-offs that this step completes, with all their blocks."""
     publish: list[Publish] = field(default_factory=list)
@@ -80,8 +80,8 @@ class StepInstructions(KVConnectorMetadata):
     """Set by the worker side: two hooks see the same object, and the first one acts."""
 
 
-def join_receipts(first: FetchReceipt | None, second: FetchReceipt) -> FetchReceipt:
-    """Join one request's receipts from two ranks, which may come in different steps.
+def join_results(first: TransferResult | None, second: TransferResult) -> TransferResult:
+    """Join one request's results from two ranks, which may come in different steps.
 
     A failure of either rank fails the request; otherwise the slower rank's times count. The bytes are added up.
     """
@@ -90,26 +90,26 @@ def join_receipts(first: FetchReceipt | None, second: FetchReceipt) -> FetchRece
     if first.outcome != second.outcome:
         shown = second if first.outcome == "ok" else first
     else:
-        shown = max(first, second, key=lambda receipt: receipt.wait_s + receipt.wire_s)
+        shown = max(first, second, key=lambda result: result.wait_s + result.wire_s)
     return msgspec.structs.replace(shown, num_bytes=first.num_bytes + second.num_bytes)
 
 
 @dataclass
-class FetchReceipts(KVConnectorWorkerMetadata):
+class TransferResults(KVConnectorWorkerMetadata):
     """What the worker side tells the scheduler side: the results of fetches that ended, and the step of the report."""
 
-    by_request: dict[str, FetchReceipt] = field(default_factory=dict)
+    by_request: dict[str, TransferResult] = field(default_factory=dict)
     step: int | None = None
     """The step's number; None for a step that computed nothing."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Join the receipts of all ranks for one step."""
-        assert isinstance(other, FetchReceipts)
+        """Join the results of all ranks for one step."""
+        assert isinstance(other, TransferResults)
         joined = dict(self.by_request)
-        for request_id, receipt in other.by_request.items():
-            joined[request_id] = join_receipts(joined.get(request_id), receipt)
-        # All ranks run the same step, but a rank with no receipts after an idle step reports nothing.
-        return FetchReceipts(joined, other.step if self.step is None else self.step)
+        for request_id, result in other.by_request.items():
+            joined[request_id] = join_results(joined.get(request_id), result)
+        # All ranks run the same step, but a rank with no results after an idle step reports nothing.
+        return TransferResults(joined, other.step if self.step is None else self.step)
 
 
 @dataclass
@@ -122,9 +122,9 @@ class Endpoint(KVConnectorHandshakeMetadata):
     block_bytes_all_layers: int
 
 
-NOTICES = "notices"
-"""Key of a list of `engine.connector.events.Notice` as plain data, not a number; from the scheduler side only."""
-LINGERING = "lingering"
+TRANSFER_EVENTS = "transfer_events"
+"""Key of a list of `engine.connector.events.TransferEvent` as plain data; from the scheduler side only."""
+STALE_HANDOFFS = "stale_handoffs"
 """Key of a list of sentences about hand-offs that were not released for long; from the worker side only."""
 FORETOLD = "foretold_s"
 """Key of the seconds that the running steps are expected to take at the most: infinite if that is not known."""
@@ -153,7 +153,7 @@ class CounterStats(KVConnectorStats):
         for name, value in other.data.items():
             if name not in self.data:
                 self.data[name] = value
-            elif name.startswith(BYTES) or name == LINGERING:
+            elif name.startswith(BYTES) or name == STALE_HANDOFFS:
                 self.data[name] += value
             else:
                 self.data[name] = max(self.data[name], value)

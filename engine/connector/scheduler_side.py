@@ -1,7 +1,7 @@
 """The connector's scheduler side: decides what is published, fetched and released. It moves no bytes.
 
 It runs on the engine's step loop, so each method is only a few dictionary operations. Hooks have the names that vLLM
-gives them, and `facade` passes calls on unchanged. Order of calls in one step:
+gives them, and `kv_connector` passes calls on unchanged. Order of calls in one step:
 `on_new_request`, `get_num_new_matched_tokens`, `update_state_after_alloc`, `build_connector_meta`, (the step),
 `update_connector_output`, `request_finished`.
 """
@@ -16,22 +16,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 from vllm.v1.request import RequestStatus
 
 from contracts import errors
-from contracts.handoff import FetchReceipt, KvHandoff
+from contracts.handoff import KvHandoff, TransferResult
 from contracts.stages import mark
 from engine.connector.accounting import StepAccountant
-from engine.connector.chunks import GrowingPrompts
-from engine.connector.events import Notice
+from engine.connector.chunks import PartialExports
+from engine.connector.events import TransferEvent
 from engine.connector.messages import (
     FIRST_TOKEN_FOLLOWS,
-    NOTICES,
     PREFIX_CACHE_SKIPPED,
+    TRANSFER_EVENTS,
     CounterStats,
     Endpoint,
     Fetch,
-    FetchReceipts,
     Publish,
     StepInstructions,
-    join_receipts,
+    TransferResults,
+    join_results,
 )
 
 FETCH = "do_remote_prefill"
@@ -82,17 +82,17 @@ class SchedulerSide:
         """Those of them whose whole prompt was in the local prefix cache when vLLM last asked."""
         self._fetching: dict[str, bool] = {}
         """Issued fetches whose end is not yet reported; False if aborted. vLLM holds the blocks in both cases."""
-        self._growing_source: dict[str, KvHandoff] = {}
-        """The growing hand-offs among them that bring no first token; if the fetch fails, this side releases them."""
+        self._partial_source: dict[str, KvHandoff] = {}
+        """The partial hand-offs among them that bring no first token; if the fetch fails, this side releases them."""
         self._publishing: set[str] = set()
         """Finished requests whose blocks stay pinned until the worker side reports them as sent."""
-        self._receipts: dict[str, FetchReceipt] = {}
-        self._growing = GrowingPrompts(block_size_tokens)
+        self._results: dict[str, TransferResult] = {}
+        self._partial = PartialExports(block_size_tokens)
         self._following: dict[str, Any] = {}
         """vLLM's requests whose prompt's first token is not known yet; it arrives with the KV."""
         self._held: set[str] = set()
         """Those of them whose first token cannot arrive. They never run; their handler is notified and aborts them."""
-        self._notices: list[Notice] = []
+        self._events: list[TransferEvent] = []
         self._transfer_ended = False
         """Whether one did after the last step was scheduled."""
         self._also: Callable[[], dict[str, Any]] = dict
@@ -107,14 +107,14 @@ class SchedulerSide:
         """This side's cumulative counters, and the number of requests that wait for KV."""
         return {**self._accountant.counters, "waiting_for_kv": float(len(self._incoming) + len(self._fetching))}
 
-    def take_notices(self) -> list[Any]:
-        """Return the notices for handlers as plain data, each once."""
-        notices, self._notices = self._notices, []
-        return [msgspec.to_builtins(notice) for notice in notices]
+    def take_events(self) -> list[Any]:
+        """Return the events for handlers as plain data, each once."""
+        events, self._events = self._events, []
+        return [msgspec.to_builtins(event) for event in events]
 
     def get_kv_connector_stats(self) -> CounterStats:
-        """Return the counters, and the notices since the last call."""
-        return CounterStats(data={**self._also(), **self.counters, NOTICES: self.take_notices()})
+        """Return the counters, and the events since the last call."""
+        return CounterStats(data={**self._also(), **self.counters, TRANSFER_EVENTS: self.take_events()})
 
     def report_also(self, also: Callable[[], dict[str, Any]]) -> None:
         """Send along what `also` returns, with each step: the scheduler's own figures."""
@@ -129,7 +129,7 @@ class SchedulerSide:
 
         `num_requests`: how many vLLM has, those that ended and keep their blocks included.
         """
-        if self._transfer_ended or self._notices or self._next != StepInstructions(step=self._next.step):
+        if self._transfer_ended or self._events or self._next != StepInstructions(step=self._next.step):
             return 0.0  # the next step may run what waited for it, or has something to tell
         awaited = len(self._fetching) + len(self._publishing) + len(self._held)
         if awaited == num_requests:
@@ -152,7 +152,7 @@ class SchedulerSide:
                 self._following[request.request_id] = request
         if params.get(PUBLISH):
             mark("prefill engine has it")
-            self._growing.track(request.request_id, params["handoff_id"], request.num_prompt_tokens)
+            self._partial.track(request.request_id, params["handoff_id"], request.num_prompt_tokens)
         self._accountant.expect(request.request_id, request.num_prompt_tokens, external)
         if params.get("recompute_reason"):
             self._accountant.count(f"recompute_total.{params['recompute_reason']}")
@@ -192,7 +192,7 @@ class SchedulerSide:
             self._next.release.append(handoff)
             if request.request_id not in self._covered:
                 self._accountant.recompute(request.request_id, PREFIX_CACHE_SKIPPED)
-                self._receipts[request.request_id] = FetchReceipt(outcome="failed", reason=PREFIX_CACHE_SKIPPED)
+                self._results[request.request_id] = TransferResult(outcome="failed", reason=PREFIX_CACHE_SKIPPED)
             self._covered.discard(request.request_id)
             return
         first_block = (handoff.num_tokens - num_external_tokens) // self._block_size_tokens
@@ -201,7 +201,7 @@ class SchedulerSide:
         mark("fetch issued")
         self._fetching[request.request_id] = True
         if not handoff.complete and request.request_id not in self._following:
-            self._growing_source[request.request_id] = handoff
+            self._partial_source[request.request_id] = handoff
         self._next.fetch.append(Fetch(request.request_id, handoff, first_block, targets))
 
     # --- the step
@@ -217,11 +217,11 @@ class SchedulerSide:
             mark("scheduled")
         self._step += 1
         self._transfer_ended = False
-        self._announce(self._growing.begin(self._step, scheduled))
+        self._announce(self._partial.begin(self._step, scheduled))
         instructions, self._next = self._next, StepInstructions(step=self._step + 1)
-        instructions.withdraw = self._growing.take_withdrawn()
-        instructions.grow = self._growing.take()
-        instructions.last_step = self._growing.take_ending()
+        instructions.revoke = self._partial.take_revoked()
+        instructions.extend = self._partial.take()
+        instructions.last_step = self._partial.take_ending()
         instructions.idle = scheduled.total_num_scheduled_tokens == 0
         if not instructions.idle:
             self._last_computing = self._step
@@ -239,7 +239,7 @@ class SchedulerSide:
 
         vLLM reads the same object next and fails on an unknown id, so those are removed here.
         """
-        if isinstance(output.kv_connector_worker_meta, FetchReceipts):
+        if isinstance(output.kv_connector_worker_meta, TransferResults):
             self._read(output.kv_connector_worker_meta)
         self._transfer_ended = bool(self._transfer_ended or output.finished_sending or output.finished_recving)
         if output.finished_sending:
@@ -248,36 +248,36 @@ class SchedulerSide:
         if output.finished_recving:
             output.finished_recving &= self._fetching.keys()
             for request_id in output.finished_recving:
-                self._end_growing(request_id, self._receipts.get(request_id))
+                self._end_partial(request_id, self._results.get(request_id))
                 if not self._fetching.pop(request_id):
-                    self._receipts.pop(request_id, None)  # the request was aborted, so nothing will ask for it
+                    self._results.pop(request_id, None)  # the request was aborted, so nothing will ask for it
                     continue
-                self._fetched(request_id, self._receipts.get(request_id))
+                self._fetched(request_id, self._results.get(request_id))
         if output.failed_recving and output.finished_recving:
             output.failed_recving &= output.finished_recving
 
-    def _read(self, report: FetchReceipts) -> None:
-        for request_id, receipt in report.by_request.items():  # the ranks of one request may report in different steps
-            self._receipts[request_id] = join_receipts(self._receipts.get(request_id), receipt)
+    def _read(self, report: TransferResults) -> None:
+        for request_id, result in report.by_request.items():  # the ranks of one request may report in different steps
+            self._results[request_id] = join_results(self._results.get(request_id), result)
         if report.step is not None:
             self._last_ended = max(self._last_ended, report.step)
             self._accountant.end()
-            self._growing.end(report.step)
+            self._partial.end(report.step)
 
-    def _fetched(self, request_id: str, receipt: FetchReceipt | None) -> None:
+    def _fetched(self, request_id: str, result: TransferResult | None) -> None:
         mark("decode engine knows")
         if request_id in self._following:
-            self._complete(request_id, receipt)
-        elif receipt is not None and receipt.outcome == "failed":
-            self._accountant.recompute(request_id, receipt.reason)
+            self._complete(request_id, result)
+        elif result is not None and result.outcome == "failed":
+            self._accountant.recompute(request_id, result.reason)
 
-    def _end_growing(self, request_id: str, receipt: FetchReceipt | None) -> None:
-        """Release a growing hand-off whose fetch failed.
+    def _end_partial(self, request_id: str, result: TransferResult | None) -> None:
+        """Release a partial hand-off whose fetch failed.
 
         The service keeps it for another leg to fetch, but this leg computes the prompt itself.
         """
-        handoff = self._growing_source.pop(request_id, None)
-        if handoff is not None and receipt is not None and receipt.outcome == "failed":
+        handoff = self._partial_source.pop(request_id, None)
+        if handoff is not None and result is not None and result.outcome == "failed":
             self._next.release.append(handoff)
 
     # --- the end of a request
@@ -287,7 +287,7 @@ class SchedulerSide:
         request_id = request.request_id
         self._accountant.forget(request_id)
         self._covered.discard(request_id)
-        receipt = self._receipts.pop(request_id, None)
+        result = self._results.pop(request_id, None)
         self._following.pop(request_id, None)
         self._held.discard(request_id)
         waiting = self._incoming.pop(request_id, None)
@@ -299,11 +299,11 @@ class SchedulerSide:
             return False, None
         params = request.kv_transfer_params or {}
         if params.get(PUBLISH) and request.status == RequestStatus.FINISHED_LENGTH_CAPPED:
-            self._growing.complete(request_id)
+            self._partial.complete(request_id)
             return True, {"handoff": self._publish(request, block_ids).to_params()}
-        self._growing.drop(request_id)
-        if receipt is not None:
-            return False, {"receipt": msgspec.to_builtins(receipt)}
+        self._partial.drop(request_id)
+        if result is not None:
+            return False, {"result": msgspec.to_builtins(result)}
         return False, None
 
     def _publish(self, request: Any, block_ids: list[int]) -> KvHandoff:
@@ -324,26 +324,26 @@ class SchedulerSide:
         if not request_ids:
             return
         for request_id in request_ids:
-            handoff_id, num_tokens = self._growing.describe(request_id)
+            handoff_id, num_tokens = self._partial.describe(request_id)
             handoff = self._handoff(handoff_id, num_tokens, complete=False)
-            self._notices.append(Notice(handoff_id=handoff_id, handoff=handoff))
-        if self._send_at_once({NOTICES: [msgspec.to_builtins(notice) for notice in self._notices]}):
-            self._notices.clear()
+            self._events.append(TransferEvent(handoff_id=handoff_id, handoff=handoff))
+        if self._send_at_once({TRANSFER_EVENTS: [msgspec.to_builtins(event) for event in self._events]}):
+            self._events.clear()
 
-    def _complete(self, request_id: str, receipt: FetchReceipt | None) -> None:
+    def _complete(self, request_id: str, result: TransferResult | None) -> None:
         """Decode: the fetch has ended.
 
         Replace the placeholder by the first token, or hold the request if there is none.
         """
         request = self._following.pop(request_id)
-        token = None if receipt is None or receipt.outcome != "ok" else receipt.first_token
+        token = None if result is None or result.outcome != "ok" else result.first_token
         if token is None or not 0 <= token < self._vocabulary_tokens:
-            failed = receipt.reason if receipt is not None else ""
+            failed = result.reason if result is not None else ""
             self._held.add(request_id)
             request.num_computed_tokens = 0  # only then vLLM asks again whether it may run
             handoff_id = request.kv_transfer_params["handoff"]["handoff_id"]
             reason = failed or (errors.INTERNAL if token is None else errors.CORRUPTED)
-            self._notices.append(Notice(handoff_id=handoff_id, failed=reason))
+            self._events.append(TransferEvent(handoff_id=handoff_id, failed=reason))
             return
         request.prompt_token_ids[-1] = token
         request._all_token_ids[-1] = token
@@ -356,7 +356,7 @@ class SchedulerSide:
         del self._incoming[request_id]
         self._next.unwatch.append(handoff)  # another leg, if any, fetches or releases it
         self._held.add(request_id)
-        self._notices.append(Notice(handoff_id=handoff.handoff_id, failed=reason))
+        self._events.append(TransferEvent(handoff_id=handoff.handoff_id, failed=reason))
 
     def _handoff(self, handoff_id: str, num_tokens: int, *, complete: bool) -> KvHandoff:
         assert self._endpoints

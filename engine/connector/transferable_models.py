@@ -33,7 +33,7 @@ class UnsupportedModel(ValueError):
     """This model cannot be served as configured; the message names the property and the fix."""
 
 
-def model_obstacle(config: Mapping[str, Any], *, max_model_len_tokens: int, hands_over: bool) -> str | None:
+def why_unsupported(config: Mapping[str, Any], *, max_model_len_tokens: int, hands_over: bool) -> str | None:
     """Return which property prevents this model from being served, and the fix; None if none is known.
 
     `config` is the content of `config.json`, or vLLM's version of it. Without hand-offs (mode colocated) more models
@@ -43,18 +43,18 @@ def model_obstacle(config: Mapping[str, Any], *, max_model_len_tokens: int, hand
     kinds = set(text.get("layer_types") or ())
     if config.get("is_encoder_decoder"):
         return "it has an encoder, whose output the decoder reads, and which is not in the KV blocks"
-    other = _other_cache_obstacle(text, kinds)
+    other = _why_other_cache(text, kinds)
     if other is not None:
         return other
     strange = sorted(kinds - ATTENTION)
     if strange or (not kinds and any(text.get(key) for key in RECURRENT_KEYS)):
         named = ", ".join(strange) or next(key for key in RECURRENT_KEYS if text.get(key))
         return f"some of its layers keep a recurrent state instead of each token's keys and values ({named})"
-    return _window_obstacle(text, kinds, max_model_len_tokens) if hands_over else None
+    return _why_only_windows(text, kinds, max_model_len_tokens) if hands_over else None
 
 
-def _other_cache_obstacle(text: Mapping[str, Any], kinds: set[str]) -> str | None:
-    """Return an obstacle if layers keep KV in other shapes than one block of a token's heads in each."""
+def _why_other_cache(text: Mapping[str, Any], kinds: set[str]) -> str | None:
+    """Return the reason if layers keep KV in other shapes than one block of a token's heads in each."""
     if text.get("compress_ratios") or text.get("compress_rates"):
         return "its layers keep one entry for several tokens, and not all for as many, in groups of blocks of their own"
     if text.get("index_topk"):
@@ -77,8 +77,8 @@ def _head_sizes(text: Mapping[str, Any], kinds: set[str]) -> set[int]:
     return {size for size in (*own, text.get("head_dim")) if size}
 
 
-def _window_obstacle(text: Mapping[str, Any], kinds: set[str], max_model_len_tokens: int) -> str | None:
-    """Return an obstacle if every layer is local: blocks are then given back during a request and cannot be read."""
+def _why_only_windows(text: Mapping[str, Any], kinds: set[str], max_model_len_tokens: int) -> str | None:
+    """Return the reason if every layer is local: blocks are then given back during a request and cannot be read."""
     window = text.get("sliding_window") or text.get("attention_chunk_size")
     if not window or text.get("use_sliding_window") is False or window >= max_model_len_tokens:
         return None

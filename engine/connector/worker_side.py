@@ -15,8 +15,16 @@ from typing import Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from contracts.handoff import FetchReceipt, KvHandoff, KvLayout, new_handoff_id
-from engine.connector.messages import BYTES, LINGERING, CounterStats, Endpoint, FetchReceipts, Publish, StepInstructions
+from contracts.handoff import KvHandoff, KvLayout, TransferResult, new_handoff_id
+from engine.connector.messages import (
+    BYTES,
+    STALE_HANDOFFS,
+    CounterStats,
+    Endpoint,
+    Publish,
+    StepInstructions,
+    TransferResults,
+)
 from kv_transfer.memory.device import OnLost
 from kv_transfer.memory.shared import SharedOffer
 from kv_transfer.options import TransferOptions
@@ -69,7 +77,7 @@ class WorkerSide:
             self._warm_up(transport)
         self._after_warm_up = self._service.stats()
         """The counters so far, to be subtracted: no request's KV was moved."""
-        self._receipts = FetchReceipts()
+        self._results = TransferResults()
         self._pairing: tuple[str, Future[dict[str, PairedTransport | str]]] | None = None
 
     def _warm_up(self, transport: str | None) -> None:
@@ -134,10 +142,10 @@ class WorkerSide:
         if instructions.applied:
             return
         instructions.applied = True
-        for handoff_id in instructions.withdraw:
-            self._service.withdraw(handoff_id)
-        for grow in instructions.grow:
-            self._service.grow(grow.request_id, grow.handoff_id, grow.block_ids)
+        for handoff_id in instructions.revoke:
+            self._service.revoke(handoff_id)
+        for extend in instructions.extend:
+            self._service.extend(extend.request_id, extend.handoff_id, extend.block_ids)
         self._service.begin_last_step(instructions.last_step if self._writes_at_once else {})
         for publish in instructions.publish:
             self.publish(publish)
@@ -169,26 +177,26 @@ class WorkerSide:
         done = self._service.poll()
         if done.sent or done.received:
             self._on_news()  # the step loop may read this step's report only in its next step
-        self._receipts = FetchReceipts(dict(done.receipts))
+        self._results = TransferResults(dict(done.results))
         return KVConnectorTransferResults(
             finished_sending=set(done.sent), finished_recving=set(done.received), failed_recving=set(done.failed)
         )
 
-    def take_arrived(self) -> dict[str, FetchReceipt]:
+    def take_arrived(self) -> dict[str, TransferResult]:
         """Return the fetches that have succeeded since `get_transfer_results`, which does not return them again."""
         return self._service.arrived()
 
-    def build_connector_worker_meta(self, step: int | None) -> FetchReceipts | None:
-        """Return the receipts that belong to the last `get_transfer_results`, for this step; None if there are none."""
-        receipts, self._receipts = self._receipts, FetchReceipts()
-        receipts.step = step
-        return None if step is None and not receipts.by_request else receipts
+    def build_connector_worker_meta(self, step: int | None) -> TransferResults | None:
+        """Return the results that belong to the last `get_transfer_results`, for this step; None if there are none."""
+        results, self._results = self._results, TransferResults()
+        results.step = step
+        return None if step is None and not results.by_request else results
 
     def get_kv_connector_stats(self) -> CounterStats:
         """Return gauges and counters of the transfer service."""
         stats = self._service.stats().since(self._after_warm_up)
         data: dict[str, Any] = {
-            LINGERING: self._service.lingering(),
+            STALE_HANDOFFS: self._service.stale_handoffs(),
             "open_leases": stats.open_leases,
             "pinned_blocks": stats.pinned_blocks,
             "expired_leases_total": stats.expired_leases_total,

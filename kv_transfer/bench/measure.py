@@ -316,15 +316,15 @@ def _fetch(service: TransferService, name: str, request_id: str, handoff: KvHand
     service.start_fetch(request_id, handoff, 0, target_ids)
     while time.monotonic() < deadline_s:
         service.wait(1.0)
-        receipt = service.poll().receipts.get(request_id)
-        if receipt is None:
+        result = service.poll().results.get(request_id)
+        if result is None:
             continue
         took_s = time.perf_counter() - started_s
-        if receipt.outcome != "ok":
-            raise MeasureError(f"a hand-off over {name} failed ({receipt.reason}): {receipt.message}")
-        if (receipt.transport, receipt.num_bytes) != (name, handoff.num_bytes):
+        if result.outcome != "ok":
+            raise MeasureError(f"a hand-off over {name} failed ({result.reason}): {result.message}")
+        if (result.transport, result.num_bytes) != (name, handoff.num_bytes):
             raise MeasureError(
-                f"{receipt.num_bytes} of {handoff.num_bytes} bytes came by {receipt.transport}, not by {name}"
+                f"{result.num_bytes} of {handoff.num_bytes} bytes came by {result.transport}, not by {name}"
             )
         return took_s
     raise MeasureError(f"a hand-off over {name} did not end within {FETCH_DEADLINE_S:.0f} s: lower tokens or layers")

@@ -74,7 +74,7 @@ class CollectivePuller(Puller):
         self._threads = ThreadPoolExecutor(MAX_CONCURRENT_FETCHES, thread_name_prefix="kv-collect")
         self._forming = ThreadPoolExecutor(FORMING_THREADS, thread_name_prefix="kv-pair")
 
-    def obstacle(self, source: SourceDescription) -> str | None:
+    def unsupported_reason(self, source: SourceDescription) -> str | None:
         if self._backend is None:
             return f"this build of torch.distributed has no backend for {self._device.type}"
         theirs = source.offers.get(self.name, {}).get("backend")

@@ -107,8 +107,8 @@ class FaultyPuller(Puller):
         self._pulls = 0
         self.name, self.copies_raw, self.covered_by_tls = wrapped.name, wrapped.copies_raw, wrapped.covered_by_tls
 
-    def obstacle(self, source: SourceDescription) -> str | None:
-        return self._wrapped.obstacle(source)
+    def unsupported_reason(self, source: SourceDescription) -> str | None:
+        return self._wrapped.unsupported_reason(source)
 
     async def pull(self, pull: Pull) -> None:
         fault = self._plan.fault(self._pulls)

@@ -70,7 +70,7 @@ class MemoryPuller(Puller):
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="kv-fetch")
 
-    def obstacle(self, source: SourceDescription) -> str | None:
+    def unsupported_reason(self, source: SourceDescription) -> str | None:
         return None
 
     async def pull(self, pull: Pull) -> None:

@@ -41,7 +41,7 @@ _STATUS: Final = {
     errors.UNKNOWN_HANDOFF: grpc.StatusCode.NOT_FOUND,
     errors.BUSY: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.BAD_REQUEST: grpc.StatusCode.INVALID_ARGUMENT,
-    errors.WITHDRAWN: grpc.StatusCode.ABORTED,
+    errors.REVOKED: grpc.StatusCode.ABORTED,
 }
 _REASON: Final = {
     grpc.StatusCode.UNAVAILABLE: errors.UNREACHABLE,

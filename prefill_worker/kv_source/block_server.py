@@ -70,7 +70,7 @@ class BlockRead:
         """Yield segments in order, as prefill makes them final.
 
         With `by_layer`, the last step's blocks come while it still computes their layers. Raises
-        TransferFailed(`withdrawn`) if the prefill withdrew, TransferFailed(`bad_request`) if fewer blocks were
+        TransferFailed(`revoked`) if the prefill was given up, TransferFailed(`bad_request`) if fewer blocks were
         published than asked for. Ends early when the peer has gone.
         """
         first, stop = self._request.first_block, self._request.first_block + self._request.num_blocks

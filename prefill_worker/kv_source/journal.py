@@ -1,7 +1,7 @@
 """The history of recent hand-offs, so that a report about one that was never released shows how it got there.
 
 A hand-off that nobody releases costs its blocks for a lease and shows nowhere else. Here each event is one entry in a
-short list, and the lists of the newest hand-offs are kept. Hand-offs that linger are reported in a worker's status;
+short list, and the lists of the newest hand-offs are kept. Hand-offs that are stale are reported in a worker's status;
 those that expire are logged.
 """
 

@@ -1,13 +1,13 @@
 """Which of this engine's blocks are leased to readers, and until when.
 
 vLLM cannot reclaim the blocks of a finished prefill by itself: somebody must tell it "sent". This table does. The
-engine's step loop grows, publishes, withdraws and collects (`take_finished`); server threads read, renew and release;
+engine's step loop extends, publishes, revokes and collects (`take_finished`); server threads read, renew and release;
 the service's thread expires. It is pure logic under one lock with an injected clock and never touches a block.
 
-A hand-off's life: announced (its id is out, nothing is here yet) > growing (prefill still computes; the blocks so
+A hand-off's life: announced (its id is out, nothing is here yet) > partial (prefill still computes; the blocks so
 far are final, and during its last step the others become final layer by layer) > complete > released or expired. A
-growing one has no owner waiting to free blocks, and no time limit, because its request still runs. It ends early if
-withdrawn, which fails its readers. A complete one closes when every reader has released it or its time is up, but never
+partial one has no owner waiting to free blocks, and no time limit, because its request still runs. It ends early if
+revoked, which fails its readers. A complete one closes when every reader has released it or its time is up, but never
 during a read: then it closes when the last read ends.
 """
 
@@ -30,14 +30,14 @@ from prefill_worker.kv_source.journal import HandoffJournal
 log = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
-Ending = Literal["released", "expired", "withdrawn"]
+Ending = Literal["released", "expired", "revoked"]
 
 REMEMBERED_ENDINGS: Final = 4096
 """Closed ids that are remembered, to give a late caller the reason and to honour a release that came first."""
-LINGERS_AFTER_S: Final = 2.0
-"""A complete hand-off that is not released for this long is reported as lingering."""
-MOST_LINGERING: Final = 4
-"""Largest number of lingering hand-offs reported, the oldest first."""
+STALE_AFTER_S: Final = 2.0
+"""A complete hand-off that is not released for this long is reported as stale."""
+MOST_STALE: Final = 4
+"""Largest number of stale hand-offs reported, the oldest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class _Lease:
     active_reads: int = 0
     readers_done: set[int] = field(default_factory=set)
     released: bool = False
-    withdrawn: bool = False
+    revoked: bool = False
     all_block_ids: tuple[int, ...] = ()
     """All blocks of the prompt, including those that the owner's last step computes; empty before that step."""
     final_layers: int = 0
@@ -94,7 +94,7 @@ class LeaseTable:
 
     # --- the engine's side
 
-    def grow(self, handoff_id: str, owner: str, block_ids: Sequence[int]) -> None:
+    def extend(self, handoff_id: str, owner: str, block_ids: Sequence[int]) -> None:
         """Offer blocks, in token order from the first, that are final while the owner computes the next ones.
 
         There may be none yet: the hand-off can be read from now on, and its reader waits.
@@ -106,14 +106,14 @@ class LeaseTable:
             lease = self._open.get(handoff_id)
             if lease is None:
                 lease = self._open[handoff_id] = _Lease(owner, PublishedBlocks((), 0, complete=False), 0.0, math.inf)
-                self._journal.note(handoff_id, "growing")
+                self._journal.note(handoff_id, "partial")
             lease.blocks = PublishedBlocks(_extended(lease.blocks, block_ids, handoff_id), 0, complete=False)
             self._changed.notify_all()
 
     def begin_last_step(self, handoff_ids: Mapping[str, Sequence[int]]) -> None:
         """Announce that the step that begins now makes all blocks of these hand-offs final, layer by layer.
 
-        Hand-offs that are not growing are skipped: nobody fetches them yet.
+        Hand-offs that are not partial are skipped: nobody fetches them yet.
         """
         with self._changed:
             self._in_last_step = []
@@ -143,21 +143,21 @@ class LeaseTable:
         lease_s: float,
         first_token: int | None = None,
     ) -> None:
-        """Open a lease, or complete a growing one. Its time starts now, and its owner waits to free the blocks.
+        """Open a lease, or complete a partial one. Its time starts now, and its owner waits to free the blocks.
 
         If the release came first, the owner is finished at once. Raises ValueError if the id was published before.
         """
         if lease_s <= 0:
             raise ValueError(f"lease_s must be positive, not {lease_s}")
         with self._changed:
-            growing = self._open.get(handoff_id)
-            if (growing is not None and growing.blocks.complete) or self._endings.get(handoff_id) == "expired":
+            partial = self._open.get(handoff_id)
+            if (partial is not None and partial.blocks.complete) or self._endings.get(handoff_id) == "expired":
                 raise ValueError(f"hand-off {shown_id(handoff_id)} of {owner} is already published")
-            if any(lease.owner == owner and lease is not growing for lease in self._open.values()):
+            if any(lease.owner == owner and lease is not partial for lease in self._open.values()):
                 raise ValueError(
                     f"{owner} already has an open hand-off: its blocks would be freed under the other's lease"
                 )
-            lease = growing or _Lease(owner, PublishedBlocks((), 0, complete=False), lease_s, 0.0)
+            lease = partial or _Lease(owner, PublishedBlocks((), 0, complete=False), lease_s, 0.0)
             lease.blocks = PublishedBlocks(
                 _extended(lease.blocks, block_ids, handoff_id), num_tokens, complete=True, first_token=first_token
             )
@@ -171,17 +171,17 @@ class LeaseTable:
             self._changed.notify_all()
         self._tell_if_finished()
 
-    def withdraw(self, handoff_id: str) -> None:
-        """Fail every reader of a growing hand-off whose owner lost its blocks or will not complete it.
+    def revoke(self, handoff_id: str) -> None:
+        """Fail every reader of a partial hand-off whose owner lost its blocks or will not complete it.
 
-        Call it before another request writes to the blocks. A complete hand-off is left alone. One that was withdrawn
+        Call it before another request writes to the blocks. A complete hand-off is left alone. One that was revoked
         may still be published, whole, when its owner has computed it again.
         """
         with self._changed:
             lease = self._open.get(handoff_id)
             if lease is not None and not lease.blocks.complete:
-                lease.withdrawn = True
-                self._close(handoff_id, "withdrawn")
+                lease.revoked = True
+                self._close(handoff_id, "revoked")
 
     def take_finished(self) -> set[str]:
         """Return the owners whose blocks may be freed now; each is returned exactly once per publication."""
@@ -204,14 +204,14 @@ class LeaseTable:
     def release(self, handoff_id: str, reader: int = 0, readers: int = 1, by: str = "a peer") -> bool:
         """Close the lease when all of `readers` have released: now, or when the last read ends.
 
-        Returns True the first time this closes it. The release of an id that is not published yet, or was withdrawn
+        Returns True the first time this closes it. The release of an id that is not published yet, or was revoked
         and may be published again, is remembered. `by` is for the journal.
         """
         with self._changed:
             self._journal.note(handoff_id, f"released by {by}")
             lease = self._open.get(handoff_id)
             if lease is None:
-                first = self._endings.get(handoff_id, "withdrawn") == "withdrawn"
+                first = self._endings.get(handoff_id, "revoked") == "revoked"
                 if first:
                     self._remember(handoff_id, "released")
                 return first
@@ -238,7 +238,7 @@ class LeaseTable:
             self._end_read(handoff_id, lease)
 
     def wait_published(self, handoff_id: str, timeout_s: float) -> bool:
-        """Wait for an announced hand-off; False if it is still unknown. A growing or closed one counts as known."""
+        """Wait for an announced hand-off; False if it is still unknown. A partial or closed one counts as known."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: handoff_id in self._open or handoff_id in self._endings, timeout=timeout_s
@@ -252,8 +252,8 @@ class LeaseTable:
             return in_step or len(lease.blocks.block_ids) > more_than or lease.blocks.complete
 
         with self._changed:
-            self._changed.wait_for(lambda: enough() or lease.withdrawn, timeout=timeout_s)
-            _require_not_withdrawn(lease)
+            self._changed.wait_for(lambda: enough() or lease.revoked, timeout=timeout_s)
+            _require_not_revoked(lease)
             return lease.blocks
 
     def wait_layer(self, lease: _Lease, layer: int, timeout_s: float) -> bool:
@@ -263,8 +263,8 @@ class LeaseTable:
             return lease.final_layers > layer or lease.blocks.complete
 
         with self._changed:
-            self._changed.wait_for(lambda: final() or lease.withdrawn, timeout=timeout_s)
-            _require_not_withdrawn(lease)
+            self._changed.wait_for(lambda: final() or lease.revoked, timeout=timeout_s)
+            _require_not_revoked(lease)
             return final()
 
     # --- time, counts, reasons
@@ -289,18 +289,18 @@ class LeaseTable:
             pinned = sum(len(lease.blocks.block_ids) for lease in self._open.values())
             return LeaseStats(len(self._open), pinned, self._expired_total)
 
-    def lingering(self) -> list[str]:
+    def stale_handoffs(self) -> list[str]:
         """Describe complete hand-offs that have waited long for a release: at most a few, the oldest first."""
         with self._changed:
             if not self._open:
                 return []
-            moment_s = self._clock() - LINGERS_AFTER_S
+            moment_s = self._clock() - STALE_AFTER_S
             old = [
                 (lease.complete_since_s, handoff_id)
                 for handoff_id, lease in self._open.items()
                 if lease.complete_since_s <= moment_s
             ]
-            return [self._journal.life(handoff_id) for _, handoff_id in sorted(old)[:MOST_LINGERING]]
+            return [self._journal.life(handoff_id) for _, handoff_id in sorted(old)[:MOST_STALE]]
 
     def refusal(self, handoff_id: str) -> errors.HandoffError:
         """Return the error for a hand-off that is not open."""
@@ -308,8 +308,8 @@ class LeaseTable:
         ending = self._endings.get(handoff_id)
         if ending == "expired":
             return errors.LeaseExpired(errors.LEASE_EXPIRED, f"the lease of hand-off {name} ran out")
-        if ending == "withdrawn":
-            return errors.TransferFailed(errors.WITHDRAWN, f"the prefill of hand-off {name} was given up")
+        if ending == "revoked":
+            return errors.TransferFailed(errors.REVOKED, f"the prefill of hand-off {name} was given up")
         return errors.UnknownHandoff(errors.UNKNOWN_HANDOFF, f"no hand-off {name} is open here")
 
     def _begin_read(self, handoff_id: str) -> _Lease:
@@ -346,8 +346,8 @@ class LeaseTable:
         if ending == "expired":
             self._expired_total += 1
             log.warning("nobody released a hand-off before its lease ended: %s", self._journal.life(handoff_id))
-        elif ending == "withdrawn":
-            self._journal.note(handoff_id, "withdrawn")
+        elif ending == "revoked":
+            self._journal.note(handoff_id, "revoked")
         self._remember(handoff_id, ending)
         self._changed.notify_all()
 
@@ -363,7 +363,7 @@ class LeaseTable:
 
 
 class LeaseRead:
-    """One open read: the blocks so far, and methods to wait for more of a growing hand-off."""
+    """One open read: the blocks so far, and methods to wait for more of a partial hand-off."""
 
     def __init__(self, table: LeaseTable, handoff_id: str, lease: _Lease) -> None:
         self._table = table
@@ -379,7 +379,7 @@ class LeaseRead:
         """Wait until there are more than this many blocks, or all of them; at most `timeout_s`.
 
         If `in_last_step` is given, it is also enough that the prompt's last step runs, with that many blocks in all.
-        Raises TransferFailed(`withdrawn`) if the prefill withdrew the blocks: what was read of them is void.
+        Raises TransferFailed(`revoked`) if the prefill took the blocks back: what was read of them is void.
         """
         return self._table.wait_blocks(self._lease, more_than, timeout_s, in_last_step)
 
@@ -393,9 +393,9 @@ class LeaseRead:
         return self._table.wait_layer(self._lease, layer, timeout_s)
 
 
-def _require_not_withdrawn(lease: _Lease) -> None:
-    if lease.withdrawn:
-        raise errors.TransferFailed(errors.WITHDRAWN, "the prefill that computed these blocks was given up")
+def _require_not_revoked(lease: _Lease) -> None:
+    if lease.revoked:
+        raise errors.TransferFailed(errors.REVOKED, "the prefill that computed these blocks was given up")
 
 
 def _extended(before: PublishedBlocks, block_ids: Sequence[int], handoff_id: str) -> tuple[int, ...]:

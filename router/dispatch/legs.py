@@ -76,13 +76,13 @@ class Legs:
         """Compute the prompt on a prefill worker, send its first token on, and get the rest from a decode worker."""
         progress, early, pool = attempt.progress, None, place.prompt_worker.pool
 
-        def begin_early(growing: KvHandoff) -> None:
+        def begin_early(partial: KvHandoff) -> None:
             nonlocal early
             mark("announcement at router")
-            if not self._overlap or not room_to_overlap(decode.load(), growing.num_blocks):
+            if not self._overlap or not room_to_overlap(decode.load(), partial.num_blocks):
                 progress.metrics.overlapped.labels("no_room" if self._overlap else "off").inc()
                 return
-            early = OverlappedLeg(decode.client, attempt.decode_task(growing))
+            early = OverlappedLeg(decode.client, attempt.decode_task(partial))
 
         try:
             first = await self._prefill(place, attempt, begin_early)
@@ -107,7 +107,7 @@ class Legs:
                 await early.close()
 
     async def _prefill(self, place: Place, attempt: Attempt, begin_early: Callable[[KvHandoff], None]) -> TokenDelta:
-        """Return the leg's last delta; call `begin_early` before that, once the growing hand-off can be fetched."""
+        """Return the leg's last delta; call `begin_early` before that, once the partial hand-off can be fetched."""
         progress = attempt.progress
         made: list[TokenDelta] = []
 

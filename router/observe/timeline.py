@@ -102,8 +102,8 @@ class RequestTimeline:
         If it had to compute the prompt, the request counts as a fallback.
         """
         self.decode_timing = timing
-        receipt = None if timing is None else timing.receipt
-        if self.path == "disaggregated" and receipt is not None and receipt.outcome != "ok":
+        result = None if timing is None else timing.transfer_result
+        if self.path == "disaggregated" and result is not None and result.outcome != "ok":
             self.path = "fallback"
 
     def interrupted(self, state: RequestState) -> None:
@@ -141,16 +141,16 @@ class RequestTimeline:
     @property
     def moved(self) -> tuple[int, float]:
         """Bytes and seconds of its whole hand-off; zeros if there was none, or only its last segment was timed."""
-        receipt = None if self.decode_timing is None else self.decode_timing.receipt
-        if self.link is None or receipt is None or receipt.outcome != "ok" or self.overlapped:
+        result = None if self.decode_timing is None else self.decode_timing.transfer_result
+        if self.link is None or result is None or result.outcome != "ok" or self.overlapped:
             return 0, 0.0
-        return receipt.num_bytes, receipt.wire_s
+        return result.num_bytes, result.wire_s
 
     @property
     def transport(self) -> str:
         """What carried its hand-off; empty if there was none."""
-        receipt = None if self.decode_timing is None else self.decode_timing.receipt
-        return "" if receipt is None else receipt.transport
+        result = None if self.decode_timing is None else self.decode_timing.transfer_result
+        return "" if result is None else result.transport
 
     def stages_s(self) -> dict[str, float]:
         """Return the seconds in each stage; a stage that did not happen is absent, not zero."""
@@ -163,8 +163,8 @@ class RequestTimeline:
             stages["queue"] = self.router_queue_s + self.prefill_timing.queue_s
             stages["prefill"] = self.prefill_timing.compute_s
         if self.decode_timing is not None:
-            receipt = self.decode_timing.receipt
-            wait_s, wire_s = (receipt.wait_s, receipt.wire_s) if receipt else (0.0, 0.0)
+            result = self.decode_timing.transfer_result
+            wait_s, wire_s = (result.wait_s, result.wire_s) if result else (0.0, 0.0)
             stages["handoff_wait"] = 0.0 if self.overlapped else wait_s
             stages["wire"] = wire_s
             stages["decode_queue"] = max(0.0, self.decode_timing.queue_s - wait_s - wire_s)

@@ -239,11 +239,11 @@ class TransportConformance:
         async with self.nodes(harness) as (prefill, decode):
             before = [layer.copy() for layer in decode.layers]
             handoff = prefill.publish(source_ids)
-            receipt = await decode.fetcher.fetch(handoff, first, target_ids, decode.pool)
-            assert receipt.outcome == "ok", receipt
-            assert receipt.num_bytes == len(target_ids) * NUM_LAYERS * BLOCK_BYTES
-            assert receipt.wait_s >= 0
-            assert receipt.wire_s >= 0
+            result = await decode.fetcher.fetch(handoff, first, target_ids, decode.pool)
+            assert result.outcome == "ok", result
+            assert result.num_bytes == len(target_ids) * NUM_LAYERS * BLOCK_BYTES
+            assert result.wait_s >= 0
+            assert result.wire_s >= 0
             for layer in range(NUM_LAYERS):
                 expected = before[layer]
                 expected[target_ids] = prefill.layers[layer][source_ids[first : first + len(target_ids)]]
@@ -253,16 +253,16 @@ class TransportConformance:
         layout = make_layout(block_bytes=300_001)
         async with self.nodes(harness, (layout, layout)) as (prefill, decode):
             ids = [9, 1, 2, 3, 17, 4, 8, 30, 31]
-            receipt = await decode.fetcher.fetch(prefill.publish(ids), 0, ids[::-1], decode.pool)
-            assert receipt.outcome == "ok", receipt
+            result = await decode.fetcher.fetch(prefill.publish(ids), 0, ids[::-1], decode.pool)
+            assert result.outcome == "ok", result
             for ours, theirs in zip(decode.layers, prefill.layers, strict=True):
                 np.testing.assert_array_equal(ours[ids[::-1]], theirs[ids])
 
     async def test_one_block_larger_than_a_frame_arrives(self, harness):
         layout = make_layout(num_layers=1, block_bytes=frames.TARGET_FRAME_BYTES + 7)
         async with self.nodes(harness, (layout, layout), num_blocks=2) as (prefill, decode):
-            receipt = await decode.fetcher.fetch(prefill.publish([1, 0]), 0, [0, 1], decode.pool)
-            assert receipt.outcome == "ok", receipt
+            result = await decode.fetcher.fetch(prefill.publish([1, 0]), 0, [0, 1], decode.pool)
+            assert result.outcome == "ok", result
             np.testing.assert_array_equal(decode.layers[0], prefill.layers[0][::-1])
 
     async def test_concurrent_handoffs_in_both_directions(self, harness):
@@ -271,11 +271,11 @@ class TransportConformance:
             halves = [list(range(start, start + 4)) for start in range(32, 64, 4)]
             offers = [(left.publish(ids, f"l{i}"), right.publish(ids, f"r{i}")) for i, ids in enumerate(halves)]
             targets = [list(range(start, start + 4)) for start in range(0, 32, 4)]
-            receipts = await asyncio.gather(
+            results = await asyncio.gather(
                 *(right.fetcher.fetch(offers[i][0], 0, target, right.pool) for i, target in enumerate(targets)),
                 *(left.fetcher.fetch(offers[i][1], 0, target, left.pool) for i, target in enumerate(targets)),
             )
-            assert {receipt.outcome for receipt in receipts} == {"ok"}, receipts
+            assert {result.outcome for result in results} == {"ok"}, results
             for layer in range(NUM_LAYERS):
                 np.testing.assert_array_equal(right.layers[layer][:32], left.layers[layer][32:])
                 np.testing.assert_array_equal(left.layers[layer][:32], right.layers[layer][32:])
@@ -316,8 +316,8 @@ class TransportConformance:
             await decode.fetcher.release(prefill.announce([1]))
             assert prefill.leases.take_finished() == {"a"}
             assert prefill.leases.take_finished() == set()
-            receipt = await decode.fetcher.fetch(handoff, 0, [1, 2], decode.pool)
-            assert (receipt.outcome, receipt.reason) == ("failed", errors.UNKNOWN_HANDOFF)
+            result = await decode.fetcher.fetch(handoff, 0, [1, 2], decode.pool)
+            assert (result.outcome, result.reason) == ("failed", errors.UNKNOWN_HANDOFF)
 
     async def test_release_that_overtakes_the_publication_frees_at_once(self, harness):
         async with self.nodes(harness) as (prefill, decode):
@@ -344,8 +344,8 @@ class TransportConformance:
         async with self.nodes(harness) as (prefill, decode):
             handoff = prefill.publish([1], owner="a", lease_s=0.01)
             await asyncio.sleep(0.02)
-            receipt = await decode.fetcher.fetch(handoff, 0, [1], decode.pool)
-            assert (receipt.outcome, receipt.reason) == ("failed", errors.LEASE_EXPIRED)
+            result = await decode.fetcher.fetch(handoff, 0, [1], decode.pool)
+            assert (result.outcome, result.reason) == ("failed", errors.LEASE_EXPIRED)
             with pytest.raises(errors.LeaseExpired):
                 await decode.fetcher.renew(handoff)
             assert prefill.leases.take_finished() == {"a"}
@@ -365,8 +365,8 @@ class TransportConformance:
         async with self.nodes(harness) as (prefill, decode):
             prefill.source.server._publish_wait_s = 0.02
             handoff = prefill.announce([1])
-            receipt = await decode.fetcher.fetch(handoff, 0, [1], decode.pool)
-            assert (receipt.outcome, receipt.reason) == ("failed", errors.UNKNOWN_HANDOFF)
+            result = await decode.fetcher.fetch(handoff, 0, [1], decode.pool)
+            assert (result.outcome, result.reason) == ("failed", errors.UNKNOWN_HANDOFF)
             with pytest.raises(errors.UnknownHandoff):
                 await decode.fetcher.renew(handoff)
 
@@ -374,23 +374,23 @@ class TransportConformance:
         async with self.nodes(harness) as (prefill, decode):
             short = prefill.announce([1, 2, 3])
             prefill.leases.publish(short.handoff_id, "a", [1], 4, LEASE_S)
-            receipt = await decode.fetcher.fetch(short, 0, [1, 2, 3], decode.pool)
-            assert (receipt.outcome, receipt.reason) == ("failed", errors.BAD_REQUEST)
+            result = await decode.fetcher.fetch(short, 0, [1, 2, 3], decode.pool)
+            assert (result.outcome, result.reason) == ("failed", errors.BAD_REQUEST)
 
     @pytest.mark.parametrize("targets", [[1, 1], [32, 0], [-1, 0], [1, 2, 3]])
     async def test_bad_targets_are_refused_before_anything_is_written(self, harness, targets):
         async with self.nodes(harness) as (prefill, decode):
             before = [layer.copy() for layer in decode.layers]
-            receipt = await decode.fetcher.fetch(prefill.publish([1, 2]), 0, targets, decode.pool)
-            assert (receipt.outcome, receipt.reason) == ("failed", errors.BAD_REQUEST)
+            result = await decode.fetcher.fetch(prefill.publish([1, 2]), 0, targets, decode.pool)
+            assert (result.outcome, result.reason) == ("failed", errors.BAD_REQUEST)
             np.testing.assert_array_equal(decode.layers, before)
 
     async def test_a_source_that_is_gone_is_unreachable(self, harness):
         async with self.nodes(harness) as (prefill, decode):
             handoff = prefill.publish([1])
             prefill.source.close()
-            receipt = await decode.fetcher.fetch(handoff, 0, [1], decode.pool)
-            assert (receipt.outcome, receipt.reason) == ("failed", errors.UNREACHABLE)
+            result = await decode.fetcher.fetch(handoff, 0, [1], decode.pool)
+            assert (result.outcome, result.reason) == ("failed", errors.UNREACHABLE)
             with pytest.raises(errors.TransferFailed):
                 await decode.fetcher.release(handoff)
 
@@ -401,11 +401,11 @@ class TransportConformance:
             task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, [4, 5, 6], decode.pool))
             await eventually(lambda: prefill.source.bytes_sent_total > 0)
             await asyncio.to_thread(prefill.source.close)
-            receipt = await asyncio.wait_for(task, PATIENCE_S)
-            if receipt.outcome == "ok":  # what was mapped outlives its owner
+            result = await asyncio.wait_for(task, PATIENCE_S)
+            if result.outcome == "ok":  # what was mapped outlives its owner
                 assert np.array_equal(decode.layers, [self._moved(prefill, decode, n) for n in range(LONG.num_layers)])
             else:
-                assert (receipt.outcome, receipt.reason) == ("failed", errors.UNREACHABLE)
+                assert (result.outcome, result.reason) == ("failed", errors.UNREACHABLE)
 
     def _moved(self, prefill: Node, decode: Node, layer: int) -> np.ndarray:
         expected = decode.layers[layer].copy()
@@ -415,28 +415,28 @@ class TransportConformance:
     @pytest.mark.parametrize(("field", "value"), [("isa", "vec"), ("block_size_tokens", 8), ("wire_version", 99)])
     async def test_a_layout_mismatch_names_the_field_before_any_byte(self, harness, field, value):
         async with self.nodes(harness, (make_layout(**{field: value}), None)) as (prefill, decode):
-            receipt = await decode.fetcher.fetch(prefill.publish([1]), 0, [1], decode.pool)
-            assert (receipt.outcome, receipt.reason) == ("failed", errors.LAYOUT_MISMATCH)
-            assert field in receipt.message
-            assert repr(value) in receipt.message
-            assert (receipt.num_bytes, prefill.source.bytes_sent_total) == (0, 0)
+            result = await decode.fetcher.fetch(prefill.publish([1]), 0, [1], decode.pool)
+            assert (result.outcome, result.reason) == ("failed", errors.LAYOUT_MISMATCH)
+            assert field in result.message
+            assert repr(value) in result.message
+            assert (result.num_bytes, prefill.source.bytes_sent_total) == (0, 0)
             assert (await decode.fetcher.describe(prefill.source.address)).layout == prefill.layout
 
-    async def test_a_growing_handoff_is_followed_to_its_end(self, harness):
+    async def test_a_partial_handoff_is_followed_to_its_end(self, harness):
         async with self.nodes(harness) as (prefill, decode):
             ids = [7, 3, 9, 1, 12]
             handoff = msgspec.structs.replace(prefill.announce(ids), complete=False)
-            prefill.leases.grow(handoff.handoff_id, "a", ids[:2])
+            prefill.leases.extend(handoff.handoff_id, "a", ids[:2])
             targets = [20, 4, 22, 5, 24]
             task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, targets, decode.pool))
             await eventually(lambda: np.array_equal(decode.layers[-1][[20, 4]], prefill.layers[-1][ids[:2]]))
-            prefill.leases.grow(handoff.handoff_id, "a", ids[:3])
+            prefill.leases.extend(handoff.handoff_id, "a", ids[:3])
             await eventually(lambda: np.array_equal(decode.layers[-1][22], prefill.layers[-1][9]))
             assert not task.done()
             prefill.leases.publish(handoff.handoff_id, "a", ids, 20, LEASE_S, first_token=77)
-            receipt = await asyncio.wait_for(task, PATIENCE_S)
-            assert (receipt.outcome, receipt.first_token) == ("ok", 77), receipt
-            assert receipt.num_bytes == 5 * NUM_LAYERS * BLOCK_BYTES
+            result = await asyncio.wait_for(task, PATIENCE_S)
+            assert (result.outcome, result.first_token) == ("ok", 77), result
+            assert result.num_bytes == 5 * NUM_LAYERS * BLOCK_BYTES
             for ours, theirs in zip(decode.layers, prefill.layers, strict=True):
                 np.testing.assert_array_equal(ours[targets], theirs[ids])
 
@@ -444,40 +444,40 @@ class TransportConformance:
         async with self.nodes(harness) as (prefill, decode):
             ids, targets = [7, 3, 9], [20, 4, 22]
             handoff = msgspec.structs.replace(prefill.announce(ids), complete=False)
-            prefill.leases.grow(handoff.handoff_id, "a", [])
+            prefill.leases.extend(handoff.handoff_id, "a", [])
             task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, targets, decode.pool))
             await eventually(lambda: prefill.leases._open[handoff.handoff_id].active_reads == 1)
             prefill.leases.publish(handoff.handoff_id, "a", ids, 12, LEASE_S, first_token=77)
-            receipt = await asyncio.wait_for(task, PATIENCE_S)
-            assert (receipt.outcome, receipt.first_token) == ("ok", 77), receipt
+            result = await asyncio.wait_for(task, PATIENCE_S)
+            assert (result.outcome, result.first_token) == ("ok", 77), result
             for ours, theirs in zip(decode.layers, prefill.layers, strict=True):
                 np.testing.assert_array_equal(ours[targets], theirs[ids])
 
-    async def test_a_handoff_withdrawn_before_any_block_is_final_fails_whoever_follows_it(self, harness):
+    async def test_a_handoff_revoked_before_any_block_is_final_fails_whoever_follows_it(self, harness):
         async with self.nodes(harness) as (prefill, decode):
             handoff = msgspec.structs.replace(prefill.announce([1, 2]), complete=False)
-            prefill.leases.grow(handoff.handoff_id, "a", [])
+            prefill.leases.extend(handoff.handoff_id, "a", [])
             task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, [4, 5], decode.pool))
             await eventually(lambda: prefill.leases._open[handoff.handoff_id].active_reads == 1)
-            prefill.leases.withdraw(handoff.handoff_id)
-            receipt = await asyncio.wait_for(task, PATIENCE_S)
-            assert (receipt.outcome, receipt.reason, receipt.num_bytes) == ("failed", errors.WITHDRAWN, 0), receipt
+            prefill.leases.revoke(handoff.handoff_id)
+            result = await asyncio.wait_for(task, PATIENCE_S)
+            assert (result.outcome, result.reason, result.num_bytes) == ("failed", errors.REVOKED, 0), result
 
-    async def test_a_withdrawn_handoff_fails_whoever_follows_it(self, harness):
+    async def test_a_revoked_handoff_fails_whoever_follows_it(self, harness):
         async with self.nodes(harness) as (prefill, decode):
             handoff = msgspec.structs.replace(prefill.announce([1, 2, 3]), complete=False)
-            prefill.leases.grow(handoff.handoff_id, "a", [1, 2])
+            prefill.leases.extend(handoff.handoff_id, "a", [1, 2])
             task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, [4, 5, 6], decode.pool))
             await eventually(lambda: prefill.source.bytes_sent_total > 0)
-            prefill.leases.withdraw(handoff.handoff_id)
-            receipt = await asyncio.wait_for(task, PATIENCE_S)
-            assert (receipt.outcome, receipt.reason) == ("failed", errors.WITHDRAWN), receipt
+            prefill.leases.revoke(handoff.handoff_id)
+            result = await asyncio.wait_for(task, PATIENCE_S)
+            assert (result.outcome, result.reason) == ("failed", errors.REVOKED), result
 
     async def test_a_followed_handoff_arrives_whole_whether_or_not_its_last_step_is_told(self, harness):
         async with self.nodes(harness) as (prefill, decode):
             ids, targets = [7, 3, 9, 1], [20, 4, 22, 5]
             handoff = msgspec.structs.replace(prefill.announce(ids), complete=False)
-            prefill.leases.grow(handoff.handoff_id, "a", ids[:2])
+            prefill.leases.extend(handoff.handoff_id, "a", ids[:2])
             task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, targets, decode.pool))
             await eventually(lambda: prefill.source.bytes_sent_total > 0)
             prefill.leases.begin_last_step({handoff.handoff_id: ids, "nobody-follows": [11]})
@@ -485,15 +485,15 @@ class TransportConformance:
                 prefill.leases.end_layer(layer + 1)
             prefill.leases.begin_last_step({})
             prefill.leases.publish(handoff.handoff_id, "a", ids, 16, LEASE_S, first_token=77)
-            receipt = await asyncio.wait_for(task, PATIENCE_S)
-            assert (receipt.outcome, receipt.first_token) == ("ok", 77), receipt
+            result = await asyncio.wait_for(task, PATIENCE_S)
+            assert (result.outcome, result.first_token) == ("ok", 77), result
             for ours, theirs in zip(decode.layers, prefill.layers, strict=True):
                 np.testing.assert_array_equal(ours[targets], theirs[ids])
 
     async def test_cancelling_while_nothing_is_ready_ends_the_read(self, harness):
         async with self.nodes(harness) as (prefill, decode):
             handoff = msgspec.structs.replace(prefill.announce([1, 2]), complete=False)
-            prefill.leases.grow(handoff.handoff_id, "a", [])
+            prefill.leases.extend(handoff.handoff_id, "a", [])
             task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, [4, 5], decode.pool))
             await eventually(lambda: prefill.leases._open[handoff.handoff_id].active_reads == 1)
             task.cancel()
@@ -522,8 +522,8 @@ class TransportConformance:
             node.leases.publish(handoff.handoff_id, "a", ids, 16, LEASE_S)
         try:
             for rank, node in enumerate(decode):
-                receipt = await node.fetcher.fetch(handoff, 0, targets, node.pool)
-                assert receipt.outcome == "ok", receipt
+                result = await node.fetcher.fetch(handoff, 0, targets, node.pool)
+                assert result.outcome == "ok", result
                 for layer, rows in zip(whole, node.layers, strict=True):
                     expected = layer[:, rank * 2400 // our_ranks :][:, : 2400 // our_ranks]
                     np.testing.assert_array_equal(rows[targets], expected[ids])
@@ -599,12 +599,12 @@ class TransportConformance:
 
     async def _fetch_ok(self, prefill: Node, decode: Node, handoff: KvHandoff, ids: list[int]) -> bool:
         targets = list(range(len(ids)))
-        receipt = await decode.fetcher.fetch(handoff, 0, targets, decode.pool)
+        result = await decode.fetcher.fetch(handoff, 0, targets, decode.pool)
         equal = all(
             np.array_equal(ours[targets], theirs[ids])
             for ours, theirs in zip(decode.layers, prefill.layers, strict=True)
         )
-        return receipt.outcome == "ok" and equal
+        return result.outcome == "ok" and equal
 
 
 class LayerConformance:
@@ -613,7 +613,7 @@ class LayerConformance:
     async def in_last_step(self, prefill: Node, decode: Node) -> tuple[KvHandoff, asyncio.Task[Any]]:
         """A fetch of blocks 7, 3, 9 and 1, of which two are there and the others computed, one layer so far."""
         handoff = msgspec.structs.replace(prefill.announce([7, 3, 9, 1]), complete=False)
-        prefill.leases.grow(handoff.handoff_id, "a", [7, 3])
+        prefill.leases.extend(handoff.handoff_id, "a", [7, 3])
         task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, [20, 4, 22, 5], decode.pool))
         await eventually(lambda: np.array_equal(decode.layers[-1][[20, 4]], prefill.layers[-1][[7, 3]]))
         prefill.leases.begin_last_step({handoff.handoff_id: [7, 3, 9, 1]})
@@ -626,7 +626,7 @@ class LayerConformance:
     async def test_a_prompt_of_one_step_travels_layer_by_layer_from_its_first_block(self, harness):
         async with self.nodes(harness) as (prefill, decode):
             handoff = msgspec.structs.replace(prefill.announce([7, 3]), complete=False)
-            prefill.leases.grow(handoff.handoff_id, "a", [])
+            prefill.leases.extend(handoff.handoff_id, "a", [])
             prefill.leases.begin_last_step({handoff.handoff_id: [7, 3]})
             prefill.leases.end_layer(1)
             task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, [20, 4], decode.pool))
@@ -634,8 +634,8 @@ class LayerConformance:
             assert not np.array_equal(decode.layers[1][[20, 4]], prefill.layers[1][[7, 3]])
             prefill.leases.end_layer(NUM_LAYERS)
             prefill.leases.publish(handoff.handoff_id, "a", [7, 3], 8, LEASE_S, first_token=77)
-            receipt = await asyncio.wait_for(task, PATIENCE_S)
-            assert (receipt.outcome, receipt.first_token) == ("ok", 77), receipt
+            result = await asyncio.wait_for(task, PATIENCE_S)
+            assert (result.outcome, result.first_token) == ("ok", 77), result
 
     async def test_blocks_of_the_last_step_travel_layer_by_layer_as_they_are_computed(self, harness):
         async with self.nodes(harness) as (prefill, decode):
@@ -646,9 +646,9 @@ class LayerConformance:
             await eventually(lambda: np.array_equal(decode.layers[-1][[22, 5]], prefill.layers[-1][[9, 1]]))
             assert not task.done()
             prefill.leases.publish(handoff.handoff_id, "a", [7, 3, 9, 1], 16, LEASE_S, first_token=77)
-            receipt = await asyncio.wait_for(task, PATIENCE_S)
-            assert (receipt.outcome, receipt.first_token) == ("ok", 77), receipt
-            assert receipt.wire_s <= receipt.wait_s, "the wire's time is that of the last layer"
+            result = await asyncio.wait_for(task, PATIENCE_S)
+            assert (result.outcome, result.first_token) == ("ok", 77), result
+            assert result.wire_s <= result.wait_s, "the wire's time is that of the last layer"
 
     async def test_what_is_published_in_the_middle_of_its_last_step_travels_whole(self, harness):
         async with self.nodes(harness) as (prefill, decode):
@@ -661,9 +661,9 @@ class LayerConformance:
     async def test_a_prefill_that_is_given_up_in_its_last_step_fails_whoever_follows_it(self, harness):
         async with self.nodes(harness) as (prefill, decode):
             handoff, task = await self.in_last_step(prefill, decode)
-            prefill.leases.withdraw(handoff.handoff_id)
-            receipt = await asyncio.wait_for(task, PATIENCE_S)
-            assert (receipt.outcome, receipt.reason) == ("failed", errors.WITHDRAWN), receipt
+            prefill.leases.revoke(handoff.handoff_id)
+            result = await asyncio.wait_for(task, PATIENCE_S)
+            assert (result.outcome, result.reason) == ("failed", errors.REVOKED), result
 
     async def test_cancelling_between_two_layers_ends_the_read(self, harness):
         async with self.nodes(harness) as (prefill, decode):
@@ -730,8 +730,8 @@ class FrameConformance(LayerConformance):
             before = [layer.copy() for layer in decode.layers]
             alter_frames(prefill, alter)
             handoff = prefill.publish([1, 2])
-            receipt = await decode.fetcher.fetch(handoff, 0, [8, 3], decode.pool)
-            assert (receipt.outcome, receipt.reason) == ("failed", errors.CORRUPTED), receipt
+            result = await decode.fetcher.fetch(handoff, 0, [8, 3], decode.pool)
+            assert (result.outcome, result.reason) == ("failed", errors.CORRUPTED), result
             untouched = [block for block in range(32) if block not in (8, 3)]
             for layer, seen in zip(decode.layers, before, strict=True):
                 np.testing.assert_array_equal(layer[untouched], seen[untouched])

@@ -23,7 +23,7 @@ from kv_transfer.bench.source_process import SOURCE_SEED, Cache, CacheShape, Sou
 from kv_transfer.memory.device import DeviceMemory
 from kv_transfer.service import PairedTransport
 from tests.support.cuda import NEEDS_CUDA
-from tests.support.fetches import receipt_of
+from tests.support.fetches import result_of
 from tests.support.interpreted_triton import interpreted_kernel
 from tests.support.patience import PATIENCE_S
 
@@ -75,7 +75,7 @@ def test_the_memory_of_a_source_that_was_killed_is_dropped_though_nothing_is_fet
 
 def fetched(service, handoff: KvHandoff, request_id: str, targets: list[int]):
     service.start_fetch(request_id, handoff, 0, targets)
-    return receipt_of(service, request_id)
+    return result_of(service, request_id)
 
 
 @pytest.mark.parametrize(
@@ -92,9 +92,9 @@ def test_each_block_of_each_layer_is_where_it_should_be_and_nothing_else_has_cha
     expected = cache.layers.cpu()
     expected[:, targets] = theirs[:, source_ids]
     handoff, _ = source.publish("cuda-ipc", name, source_ids)
-    receipt = fetched(service, handoff, name, targets)
-    assert (receipt.outcome, receipt.transport) == ("ok", "cuda-ipc"), receipt
-    assert receipt.num_bytes == SHAPE.handoff_bytes(len(targets))
+    result = fetched(service, handoff, name, targets)
+    assert (result.outcome, result.transport) == ("ok", "cuda-ipc"), result
+    assert result.num_bytes == SHAPE.handoff_bytes(len(targets))
     assert torch.equal(cache.layers.cpu(), expected)
     source.wait_freed("cuda-ipc", name)
 
@@ -109,10 +109,10 @@ def test_a_copy_that_cuda_refuses_is_unreachable_and_the_next_fetch_opens_the_me
     with monkeypatch.context() as patched:
         patched.setattr(DeviceMemory, "copies_from", refused)
         handoff, _ = source.publish("cuda-ipc", "refused", [1, 2])
-        receipt = fetched(service, handoff, "refused", [3, 4])
+        result = fetched(service, handoff, "refused", [3, 4])
     address = source.addresses["cuda-ipc"]
-    assert (receipt.outcome, receipt.reason) == ("failed", errors.UNREACHABLE), receipt
-    assert receipt.message == f"{address}: CUDA error: peer access is not supported"
+    assert (result.outcome, result.reason) == ("failed", errors.UNREACHABLE), result
+    assert result.message == f"{address}: CUDA error: peer access is not supported"
     puller = service._fetcher._pullers["cuda-ipc"]
     assert puller._opened == puller._watched == {}
     handoff, _ = source.publish("cuda-ipc", "again", [1, 2])
@@ -155,6 +155,6 @@ def test_a_hand_off_within_one_process_copies_between_its_own_blocks(ends):
     _, _, cache, service = ends
     expected = cache.layers.cpu()
     expected[:, [1, 2]] = expected[:, [77, 70]]
-    receipt = fetched(service, offer(service, "own", [77, 70], SHAPE), "own-fetch", [1, 2])
-    assert receipt.outcome == "ok", receipt
+    result = fetched(service, offer(service, "own", [77, 70], SHAPE), "own-fetch", [1, 2])
+    assert result.outcome == "ok", result
     assert torch.equal(cache.layers.cpu(), expected)

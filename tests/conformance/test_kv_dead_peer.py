@@ -11,7 +11,7 @@ import pytest
 from contracts import errors
 from kv_transfer.bench.source_process import Cache, CacheShape, SourceProcess
 from tests.support.cuda import NEEDS_CUDA
-from tests.support.fetches import begin, receipt_of
+from tests.support.fetches import begin, result_of
 from tests.support.nixl import needs_nixl
 from tests.support.patience import PATIENCE_S
 
@@ -63,18 +63,18 @@ def test_a_source_killed_in_mid_fetch_is_unreachable_at_once_unless_its_memory_i
     for attempt in range(ATTEMPTS):
         source = new_source()
         begin(source, service, transport, f"warm-{attempt}", BLOCKS)
-        assert receipt_of(service, f"warm-{attempt}").outcome == "ok"
+        assert result_of(service, f"warm-{attempt}").outcome == "ok"
         begin(source, service, transport, f"cut-{attempt}", BLOCKS)
         time.sleep(0.01)
         os.kill(source.pid, signal.SIGKILL)
-        receipt = receipt_of(service, f"cut-{attempt}")
-        if receipt.outcome != "ok" or transport in MAPPED:
+        result = result_of(service, f"cut-{attempt}")
+        if result.outcome != "ok" or transport in MAPPED:
             break
-    if receipt.outcome != "ok":
-        assert receipt.reason == errors.UNREACHABLE, receipt
+    if result.outcome != "ok":
+        assert result.reason == errors.UNREACHABLE, result
     else:
         assert transport in MAPPED, f"none of {ATTEMPTS} fetches was cut"
-        assert receipt.num_bytes == SHAPE.handoff_bytes(SHAPE.num_blocks)
+        assert result.num_bytes == SHAPE.handoff_bytes(SHAPE.num_blocks)
 
 
 @pytest.mark.parametrize("peers", TRANSPORTS, indirect=True)
@@ -82,16 +82,16 @@ def test_a_source_frozen_in_mid_fetch_is_a_timeout_and_serves_again_when_it_goes
     new_source, service, transport = peers
     source = new_source()
     begin(source, service, transport, "warm", BLOCKS)
-    assert receipt_of(service, "warm").outcome == "ok"
+    assert result_of(service, "warm").outcome == "ok"
     handoff, _ = source.publish(transport, "frozen-source", BLOCKS)
     os.kill(source.pid, signal.SIGSTOP)
     fetcher = service._fetcher
     patient, fetcher._options = fetcher._options, replace(fetcher._options, fetch_deadline_s=DEADLINE_S)
     service.start_fetch("frozen", handoff, 0, BLOCKS)
-    receipt = receipt_of(service, "frozen")
+    result = result_of(service, "frozen")
     fetcher._options = patient
-    assert (receipt.outcome, receipt.reason) == ("failed", errors.TIMEOUT), receipt
+    assert (result.outcome, result.reason) == ("failed", errors.TIMEOUT), result
     os.kill(source.pid, signal.SIGCONT)
     begin(source, service, transport, "again", BLOCKS)
-    assert receipt_of(service, "again").outcome == "ok"
+    assert result_of(service, "again").outcome == "ok"
     assert service.stats().active_fetches == 0

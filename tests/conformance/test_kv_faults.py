@@ -83,10 +83,10 @@ async def test_a_fault_ends_as_it_says_touches_only_the_targets_and_leaves_nothi
     async with nodes(transport, plan) as (prefill, decode):
         before = [layer.copy() for layer in decode.layers]
         handoff = prefill.publish(IDS, owner="a")
-        receipt = await decode.fetcher.fetch(handoff, 0, TARGETS, decode.pool)
-        assert receipt.outcome == ("failed" if REASON[kind] else "ok"), receipt
-        assert receipt.reason == REASON[kind]
-        assert receipt.transport == transport
+        result = await decode.fetcher.fetch(handoff, 0, TARGETS, decode.pool)
+        assert result.outcome == ("failed" if REASON[kind] else "ok"), result
+        assert result.reason == REASON[kind]
+        assert result.transport == transport
         others = [block for block in range(32) if block not in TARGETS]
         for ours, earlier in zip(decode.layers, before, strict=True):
             np.testing.assert_array_equal(ours[others], earlier[others])
@@ -106,8 +106,8 @@ async def test_a_corrupted_fetch_has_one_wrong_block_and_no_first_token(transpor
     async with nodes(transport, FaultPlan(corrupt=1.0)) as (prefill, decode):
         handoff = prefill.announce(IDS)
         prefill.leases.publish(handoff.handoff_id, "a", IDS, 20, 30.0, first_token=77)
-        receipt = await decode.fetcher.fetch(handoff, 0, TARGETS, decode.pool)
-        assert (receipt.reason, receipt.first_token) == (errors.CORRUPTED, None)
+        result = await decode.fetcher.fetch(handoff, 0, TARGETS, decode.pool)
+        assert (result.reason, result.first_token) == (errors.CORRUPTED, None)
         wrong = [
             (layer, target)
             for layer, (ours, theirs) in enumerate(zip(decode.layers, prefill.layers, strict=True))
@@ -120,10 +120,10 @@ async def test_a_corrupted_fetch_has_one_wrong_block_and_no_first_token(transpor
 async def test_a_cut_comes_midway_and_stops_the_writing(transport):
     async with nodes(transport, FaultPlan(seed=2, cut=1.0), LONG) as (prefill, decode):
         TRANSPORTS[transport](prefill, decode)
-        receipt = await decode.fetcher.fetch(prefill.publish([1, 2, 3]), 0, [4, 5, 6], decode.pool)
-        assert receipt.reason == errors.UNREACHABLE
+        result = await decode.fetcher.fetch(prefill.publish([1, 2, 3]), 0, [4, 5, 6], decode.pool)
+        assert result.reason == errors.UNREACHABLE
         whole_bytes = 3 * LONG.num_layers * LONG.block_bytes
-        assert receipt.num_bytes <= whole_bytes if transport == "shm" else 0 < receipt.num_bytes < whole_bytes
+        assert result.num_bytes <= whole_bytes if transport == "shm" else 0 < result.num_bytes < whole_bytes
         afterwards = [layer.copy() for layer in decode.layers]
         await asyncio.sleep(0.05)
         np.testing.assert_array_equal(decode.layers, afterwards)
@@ -132,17 +132,17 @@ async def test_a_cut_comes_midway_and_stops_the_writing(transport):
 async def test_a_delayed_fetch_takes_longer(transport):
     plan = FaultPlan(seed=1, delay=1.0, longest_delay_s=0.2)
     async with nodes(transport, plan) as (prefill, decode):
-        receipt = await decode.fetcher.fetch(prefill.publish(IDS), 0, TARGETS, decode.pool)
-        assert receipt.outcome == "ok"
-        assert receipt.wait_s >= plan.fault(0).amount * 0.2
+        result = await decode.fetcher.fetch(prefill.publish(IDS), 0, TARGETS, decode.pool)
+        assert result.outcome == "ok"
+        assert result.wait_s >= plan.fault(0).amount * 0.2
 
 
 async def test_a_dropped_fetch_ends_at_its_own_deadline_if_that_comes_first(transport):
     async with nodes(transport, FaultPlan(drop=1.0, longest_drop_s=30.0)) as (prefill, decode):
         decode.fetcher._options = replace(decode.fetcher._options, fetch_deadline_s=0.1)
         started_s = time.monotonic()
-        receipt = await decode.fetcher.fetch(prefill.publish(IDS), 0, TARGETS, decode.pool)
-        assert receipt.reason == errors.TIMEOUT
+        result = await decode.fetcher.fetch(prefill.publish(IDS), 0, TARGETS, decode.pool)
+        assert result.reason == errors.TIMEOUT
         assert 0.1 <= time.monotonic() - started_s < 30
 
 
@@ -164,15 +164,15 @@ async def test_what_fails_by_itself_keeps_its_own_reason_when_it_was_to_be_cut(t
     async with nodes(transport, FaultPlan(cut=1.0)) as (prefill, decode):
         handoff = prefill.publish([1], owner="a")
         prefill.leases.release(handoff.handoff_id)
-        receipt = await decode.fetcher.fetch(handoff, 0, [1], decode.pool)
-        assert receipt.reason in (errors.UNKNOWN_HANDOFF, errors.UNREACHABLE)  # or the cut came first
+        result = await decode.fetcher.fetch(handoff, 0, [1], decode.pool)
+        assert result.reason in (errors.UNKNOWN_HANDOFF, errors.UNREACHABLE)  # or the cut came first
         assert prefill.leases.stats().open_leases == 0
 
 
 # --- many
 
 
-async def test_300_fetches_end_in_a_receipt_each_as_planned_and_no_lease_is_left(transport):
+async def test_300_fetches_end_in_a_result_each_as_planned_and_no_lease_is_left(transport):
     async with nodes(transport, MIXED, num_blocks=64) as (prefill, decode):
         free = asyncio.Queue()
         for first in range(0, 64, 8):
@@ -183,19 +183,19 @@ async def test_300_fetches_end_in_a_receipt_each_as_planned_and_no_lease_is_left
             ids = [(index + 11 * step) % 64 for step in range(8)]
             handoff = prefill.publish(ids, f"request-{index}")
             try:
-                receipt = await decode.fetcher.fetch(handoff, 0, targets, decode.pool)
-                if receipt.outcome == "ok":
+                result = await decode.fetcher.fetch(handoff, 0, targets, decode.pool)
+                if result.outcome == "ok":
                     for ours, theirs in zip(decode.layers, prefill.layers, strict=True):
                         np.testing.assert_array_equal(ours[targets], theirs[ids])
                 await decode.fetcher.release(handoff)
             finally:
                 free.put_nowait(targets)
-            return receipt
+            return result
 
-        receipts = await asyncio.wait_for(asyncio.gather(*(one(index) for index in range(300))), PATIENCE_S)
+        results = await asyncio.wait_for(asyncio.gather(*(one(index) for index in range(300))), PATIENCE_S)
         planned = Counter(REASON[MIXED.fault(index).kind] for index in range(300))
         assert len(planned) == 4
-        assert Counter(receipt.reason for receipt in receipts) == planned
+        assert Counter(result.reason for result in results) == planned
         await eventually(lambda: prefill.leases.stats().open_leases == 0)
         assert prefill.leases.take_finished() == {f"request-{index}" for index in range(300)}
         assert prefill.leases.stats().expired_leases_total == 0
@@ -225,20 +225,20 @@ def test_a_service_with_faults_completes_every_fetch_once_and_every_lease_ends(t
     try:
         for service in services:
             service.start()
-        receipts, sent = {}, set()
+        results, sent = {}, set()
         for index in range(40):
             handoff = _offer(prefill, f"p{index}", [index % 32, (index + 5) % 32])
             decode.start_fetch(f"d{index}", handoff, 0, [2 * index, 2 * index + 1])
         deadline_s = time.monotonic() + PATIENCE_S
-        while len(receipts) < 40 or len(sent) < 40:
-            assert time.monotonic() < deadline_s, (len(receipts), len(sent))
+        while len(results) < 40 or len(sent) < 40:
+            assert time.monotonic() < deadline_s, (len(results), len(sent))
             decode.wait(0.05)
-            new = decode.poll().receipts
-            assert not new.keys() & receipts.keys()
-            receipts |= new
+            new = decode.poll().results
+            assert not new.keys() & results.keys()
+            results |= new
             sent |= prefill.poll().sent
         planned = Counter(REASON[plan.fault(index).kind] for index in range(40))
-        assert Counter(receipt.reason for receipt in receipts.values()) == planned
+        assert Counter(result.reason for result in results.values()) == planned
         assert (prefill.stats().open_leases, prefill.stats().pinned_blocks) == (0, 0)
         assert (decode.stats().active_fetches, decode.stats().watched_handoffs) == (0, 0)
     finally:

@@ -17,7 +17,7 @@ from kv_transfer.nixl.library import NixlFailed
 from kv_transfer.nixl.offer import NixlOffer
 from kv_transfer.nixl.source import NixlSource
 from kv_transfer.nixl.staging import Staging
-from tests.support.fetches import begin, receipt_of
+from tests.support.fetches import begin, result_of
 from tests.support.nixl import needs_nixl
 from tests.support.patience import PATIENCE_S, eventually
 
@@ -50,7 +50,7 @@ def staging_of(service):
 async def test_a_read_that_ends_after_its_pull_writes_to_no_block(over_tcp, monkeypatch):
     source, service, cache = over_tcp
     begin(source, service, "nixl", "warm", range(SHAPE.num_blocks))
-    assert receipt_of(service, "warm").outcome == "ok"
+    assert result_of(service, "warm").outcome == "ok"
     puller = service._fetcher._pullers["nixl"]
     posted, read = threading.Event(), puller._agent.read
 
@@ -65,9 +65,9 @@ async def test_a_read_that_ends_after_its_pull_writes_to_no_block(over_tcp, monk
     service._fetcher._options = replace(service._fetcher._options, fetch_deadline_s=2.0)
     cache.layers.zero_()
     begin(source, service, "nixl", "frozen", range(SHAPE.num_blocks))
-    receipt = receipt_of(service, "frozen")
+    result = result_of(service, "frozen")
     assert posted.is_set()
-    assert (receipt.outcome, receipt.reason) == ("failed", errors.TIMEOUT), receipt
+    assert (result.outcome, result.reason) == ("failed", errors.TIMEOUT), result
     assert staging_of(service).abandoned == 1
     monkeypatch.undo()
     os.kill(source.pid, signal.SIGCONT)
@@ -76,7 +76,7 @@ async def test_a_read_that_ends_after_its_pull_writes_to_no_block(over_tcp, monk
     assert not cache.layers.any(), "what came late was written to the cache"
     service._fetcher._options = replace(service._fetcher._options, fetch_deadline_s=2 * PATIENCE_S)
     begin(source, service, "nixl", "again", range(SHAPE.num_blocks))
-    assert receipt_of(service, "again").outcome == "ok"
+    assert result_of(service, "again").outcome == "ok"
 
 
 def test_a_source_that_sends_nothing_is_given_up_before_the_deadline(over_tcp, monkeypatch):
@@ -92,8 +92,8 @@ def test_a_source_that_sends_nothing_is_given_up_before_the_deadline(over_tcp, m
 
     monkeypatch.setattr(puller._agent, "read", freeze_and_read)
     begin(source, service, "nixl", "frozen", range(SHAPE.num_blocks))
-    receipt = receipt_of(service, "frozen")
-    assert (receipt.outcome, receipt.reason) == ("failed", errors.UNREACHABLE), receipt
+    result = result_of(service, "frozen")
+    assert (result.outcome, result.reason) == ("failed", errors.UNREACHABLE), result
 
 
 def test_more_abandoned_reads_than_there_is_room_for_are_refused(monkeypatch):

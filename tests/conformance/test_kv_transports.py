@@ -44,19 +44,19 @@ class FollowingConformance:
 
     async def test_a_complete_handoff_never_waits_behind_those_that_follow_a_prefill(self, harness):
         async with self.nodes(harness) as (prefill, decode):
-            growing = []
+            partial = []
             for number in range(MAX_CONCURRENT_FETCHES):
                 handoff = msgspec.structs.replace(prefill.announce([number, 16 + number]), complete=False)
-                prefill.leases.grow(handoff.handoff_id, f"growing {number}", [number])
-                growing.append(decode.fetcher.fetch(handoff, 0, [2 * number, 2 * number + 1], decode.pool))
-            following = [asyncio.create_task(fetch) for fetch in growing]
+                prefill.leases.extend(handoff.handoff_id, f"partial {number}", [number])
+                partial.append(decode.fetcher.fetch(handoff, 0, [2 * number, 2 * number + 1], decode.pool))
+            following = [asyncio.create_task(fetch) for fetch in partial]
             await eventually(
                 lambda: sum(lease.active_reads for lease in prefill.leases._open.values()) == len(following)
             )
-            receipt = await asyncio.wait_for(
+            result = await asyncio.wait_for(
                 decode.fetcher.fetch(prefill.publish([30]), 0, [30], decode.pool), PATIENCE_S
             )
-            assert receipt.outcome == "ok", receipt
+            assert result.outcome == "ok", result
             assert not any(task.done() for task in following)
             for task in following:
                 task.cancel()
@@ -134,8 +134,8 @@ class TestCollective(TransportConformance):
 
             prefill.pool.checksum = damaging
             handoff = prefill.publish(ids)
-            receipt = await decode.fetcher.fetch(handoff, 0, [8, 3], decode.pool)
-            assert (receipt.outcome, receipt.reason) == ("failed", errors.CORRUPTED), receipt
+            result = await decode.fetcher.fetch(handoff, 0, [8, 3], decode.pool)
+            assert (result.outcome, result.reason) == ("failed", errors.CORRUPTED), result
             untouched = [block for block in range(32) if block not in (8, 3)]
             for layer, seen in zip(decode.layers, before, strict=True):
                 np.testing.assert_array_equal(layer[untouched], seen[untouched])
@@ -151,8 +151,8 @@ class TestCollective(TransportConformance):
         async with self.nodes(harness) as (prefill, decode):
             before = [layer.copy() for layer in decode.layers]
             handoff = prefill.publish([1, 2])
-            receipt = await decode.fetcher.fetch(handoff, 0, [8, 3], decode.pool)
-            assert (receipt.outcome, receipt.reason) == ("failed", errors.CORRUPTED), receipt
+            result = await decode.fetcher.fetch(handoff, 0, [8, 3], decode.pool)
+            assert (result.outcome, result.reason) == ("failed", errors.CORRUPTED), result
             np.testing.assert_array_equal(decode.layers, before)
             monkeypatch.setattr(source, "_chunks", real)
             assert await self._fetch_ok(prefill, decode, handoff, [1, 2])
@@ -223,8 +223,8 @@ class TestCollective(TransportConformance):
             with monkeypatch.context() as patched:
                 patched.setattr(PairGroup, "send", lambda self, tensor: None)
                 patched.setattr(PairGroup, "finish", lambda self, sending, deadline_s: None)
-                receipt = await decode.fetcher.fetch(handoff, 0, ids, decode.pool)
-            assert (receipt.outcome, receipt.reason) == ("failed", errors.TIMEOUT), receipt
+                result = await decode.fetcher.fetch(handoff, 0, ids, decode.pool)
+            assert (result.outcome, result.reason) == ("failed", errors.TIMEOUT), result
             decode.fetcher._options = dataclasses.replace(decode.fetcher._options, fetch_deadline_s=PATIENCE_S)
             assert await self._fetch_ok(prefill, decode, handoff, ids)
             assert self.group(decode, prefill) is not group

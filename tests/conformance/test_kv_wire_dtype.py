@@ -66,9 +66,9 @@ async def test_blocks_arrive_as_encoded_and_decoded_and_nothing_else_is_touched(
     prefill, decode, wire_dtype = pair
     before = [layer.copy() for layer in decode.layers]
     ids, targets = [31, 0, 7, 8, 3], [1, 0, 30]
-    receipt = await decode.fetcher.fetch(prefill.publish(ids), 2, targets, decode.pool)
-    assert receipt.outcome == "ok", receipt
-    assert receipt.num_bytes == 3 * NUM_LAYERS * LAYOUT.block_bytes
+    result = await decode.fetcher.fetch(prefill.publish(ids), 2, targets, decode.pool)
+    assert result.outcome == "ok", result
+    assert result.num_bytes == 3 * NUM_LAYERS * LAYOUT.block_bytes
     assert prefill.source.bytes_sent_total == 3 * NUM_LAYERS * 4 * (4 + LAYOUT.block_bytes // 8)
     for layer, expected, sent in zip(decode.layers, before, prefill.layers, strict=True):
         expected[targets] = rounded(sent[ids[2:]], wire_dtype)
@@ -76,18 +76,18 @@ async def test_blocks_arrive_as_encoded_and_decoded_and_nothing_else_is_touched(
         assert not np.array_equal(layer[targets], sent[ids[2:]]), "nothing was rounded: this test shows nothing"
 
 
-async def test_a_growing_handoff_is_encoded_segment_by_segment(pair):
+async def test_a_partial_handoff_is_encoded_segment_by_segment(pair):
     prefill, decode, wire_dtype = pair
     ids, targets = [7, 3, 9, 1, 12], [20, 4, 22, 5, 24]
     handoff = msgspec.structs.replace(prefill.announce(ids), complete=False)
-    prefill.leases.grow(handoff.handoff_id, "a", ids[:2])
+    prefill.leases.extend(handoff.handoff_id, "a", ids[:2])
     task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, targets, decode.pool))
     await eventually(
         lambda: np.array_equal(decode.layers[-1][targets[:2]], rounded(prefill.layers[-1][ids[:2]], wire_dtype))
     )
     prefill.leases.publish(handoff.handoff_id, "a", ids, 20, LEASE_S, first_token=77)
-    receipt = await asyncio.wait_for(task, PATIENCE_S)
-    assert (receipt.outcome, receipt.first_token) == ("ok", 77), receipt
+    result = await asyncio.wait_for(task, PATIENCE_S)
+    assert (result.outcome, result.first_token) == ("ok", 77), result
     for ours, theirs in zip(decode.layers, prefill.layers, strict=True):
         np.testing.assert_array_equal(ours[targets], rounded(theirs[ids], wire_dtype))
 
@@ -102,8 +102,8 @@ async def test_a_flipped_bit_in_a_scale_is_detected(pair):
 
     alter_frames(prefill, flip)
     before = [layer.copy() for layer in decode.layers]
-    receipt = await decode.fetcher.fetch(prefill.publish([1, 2]), 0, [8, 3], decode.pool)
-    assert (receipt.outcome, receipt.reason) == ("failed", errors.CORRUPTED), receipt
+    result = await decode.fetcher.fetch(prefill.publish([1, 2]), 0, [8, 3], decode.pool)
+    assert (result.outcome, result.reason) == ("failed", errors.CORRUPTED), result
     np.testing.assert_array_equal(decode.layers[1:], before[1:])
 
 
@@ -116,9 +116,9 @@ async def test_a_wire_dtype_the_source_does_not_know_is_a_bad_request(pair):
         return real(msgspec.structs.replace(request, wire_dtype="int4"), wanted)
 
     prefill.source.server.read = of_a_newer_peer
-    receipt = await decode.fetcher.fetch(prefill.publish([1, 2]), 0, [8, 3], decode.pool)
-    assert (receipt.outcome, receipt.reason) == ("failed", errors.BAD_REQUEST)
-    assert "unknown wire_dtype 'int4'" in receipt.message
+    result = await decode.fetcher.fetch(prefill.publish([1, 2]), 0, [8, 3], decode.pool)
+    assert (result.outcome, result.reason) == ("failed", errors.BAD_REQUEST)
+    assert "unknown wire_dtype 'int4'" in result.message
     np.testing.assert_array_equal(decode.layers, before)
 
 
@@ -130,9 +130,9 @@ async def test_frames_that_are_not_encoded_as_asked_are_refused(pair):
         return real(msgspec.structs.replace(request, wire_dtype="none"), wanted)
 
     prefill.source.server.read = deaf
-    receipt = await decode.fetcher.fetch(prefill.publish([1, 2]), 0, [8, 3], decode.pool)
-    assert (receipt.outcome, receipt.reason) == ("failed", errors.CORRUPTED)
-    assert f"wire_dtype {wire_dtype}" in receipt.message
+    result = await decode.fetcher.fetch(prefill.publish([1, 2]), 0, [8, 3], decode.pool)
+    assert (result.outcome, result.reason) == ("failed", errors.CORRUPTED)
+    assert f"wire_dtype {wire_dtype}" in result.message
 
 
 @pytest.mark.parametrize(("name", "wire_dtype"), ENCODINGS)
@@ -152,8 +152,8 @@ async def test_heads_of_unequal_ranks_keep_their_own_scales(name, wire_dtype, th
         node.leases.publish(handoff.handoff_id, "a", ids, 16, LEASE_S)
     try:
         for rank, node in enumerate(decode):
-            receipt = await node.fetcher.fetch(handoff, 0, targets, node.pool)
-            assert receipt.outcome == "ok", receipt
+            result = await node.fetcher.fetch(handoff, 0, targets, node.pool)
+            assert result.outcome == "ok", result
             for layer, rows in zip(whole, node.layers, strict=True):
                 expected = rounded(layer[ids], wire_dtype)[:, rank * 2400 // our_ranks :][:, : 2400 // our_ranks]
                 np.testing.assert_array_equal(rows[targets], expected)
@@ -164,8 +164,8 @@ async def test_heads_of_unequal_ranks_keep_their_own_scales(name, wire_dtype, th
 async def test_a_pair_on_one_host_that_picks_shared_memory_copies_blocks_as_they_are():
     prefill, decode = node_of("auto", "int8", seed=0), node_of("auto", "int8", seed=1)
     try:
-        receipt = await decode.fetcher.fetch(prefill.publish([1, 2]), 0, [8, 3], decode.pool)
-        assert (receipt.outcome, receipt.transport) == ("ok", "shm"), receipt
+        result = await decode.fetcher.fetch(prefill.publish([1, 2]), 0, [8, 3], decode.pool)
+        assert (result.outcome, result.transport) == ("ok", "shm"), result
         for ours, theirs in zip(decode.layers, prefill.layers, strict=True):
             np.testing.assert_array_equal(ours[[8, 3]], theirs[[1, 2]])
     finally:

@@ -206,13 +206,11 @@ class Engines:
             left |= held(await worker.status())
         return {name: value for name, value in left.items() if value}
 
-    async def lingering(self, for_s: float = 0.0) -> list[str]:
+    async def stale_handoffs(self, for_s: float = 0.0) -> list[str]:
         """The lives of hand-offs that nobody has released, as soon as a worker tells of one, at most after so long."""
         deadline_s = time.monotonic() + for_s
         while True:
-            lives = [
-                life for worker in (self.prefill, self.decode) for life in (await worker.status()).lingering_handoffs
-            ]
+            lives = [life for worker in (self.prefill, self.decode) for life in (await worker.status()).stale_handoffs]
             if lives or time.monotonic() >= deadline_s:
                 return lives
             await asyncio.sleep(0.1)
@@ -228,7 +226,7 @@ class Engines:
         await asyncio.sleep(LAST_STEP_S)
         left = left or await self.leftovers()
         if left:  # shown by pytest where this fails a test
-            print(f"still held: {left}", *await self.lingering(IDLE_WITHIN_S), sep="\n")  # noqa: T201
+            print(f"still held: {left}", *await self.stale_handoffs(IDLE_WITHIN_S), sep="\n")  # noqa: T201
         return left
 
 

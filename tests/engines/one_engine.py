@@ -70,11 +70,11 @@ class OneEngine:
         return self._answer(self._add(prompt, sampling.decode_leg(wish, emitted_token_ids=[], has_handoff=False)))
 
     def split(self, prompt: list[int], wish: Any) -> tuple[list[int], dict[str, Any]]:
-        """The answer of both legs, one after the other, and the receipt of the fetch between them."""
+        """The answer of both legs, one after the other, and the result of the fetch between them."""
         prefill = self._prefill(prompt, wish)
         first = self._answer(prefill)
         decode = self._decode(prompt, first, wish, handoff=self._told[prefill]["handoff"])
-        return [*first, *self._answer(decode)], self._told[decode]["receipt"]
+        return [*first, *self._answer(decode)], self._told[decode]["result"]
 
     def followed(self, prompt: list[int], wish: Any) -> tuple[list[int], dict[str, Any]]:
         """The same, with decode's leg begun after the prompt's first step, on the hand-off announced before it."""
@@ -86,7 +86,7 @@ class OneEngine:
             self._step()
         follows = {"handoff": self._notices[0]["handoff"], FIRST_TOKEN_FOLLOWS: True}
         decode = self._decode(prompt, prompt[-1:], wish, **follows)
-        return [*self._answer(prefill), *self._answer(decode)], self._told[decode]["receipt"]
+        return [*self._answer(prefill), *self._answer(decode)], self._told[decode]["result"]
 
     def _prefill(self, prompt: list[int], wish: Any) -> str:
         from contracts.handoff import new_handoff_id

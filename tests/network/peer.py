@@ -32,14 +32,14 @@ class Peer:
         return offer(self.service, request_id, blocks, SHAPE).to_params()
 
     def fetch(self, request_id, handoff, blocks):
-        """The receipt, and the seconds from asking to the completion."""
+        """The result, and the seconds from asking to the completion."""
         started_s = time.perf_counter()
         self.service.start_fetch(request_id, KvHandoff.from_params(handoff), 0, blocks)
         while True:
             self.service.wait(1.0)
-            receipt = self.service.poll().receipts.get(request_id)  # only sources have anything freed
-            if receipt is not None:
-                return {"receipt": msgspec.to_builtins(receipt), "took_s": time.perf_counter() - started_s}
+            result = self.service.poll().results.get(request_id)  # only sources have anything freed
+            if result is not None:
+                return {"result": msgspec.to_builtins(result), "took_s": time.perf_counter() - started_s}
 
     def wait_freed(self, request_id, timeout_s):
         """Whether the blocks of this request may be used again, now or within that time."""

@@ -48,41 +48,41 @@ def tell(request, capfd):
 
 
 async def hand_over(source, target, name, timeout_s=60.0):
-    """One hand-off between random blocks; its receipt and seconds. What arrives must be what was sent."""
+    """One hand-off between random blocks; its result and seconds. What arrives must be what was sent."""
     ids, targets = (
         random.sample(range(SHAPE.num_blocks), NUM_BLOCKS),
         random.sample(range(SHAPE.num_blocks), NUM_BLOCKS),
     )
     handoff = await source.ask("publish", name, ids)
     answer = await target.ask("fetch", name, handoff, targets, timeout_s=timeout_s)
-    if answer["receipt"]["outcome"] == "ok":
-        assert answer["receipt"]["num_bytes"] == NUM_BYTES
+    if answer["result"]["outcome"] == "ok":
+        assert answer["result"]["num_bytes"] == NUM_BYTES
         assert await target.ask("digest", targets) == await source.ask("digest", ids)
-    return answer["receipt"], answer["took_s"]
+    return answer["result"], answer["took_s"]
 
 
 async def first_that_works(source, target, deadline_s):
     """Hand-offs one after the other until one arrives: its name and seconds. Those before it fail as unreachable."""
     names = map("after-{}".format, itertools.count())
     name = next(names)
-    receipt, took_s = await hand_over(source, target, name)
-    while receipt["outcome"] != "ok":
-        assert receipt["reason"] == errors.UNREACHABLE, receipt
-        assert time.monotonic() < deadline_s, receipt
+    result, took_s = await hand_over(source, target, name)
+    while result["outcome"] != "ok":
+        assert result["reason"] == errors.UNREACHABLE, result
+        assert time.monotonic() < deadline_s, result
         await asyncio.sleep(0.2)
         name = next(names)
-        receipt, took_s = await hand_over(source, target, name)
+        result, took_s = await hand_over(source, target, name)
     return name, took_s
 
 
 async def test_a_handoff_of_40_mb_fills_85_percent_of_a_gigabit_link(link, tell):
     async with link.peer(SOURCE) as source, link.peer(TARGET) as target:
-        receipt, first_s = await hand_over(source, target, "first")
-        assert receipt["outcome"] == "ok", receipt
+        result, first_s = await hand_over(source, target, "first")
+        assert result["outcome"] == "ok", result
         seconds = []
         while len(seconds) < MOST_ROUNDS and (not seconds or NUM_BYTES / min(seconds) < FULL * RATE_BYTES_S):
-            receipt, took_s = await hand_over(source, target, f"request-{len(seconds)}")
-            assert receipt["outcome"] == "ok", receipt
+            result, took_s = await hand_over(source, target, f"request-{len(seconds)}")
+            assert result["outcome"] == "ok", result
             seconds.append(took_s)
         best, median, worst = (
             NUM_BYTES / took_s / RATE_BYTES_S for took_s in (min(seconds), statistics.median(seconds), max(seconds))
@@ -107,15 +107,15 @@ async def test_a_cut_link_fails_the_fetch_in_time_and_once_mended_the_next_one_w
             assert time.monotonic() < deadline_s, "the transfer did not begin"
             await asyncio.sleep(0.005)
         how(link)
-        receipt, took_s = await cut
+        result, took_s = await cut
         noticed_by_s = min(fetch_deadline_s, KEEPALIVE_S + KEEPALIVE_TIMEOUT_S)
         tell(
-            f"cut after {receipt['num_bytes'] / 1e6:.1f} of {NUM_BYTES / 1e6:.1f} MB: "
-            f"{receipt['reason']} after {took_s:.1f} s"
+            f"cut after {result['num_bytes'] / 1e6:.1f} of {NUM_BYTES / 1e6:.1f} MB: "
+            f"{result['reason']} after {took_s:.1f} s"
         )
-        assert receipt["outcome"] == "failed"
-        assert receipt["reason"] in (errors.UNREACHABLE, errors.TIMEOUT)
-        assert 0 < receipt["num_bytes"] < NUM_BYTES
+        assert result["outcome"] == "failed"
+        assert result["reason"] in (errors.UNREACHABLE, errors.TIMEOUT)
+        assert 0 < result["num_bytes"] < NUM_BYTES
         assert took_s < noticed_by_s + 5  # gRPC looks at its keepalive now and then
 
         link.mend()

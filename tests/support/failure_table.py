@@ -93,7 +93,7 @@ ROWS: tuple[Row, ...] = (
 CANNOT_HAPPEN: dict[tuple[RequestState, Fault], str] = {
     ("queued", "transfer_failed"): "there is no KV yet",
     ("queued", "lease_expired"): "there is no KV yet",
-    ("prefilling", "lease_expired"): "a growing hand-off has no time limit: its request still runs",
+    ("prefilling", "lease_expired"): "a partial hand-off has no time limit: its request still runs",
     ("decoding", "transfer_failed"): "decode has all of the KV",
     ("decoding", "lease_expired"): "the hand-off was released when decode had the KV",
 }

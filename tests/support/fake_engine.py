@@ -26,7 +26,7 @@ from contracts.tasks import GenerateTask, TokenDelta
 from contracts.vocabulary import Pool
 from contracts.workers import StepModel
 from engine.activity import Doing
-from engine.connector.events import NoticeBoard
+from engine.connector.events import TransferEvents
 from engine.request import sampling
 from engine.stall import StallWatch
 from kv_transfer.service import PairedTransport
@@ -68,7 +68,7 @@ class FakeStats:
     kv_usage: float = 0.0
     counters: dict[str, float] = field(default_factory=dict)
     step_model: StepModel | None = None
-    lingering: list[str] = field(default_factory=list)
+    stale_handoffs: list[str] = field(default_factory=list)
     stall: StallWatch = field(default_factory=StallWatch)
 
 
@@ -90,7 +90,7 @@ class FakeEngine:
         self.released: list[str] = []
         self.error: Exception | None = None
         """Raised by the next steps instead of making a token."""
-        self.notices = NoticeBoard()
+        self.transfer_events = TransferEvents()
         self.timing = TIMING
         self._stepping = stepping
         self.output_delay: asyncio.Event | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from contracts.handoff import FetchReceipt
+from contracts.handoff import TransferResult
 from kv_transfer.bench.source_process import SourceProcess
 from kv_transfer.service import TransferService
 from tests.support.patience import PATIENCE_S
@@ -19,12 +19,12 @@ def begin(
     service.start_fetch(request_id, handoff, 0, blocks)
 
 
-def receipt_of(service: TransferService, request_id: str) -> FetchReceipt:
+def result_of(service: TransferService, request_id: str) -> TransferResult:
     """Wait for the end of a fetch."""
     deadline_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline_s:
         service.wait(0.5)
         completed = service.poll()
-        if request_id in completed.receipts:
-            return completed.receipts[request_id]
+        if request_id in completed.results:
+            return completed.results[request_id]
     raise AssertionError("no completion")

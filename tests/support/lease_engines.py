@@ -16,10 +16,10 @@ import msgspec
 import torch
 from vllm.sampling_params import SamplingParams
 
-from contracts.handoff import FetchReceipt, KvHandoff, KvLayout
+from contracts.handoff import KvHandoff, KvLayout, TransferResult
 from contracts.tasks import TokenDelta
 from contracts.vocabulary import Pool
-from engine.connector.events import Notice, NoticeBoard
+from engine.connector.events import TransferEvent, TransferEvents
 from engine.connector.scheduler_side import FETCH, FIRST_TOKEN_FOLLOWS, PUBLISH
 from kv_transfer.options import TransferOptions
 from kv_transfer.service import TransferService
@@ -41,7 +41,7 @@ class LeaseEngine:
     def __init__(self, pool: Pool, rng: random.Random, longest_delay_s: float) -> None:
         self.config = engine_config(pool)
         self.stats = FakeStats()
-        self.notices = NoticeBoard()
+        self.transfer_events = TransferEvents()
         self.failed = False
         self._rng = rng
         self._longest_delay_s = longest_delay_s
@@ -50,7 +50,7 @@ class LeaseEngine:
         self.service = TransferService({"layer": layer}, LAYOUT, options)
         self.service.start()
         self._numbers = count()
-        self._fetches: dict[str, asyncio.Future[FetchReceipt]] = {}
+        self._fetches: dict[str, asyncio.Future[TransferResult]] = {}
         self.unsent: set[str] = set()
         """Prompts whose blocks are kept."""
         self.given_up = 0
@@ -71,8 +71,8 @@ class LeaseEngine:
             await asyncio.sleep(0.002)
             done = self.service.poll()
             self.unsent -= done.sent
-            for request_id, receipt in done.receipts.items():
-                self._fetches.pop(request_id).set_result(receipt)
+            for request_id, result in done.results.items():
+                self._fetches.pop(request_id).set_result(result)
 
     def close(self) -> None:
         self.service.close()
@@ -106,12 +106,14 @@ class LeaseEngine:
         blocks = list(range(-(-len(prompt) // 32)))
         if len(prompt) > STEP_TOKENS:
             await self._delay()  # if it is aborted in its first step, nothing was offered
-            self.service.grow(name, handoff_id, blocks[:2])
-            self.notices.deliver([_notice(handoff_id, handoff=self._handoff(handoff_id, prompt, complete=False))])
+            self.service.extend(name, handoff_id, blocks[:2])
+            self.transfer_events.deliver(
+                [_event(handoff_id, handoff=self._handoff(handoff_id, prompt, complete=False))]
+            )
         try:
             await self._delay()
         except asyncio.CancelledError:
-            self._soon(self.service.withdraw, handoff_id)
+            self._soon(self.service.revoke, handoff_id)
             raise
         # The engine finishes here: from now on, an abort has no effect on these blocks.
         self.unsent.add(name)
@@ -155,19 +157,19 @@ class LeaseEngine:
         fetched = self._fetches[name] = asyncio.get_running_loop().create_future()
         self.service.start_fetch(name, handoff, 0, list(range(handoff.num_blocks)))
         try:
-            receipt = await asyncio.shield(fetched)
+            result = await asyncio.shield(fetched)
         except asyncio.CancelledError:
             self._soon(self.service.cancel, name)
             raise
-        if receipt.outcome != "ok":
+        if result.outcome != "ok":
             if follows:
-                await self._never(receipt.reason, handoff)
+                await self._never(result.reason, handoff)
             if not handoff.complete:
                 self.service.release(handoff)
 
     async def _never(self, reason: str, handoff: KvHandoff) -> None:
         """Notify the handler that the first token cannot come, and wait to be aborted."""
-        self.notices.deliver([_notice(handoff.handoff_id, failed=reason)])
+        self.transfer_events.deliver([_event(handoff.handoff_id, failed=reason)])
         await asyncio.Event().wait()
 
     # ---
@@ -179,5 +181,5 @@ class LeaseEngine:
         asyncio.get_running_loop().call_later(self._rng.random() * self._longest_delay_s, action, *arguments)
 
 
-def _notice(handoff_id: str, **fields: Any) -> object:
-    return msgspec.to_builtins(Notice(handoff_id=handoff_id, **fields))
+def _event(handoff_id: str, **fields: Any) -> object:
+    return msgspec.to_builtins(TransferEvent(handoff_id=handoff_id, **fields))

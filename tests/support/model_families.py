@@ -104,10 +104,10 @@ def families_table() -> str:
     """Return the table, and below it each sentence once."""
     sentences: list[str] = []
 
-    def cell(obstacles: list[str]) -> str:
-        sentences.extend(sentence for sentence in obstacles if sentence not in sentences)
-        numbers = ", ".join(str(sentences.index(sentence) + 1) for sentence in obstacles)
-        return f"no ({numbers})" if obstacles else "yes"
+    def cell(reasons: list[str]) -> str:
+        sentences.extend(sentence for sentence in reasons if sentence not in sentences)
+        numbers = ", ".join(str(sentences.index(sentence) + 1) for sentence in reasons)
+        return f"no ({numbers})" if reasons else "yes"
 
     lines = ["| family | two pools, equal ranks | two pools, 2 ranks to 1 | colocated |\n", "|---|---|---|---|\n"]
     lines += [f"| {family.name} | {' | '.join(map(cell, verdicts(family)))} |\n" for family in FAMILIES]

@@ -51,7 +51,7 @@ MACHINE = StepModel(
 
 CONNECTOR = KVTransferConfig(
     kv_connector="RidgelineConnector",
-    kv_connector_module_path="engine.connector.facade",
+    kv_connector_module_path="engine.connector.kv_connector",
     kv_role="kv_both",
     kv_load_failure_policy="recompute",
     kv_connector_extra_config={

@@ -238,7 +238,7 @@ async def one_round(clients: Clients, pair: Engines, plans: Sequence[Plan], conc
     tally.wall_s = time.monotonic() - began_s
     tally.held = await pair.becomes_idle(HELD_WITHIN_S)
     if tally.held:
-        tally.lives = await pair.lingering(HELD_WITHIN_S)
+        tally.lives = await pair.stale_handoffs(HELD_WITHIN_S)
         await pair.becomes_idle(WAITED_OUT_WITHIN_S)  # so that the next round begins with nothing
     return tally
 

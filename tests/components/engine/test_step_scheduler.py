@@ -22,7 +22,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from contracts.handoff import FetchReceipt
+from contracts.handoff import TransferResult
 from contracts.workers import TPOT_LIMIT_USED, StepModel
 from decode_worker.pacing.pace import CATCH_UP
 from engine.connector.messages import FORETOLD
@@ -416,7 +416,7 @@ def test_a_sequence_whose_kv_has_just_arrived_is_in_the_next_step_that_is_schedu
     engine.step()
     engine.add("leg", 65, 5, **fetching("h1", 65))
     engine.begin()
-    arrived = {"leg": FetchReceipt(outcome="ok")}
+    arrived = {"leg": TransferResult(outcome="ok")}
     worker = SimpleNamespace(take_arrived=lambda: arrived.copy() if arrived else {})
     monkeypatch.setattr(engine.scheduler.connector, "_worker_here", lambda: worker)
     if scheduler_class is BoundedScheduler:  # with two steps in flight the next one is scheduled while this one runs

@@ -15,7 +15,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from contracts.errors import EngineFailed
 from contracts.rpc.tls import TlsFiles
 from contracts.workers import StepModel
-from engine.connector.messages import LINGERING, NOTICES, STEP_MODEL
+from engine.connector.messages import STALE_HANDOFFS, STEP_MODEL, TRANSFER_EVENTS
 from engine.root_cause import CauseFile
 from engine.vllm_engine import EngineStats, VllmEngine, _engine_args
 from kv_transfer.options import TransferOptions
@@ -60,7 +60,7 @@ def test_the_newest_step_model_is_kept_beside_the_counters():
     )
     stats = EngineStats(None)
     for sent in ({STEP_MODEL: msgspec.to_builtins(model)}, {}):
-        figures = {"steps_total.decode": 1.0, NOTICES: [], LINGERING: [], **sent}
+        figures = {"steps_total.decode": 1.0, TRANSFER_EVENTS: [], STALE_HANDOFFS: [], **sent}
         stats.record(SimpleNamespace(kv_connector_stats=figures, **IDLE), None)
         assert (stats.step_model, stats.counters) == (model, {"steps_total.decode": 1.0})
 

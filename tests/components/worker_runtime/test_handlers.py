@@ -61,22 +61,22 @@ async def test_a_long_prefill_says_first_that_its_handoff_can_be_followed():
     first = asyncio.ensure_future(anext(stream))
     await eventually(lambda: engine.running)
     handoff_id = engine.calls[0].transfer["handoff_id"]
-    growing = msgspec.structs.replace(make_handoff(handoff_id, 3), complete=False)
-    engine.notices.deliver([{"handoff_id": handoff_id, "handoff": growing.to_params(), "failed": ""}])
+    partial = msgspec.structs.replace(make_handoff(handoff_id, 3), complete=False)
+    engine.transfer_events.deliver([{"handoff_id": handoff_id, "handoff": partial.to_params(), "failed": ""}])
     announced = await first
-    assert (announced.token_ids, announced.finished, announced.handoff) == ([], False, growing)
+    assert (announced.token_ids, announced.finished, announced.handoff) == ([], False, partial)
     engine.step()
     [last] = [delta async for delta in stream]
     assert (last.token_ids, last.finished, last.handoff.complete) == ([T1], True, True)
 
 
-async def test_a_long_prefill_that_is_aborted_after_its_notice_leaves_nothing():
+async def test_a_long_prefill_that_is_aborted_after_its_event_leaves_nothing():
     engine = FakeEngine("prefill", stepping="manual")
     stream = PrefillHandler().run(engine, make_task(leg="prefill"))
     first = asyncio.ensure_future(anext(stream))
     await eventually(lambda: engine.running)
     handoff_id = engine.calls[0].transfer["handoff_id"]
-    engine.notices.deliver([{"handoff_id": handoff_id, "handoff": make_handoff(handoff_id).to_params()}])
+    engine.transfer_events.deliver([{"handoff_id": handoff_id, "handoff": make_handoff(handoff_id).to_params()}])
     await first
     await stream.aclose()
     assert (engine.aborted, engine.running) == (["r"], set())
@@ -269,16 +269,16 @@ async def test_following_that_fails_raises_its_reason_and_aborts_the_engines_req
     stream = DecodeHandler().run(engine, following())
     first = asyncio.ensure_future(anext(stream))
     await eventually(lambda: engine.running)
-    engine.notices.deliver([{"handoff_id": "h1", "failed": "withdrawn"}])
+    engine.transfer_events.deliver([{"handoff_id": "h1", "failed": "revoked"}])
     with pytest.raises(HandoffLost) as lost:
         await first
-    assert lost.value.reason == "withdrawn"
+    assert lost.value.reason == "revoked"
     assert (engine.aborted, engine.running) == (["r"], set())
 
 
-async def test_a_notice_about_another_handoff_is_passed_over():
+async def test_an_event_about_another_handoff_is_passed_over():
     engine = FakeEngine()
-    engine.notices.deliver([{"handoff_id": "somebody else's", "failed": "timeout"}])
+    engine.transfer_events.deliver([{"handoff_id": "somebody else's", "failed": "timeout"}])
     assert len(await deltas_of(DecodeHandler(), engine, following())) == 2
 
 

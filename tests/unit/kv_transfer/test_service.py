@@ -85,20 +85,20 @@ def offer(service, request_id, block_ids, lease_s=30.0):
 
 
 def collect(service, wanted, timeout_s=PATIENCE_S):
-    """Poll as an idle engine does until `wanted(sent, receipts)`; each id may come only once."""
-    sent, receipts = set(), {}
+    """Poll as an idle engine does until `wanted(sent, results)`; each id may come only once."""
+    sent, results = set(), {}
     deadline_s = time.monotonic() + timeout_s
-    while not wanted(sent, receipts):
-        assert time.monotonic() < deadline_s, (sent, receipts)
+    while not wanted(sent, results):
+        assert time.monotonic() < deadline_s, (sent, results)
         service.wait(0.05)
         completed = service.poll()
         assert not completed.sent & sent
-        assert not completed.received & receipts.keys()
-        assert completed.received == completed.receipts.keys()
-        assert completed.failed == {r for r, receipt in completed.receipts.items() if receipt.outcome != "ok"}
+        assert not completed.received & results.keys()
+        assert completed.received == completed.results.keys()
+        assert completed.failed == {r for r, result in completed.results.items() if result.outcome != "ok"}
         sent |= completed.sent
-        receipts |= completed.receipts
-    return sent, receipts
+        results |= completed.results
+    return sent, results
 
 
 def test_encoded_bytes_are_counted_where_they_leave_and_decoded_ones_where_they_arrive():
@@ -108,9 +108,9 @@ def test_encoded_bytes_are_counted_where_they_leave_and_decoded_ones_where_they_
         for layer in source.values():
             layer.copy_(torch.full((NUM_BLOCKS, 32), -1.5).bfloat16().view(torch.uint8).view(layer.shape))
         decode.start_fetch("d", offer(prefill, "p", [3, 1, 2]), 1, [7, 8])
-        _, receipts = collect(decode, lambda _sent, receipts: receipts)
-        assert receipts["d"].outcome == "ok", receipts
-        assert receipts["d"].num_bytes == decode.stats().bytes_received_total == 2 * 2 * 64
+        _, results = collect(decode, lambda _sent, results: results)
+        assert results["d"].outcome == "ok", results
+        assert results["d"].num_bytes == decode.stats().bytes_received_total == 2 * 2 * 64
         assert prefill.stats().bytes_sent_total == 2 * 2 * 2 * (4 + 16)  # layers, blocks, heads
         for name in source:
             assert torch.equal(target[name][[7, 8]], source[name][[1, 2]])  # the largest of a head is exact
@@ -129,12 +129,12 @@ def test_a_handoff_ends_with_equal_blocks_and_nothing_held(pair):
     handoff = offer(prefill, "p", [3, 1, 2])
     decode.watch(handoff)
     decode.start_fetch("d", handoff, 1, [7, 8])
-    _, receipts = collect(decode, lambda _sent, receipts: receipts)
-    assert receipts["d"].outcome == "ok"
-    assert receipts["d"].num_bytes == 2 * 2 * 64
+    _, results = collect(decode, lambda _sent, results: results)
+    assert results["d"].outcome == "ok"
+    assert results["d"].num_bytes == 2 * 2 * 64
     for name in source:
         assert torch.equal(target[name][[7, 8]], source[name][[1, 2]])
-    sent, _ = collect(prefill, lambda sent, _receipts: sent)
+    sent, _ = collect(prefill, lambda sent, _results: sent)
     assert sent == {"p"}
     assert (prefill.stats().open_leases, prefill.stats().pinned_blocks) == (0, 0)
     stats = decode.stats()
@@ -149,8 +149,8 @@ def test_a_fetch_may_come_before_the_publication(pair):
     decode.start_fetch("d", handoff, 0, [1])
     in_the_end(lambda: prefill.waited_for)
     prefill.publish("p", handoff.handoff_id, [1], 4)
-    _, receipts = collect(decode, lambda _sent, receipts: receipts)
-    assert receipts["d"].outcome == "ok"
+    _, results = collect(decode, lambda _sent, results: results)
+    assert results["d"].outcome == "ok"
 
 
 def test_cancel_ends_in_one_completion_and_frees_the_source(pair):
@@ -161,9 +161,9 @@ def test_cancel_ends_in_one_completion_and_frees_the_source(pair):
         decode.cancel(f"d{n}")
         decode.cancel(f"d{n}")
     decode.cancel("never started")
-    _, receipts = collect(decode, lambda _sent, receipts: len(receipts) == 8)
-    assert {receipt.outcome for receipt in receipts.values()} <= {"cancelled", "ok"}
-    sent, _ = collect(prefill, lambda sent, _receipts: len(sent) == 8)
+    _, results = collect(decode, lambda _sent, results: len(results) == 8)
+    assert {result.outcome for result in results.values()} <= {"cancelled", "ok"}
+    sent, _ = collect(prefill, lambda sent, _results: len(sent) == 8)
     assert sent == {f"p{n}" for n in range(8)}
 
 
@@ -173,7 +173,7 @@ def test_release_without_a_fetch_frees_the_source_once(pair):
     decode.watch(handoff)
     decode.release(handoff)
     decode.release(handoff)
-    assert collect(prefill, lambda sent, _receipts: sent)[0] == {"p"}
+    assert collect(prefill, lambda sent, _results: sent)[0] == {"p"}
     assert decode.stats().watched_handoffs == 0
 
 
@@ -222,7 +222,7 @@ def test_heartbeats_keep_the_lease_until_they_stop():
             assert prefill.poll().sent == set()
         decode.close()
         timed.clock.now_s += 1.0
-        assert collect(prefill, lambda sent, _receipts: sent)[0] == {"p"}
+        assert collect(prefill, lambda sent, _results: sent)[0] == {"p"}
         assert prefill.stats().expired_leases_total == 1
     finally:
         prefill.close()
@@ -241,11 +241,11 @@ def test_a_handoff_that_is_watched_no_more_lives_out_its_lease_unless_it_is_fetc
         timed.pass_with_a_renewal(0.9, fetched)
         assert prefill.poll().sent == set()
         timed.pass_with_a_renewal(0.9, fetched)
-        assert collect(prefill, lambda sent, _receipts: sent)[0] == {"left"}
+        assert collect(prefill, lambda sent, _results: sent)[0] == {"left"}
         assert prefill.stats().expired_leases_total == 1
         decode.start_fetch("d", fetched, 0, [3])
-        _, receipts = collect(decode, lambda _sent, receipts: receipts)
-        assert receipts["d"].outcome == "ok"
+        _, results = collect(decode, lambda _sent, results: results)
+        assert results["d"].outcome == "ok"
     finally:
         decode.close()
         prefill.close()
@@ -259,8 +259,8 @@ def test_a_vanished_source_fails_the_fetch_and_stops_the_heartbeats(monkeypatch)
         prefill.close()
         decode.watch(handoff)
         decode.start_fetch("d", handoff, 0, [1])
-        _, receipts = collect(decode, lambda _sent, receipts: receipts)
-        assert (receipts["d"].outcome, receipts["d"].reason) == ("failed", errors.UNREACHABLE)
+        _, results = collect(decode, lambda _sent, results: results)
+        assert (results["d"].outcome, results["d"].reason) == ("failed", errors.UNREACHABLE)
         assert decode.stats().watched_handoffs == 0
         assert decode.stats().fetches_total == {errors.UNREACHABLE: 1}
     finally:
@@ -271,9 +271,9 @@ def test_a_layout_mismatch_is_counted_and_frees_the_source():
     (prefill, _), (decode, _) = make_service(), make_service(isa="vec")
     try:
         decode.start_fetch("d", offer(prefill, "p", [1]), 0, [1])
-        _, receipts = collect(decode, lambda _sent, receipts: receipts)
-        assert "isa is 'vec' here and 'amx' there" in receipts["d"].message
-        assert collect(prefill, lambda sent, _receipts: sent)[0] == {"p"}
+        _, results = collect(decode, lambda _sent, results: results)
+        assert "isa is 'vec' here and 'amx' there" in results["d"].message
+        assert collect(prefill, lambda sent, _results: sent)[0] == {"p"}
     finally:
         prefill.close()
         decode.close()
@@ -288,8 +288,8 @@ def test_an_error_nobody_foresaw_still_completes_the_fetch(pair, caplog):
 
     decode._fetcher.fetch = broken
     decode.start_fetch("d", offer(prefill, "p", [1]), 0, [1])
-    _, receipts = collect(decode, lambda _sent, receipts: receipts)
-    assert (receipts["d"].outcome, receipts["d"].reason) == ("failed", errors.INTERNAL)
+    _, results = collect(decode, lambda _sent, results: results)
+    assert (results["d"].outcome, results["d"].reason) == ("failed", errors.INTERNAL)
     assert "unforeseen" in caplog.text
 
 
@@ -300,9 +300,9 @@ def test_close_completes_what_is_under_way_and_ends_the_threads():
     in_the_end(lambda: prefill.waited_for)
     decode.close()
     decode.close()
-    assert decode.poll().receipts["d"].outcome == "cancelled"
+    assert decode.poll().results["d"].outcome == "cancelled"
     decode.start_fetch("late", make_handoff(prefill.address, [1]), 0, [1])
-    assert decode.poll().receipts["late"].outcome == "cancelled"
+    assert decode.poll().results["late"].outcome == "cancelled"
     prefill.close()
     in_the_end(lambda: not any("kv-" in thread.name for thread in set(threading.enumerate()) - before))
 
@@ -346,8 +346,8 @@ def test_a_source_that_is_gone_is_forgotten_with_what_was_mapped_of_it(pair):
     assert decode._fetcher._pairings == {}
     assert not any(kept)
     decode.start_fetch("d", offer(prefill, "p", [3]), 0, [7])  # it was not gone after all
-    _, receipts = collect(decode, lambda _sent, receipts: receipts)
-    assert receipts["d"].outcome == "ok"
+    _, results = collect(decode, lambda _sent, results: results)
+    assert results["d"].outcome == "ok"
 
 
 def test_a_pair_that_copies_blocks_as_they_are_says_that_no_encoding_is_used():
@@ -371,6 +371,6 @@ def test_a_hand_off_that_its_own_worker_gives_up_is_freed_at_once(published):
             service.publish("r", "h", [1, 2], 8)
         assert service.poll().sent == {"r"}
         assert service.stats().open_leases == 0
-        assert service.lingering() == []
+        assert service.stale_handoffs() == []
     finally:
         service.close()

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from engine.connector.messages import LINGERING, CounterStats
+from engine.connector.messages import STALE_HANDOFFS, CounterStats
 from engine.vllm_engine import VllmEngine
 from tests.support.patience import eventually
 from tests.support.samples import engine_config
@@ -59,7 +59,7 @@ async def test_an_engine_that_is_dead_holds_nothing_to_release():
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_lingers_on_any_rank_is_told(ranks: int):
-    told = CounterStats(data={LINGERING: ["a"], "open_leases": 1.0})
+    told = CounterStats(data={STALE_HANDOFFS: ["a"], "open_leases": 1.0})
     if ranks == 2:
-        told = told.aggregate(CounterStats(data={LINGERING: ["b"], "open_leases": 1.0}))
-    assert told.data == {LINGERING: ["a", "b"][:ranks], "open_leases": 1.0}
+        told = told.aggregate(CounterStats(data={STALE_HANDOFFS: ["b"], "open_leases": 1.0}))
+    assert told.data == {STALE_HANDOFFS: ["a", "b"][:ranks], "open_leases": 1.0}

@@ -12,12 +12,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from contracts.handoff import FetchReceipt, KvHandoff
+from contracts.handoff import KvHandoff, TransferResult
 from engine.connector import scheduler_side
 from engine.connector.accounting import StepAccountant
-from engine.connector.chunks import MOST_GROWING
-from engine.connector.facade import RidgelineConnector
-from engine.connector.messages import FIRST_TOKEN_FOLLOWS, CounterStats, Endpoint, FetchReceipts, join_receipts
+from engine.connector.chunks import MOST_PARTIAL
+from engine.connector.kv_connector import RidgelineConnector
+from engine.connector.messages import FIRST_TOKEN_FOLLOWS, CounterStats, Endpoint, TransferResults, join_results
 from engine.connector.scheduler_side import IDLE_WAIT_S, POLL_S, SchedulerSide
 from prefill_worker.kv_source.grpc_source import MAX_CONCURRENT_FETCHES
 from roofline.cost import StepCostModel
@@ -35,9 +35,9 @@ IDLE = SimpleNamespace(
     scheduled_cached_reqs=NO_CACHED,
     preempted_req_ids=None,
 )
-OK = FetchReceipt(outcome="ok", num_bytes=6144, wait_s=0.01, wire_s=0.02)
-TIMED_OUT = FetchReceipt(outcome="failed", reason="timeout")
-CANCELLED = FetchReceipt(outcome="cancelled", reason="cancelled")
+OK = TransferResult(outcome="ok", num_bytes=6144, wait_s=0.01, wire_s=0.02)
+TIMED_OUT = TransferResult(outcome="failed", reason="timeout")
+CANCELLED = TransferResult(outcome="cancelled", reason="cancelled")
 
 
 @pytest.fixture
@@ -77,9 +77,9 @@ def start_fetch(side, request, *ids):
     return side.build_connector_meta(IDLE)
 
 
-def report(side, receipts=None, step=None, **ids):
-    told = receipts is not None or step is not None
-    output = KVConnectorOutput(**ids, kv_connector_worker_meta=FetchReceipts(receipts or {}, step) if told else None)
+def report(side, results=None, step=None, **ids):
+    told = results is not None or step is not None
+    output = KVConnectorOutput(**ids, kv_connector_worker_meta=TransferResults(results or {}, step) if told else None)
     side.update_connector_output(output)
     return output
 
@@ -249,14 +249,14 @@ def test_the_step_loop_waits_long_only_while_everything_waits_for_a_transfer(sid
     assert wait_s(1) > 0.0, "it did not"
 
 
-def test_the_step_loop_does_not_wait_while_it_has_a_notice_to_send(side):
+def test_the_step_loop_does_not_wait_while_it_has_an_event_to_send(side):
     request = a_fetching_request("covered")
     request.kv_transfer_params[FIRST_TOKEN_FOLLOWS] = True
     side.on_new_request(request)
     assert side.get_num_new_matched_tokens(request, 70) == (None, False), "held: the cache has its whole prompt"
     side.build_connector_meta(IDLE)
     assert side.idle_wait_s(IDLE_WAIT_S, 1) == 0.0
-    assert side.take_notices()
+    assert side.take_events()
     assert side.idle_wait_s(IDLE_WAIT_S, 1) == IDLE_WAIT_S
 
 
@@ -270,13 +270,13 @@ def test_an_idle_step_may_wait_only_while_no_other_one_runs(side):
     assert side.build_connector_meta(IDLE).quiet is True
 
 
-def test_the_receipt_of_a_fetch_is_told_when_the_request_ends(side):
+def test_the_result_of_a_fetch_is_told_when_the_request_ends(side):
     request = a_fetching_request()
     start_fetch(side, request)
     report(side, {"r": OK}, finished_recving={"r"})
     assert end(side, request, RequestStatus.FINISHED_STOPPED, [1, 2, 3]) == (
         False,
-        {"receipt": msgspec.to_builtins(OK)},
+        {"result": msgspec.to_builtins(OK)},
     )
 
 
@@ -315,8 +315,8 @@ def test_a_request_for_which_vllm_skips_the_transfer_releases_the_source_and_cou
     assert recomputes(side) == {"prefix_cache_skipped": 1}
     keep, told = end(side, request, RequestStatus.FINISHED_STOPPED, [1, 2, 3])
     assert keep is False
-    receipt = msgspec.convert(told["receipt"], FetchReceipt)
-    assert (receipt.outcome, receipt.reason) == ("failed", "prefix_cache_skipped"), "the router counts it as local"
+    result = msgspec.convert(told["result"], TransferResult)
+    assert (result.outcome, result.reason) == ("failed", "prefix_cache_skipped"), "the router counts it as local"
 
 
 # --- (e) failed loads
@@ -356,13 +356,13 @@ def test_an_abort_during_the_fetch_cancels_it_and_leaves_the_blocks_to_vllm_unti
 
 @pytest.mark.parametrize("aborted", [False, True], ids=["goes on", "aborted meanwhile"])
 def test_a_hand_off_that_grew_is_released_when_its_fetch_failed_and_decode_computes_the_prompt(side, aborted):
-    growing = msgspec.structs.replace(HANDOFF, complete=False)
-    request = a_fetching_request(prompt=70, handoff=growing)  # samples the first token itself: it waits for none
+    partial = msgspec.structs.replace(HANDOFF, complete=False)
+    request = a_fetching_request(prompt=70, handoff=partial)  # samples the first token itself: it waits for none
     start_fetch(side, request)
     if aborted:
         end(side, request)
     report(side, {"r": TIMED_OUT}, finished_recving={"r"}, failed_recving={"r"})
-    assert side.build_connector_meta(IDLE).release == [growing]
+    assert side.build_connector_meta(IDLE).release == [partial]
 
 
 def test_a_hand_off_that_grew_and_came_whole_was_released_by_the_fetch(side):
@@ -380,7 +380,7 @@ def test_an_abort_before_scheduling_releases_the_source(side):
     assert side.counters["waiting_for_kv"] == 0
 
 
-def test_the_receipt_of_an_aborted_fetch_is_forgotten(side):
+def test_the_result_of_an_aborted_fetch_is_forgotten(side):
     request = a_fetching_request()
     start_fetch(side, request)
     end(side, request)
@@ -465,30 +465,30 @@ def a_long_prefill(side, prompt=200):
     return request
 
 
-def grown(instructions):
-    return [(grow.handoff_id, grow.block_ids) for grow in instructions.grow]
+def extended(instructions):
+    return [(extend.handoff_id, extend.block_ids) for extend in instructions.extend]
 
 
 def test_a_prompt_is_announced_with_no_block_and_those_of_a_chunk_are_offered_when_its_step_has_ended(side):
     request = a_long_prefill(side)
     first = side.build_connector_meta(a_step(new=[("r", [4, 5, 6], 80)]))
-    assert grown(first) == [("handoff-r", [])]
-    [notice] = side.take_notices()
-    assert notice["handoff_id"] == "handoff-r"
-    announced = KvHandoff.from_params(notice["handoff"])
+    assert extended(first) == [("handoff-r", [])]
+    [event] = side.take_events()
+    assert event["handoff_id"] == "handoff-r"
+    announced = KvHandoff.from_params(event["handoff"])
     assert (announced.complete, announced.num_tokens, announced.num_blocks) == (False, 200, 7)
     report(side, step=first.step)
     second = side.build_connector_meta(a_step(cached=[("r", [7, 8], 80, 80)]))
-    assert grown(second) == [("handoff-r", [4, 5])], "80 tokens fill two blocks of 32"
+    assert extended(second) == [("handoff-r", [4, 5])], "80 tokens fill two blocks of 32"
     report(side, step=second.step)
-    assert side.take_notices() == [], "one is enough"
+    assert side.take_events() == [], "one is enough"
     third = side.build_connector_meta(a_step(cached=[("r", [9, 10], 160, 40)]))
-    assert grown(third) == [("handoff-r", [4, 5, 6, 7, 8])]
+    assert extended(third) == [("handoff-r", [4, 5, 6, 7, 8])]
     report(side, step=third.step)
     _, told = end(side, request, RequestStatus.FINISHED_LENGTH_CAPPED, [4, 5, 6, 7, 8, 9, 10])
     assert KvHandoff.from_params(told["handoff"]).complete
     last = side.build_connector_meta(IDLE)
-    assert grown(last) == []
+    assert extended(last) == []
     assert (last.publish[0].handoff_id, last.publish[0].first_token) == ("handoff-r", 7)
 
 
@@ -506,11 +506,11 @@ def test_a_step_that_still_runs_makes_nothing_final(side):
     a_long_prefill(side)
     first = side.build_connector_meta(a_step(new=[("r", [4, 5, 6], 80)]))
     second = side.build_connector_meta(a_step(cached=[("r", [7, 8], 80, 80)]))
-    assert grown(second) == []
+    assert extended(second) == []
     report(side)  # an empty step between, which says nothing of these two
-    assert grown(side.build_connector_meta(IDLE)) == []
+    assert extended(side.build_connector_meta(IDLE)) == []
     report(side, step=first.step)
-    assert grown(side.build_connector_meta(IDLE)) == [("handoff-r", [4, 5])]
+    assert extended(side.build_connector_meta(IDLE)) == [("handoff-r", [4, 5])]
 
 
 def a_side_that_sends_at_once(sends=True):
@@ -530,13 +530,13 @@ def test_a_prompt_of_one_step_is_announced_before_that_step_and_its_blocks_come_
     side, sent = a_side_that_sends_at_once()
     request = a_long_prefill(side, prompt=70)
     step = side.build_connector_meta(a_step(new=[("r", [4, 5, 6], 70)]))
-    assert [notice["handoff_id"] for stats in sent for notice in stats["notices"]] == ["handoff-r"]
-    assert (grown(step), step.last_step) == ([("handoff-r", [])], {"handoff-r": [4, 5, 6]})
+    assert [event["handoff_id"] for stats in sent for event in stats["transfer_events"]] == ["handoff-r"]
+    assert (extended(step), step.last_step) == ([("handoff-r", [])], {"handoff-r": [4, 5, 6]})
     report(side, step=step.step)
     end(side, request, RequestStatus.FINISHED_LENGTH_CAPPED, [4, 5, 6])
     last = side.build_connector_meta(IDLE)
-    assert (grown(last), [publish.handoff_id for publish in last.publish]) == ([], ["handoff-r"])
-    assert side.take_notices() == [], "once is enough"
+    assert (extended(last), [publish.handoff_id for publish in last.publish]) == ([], ["handoff-r"])
+    assert side.take_events() == [], "once is enough"
     assert len(sent) == 1
 
 
@@ -544,7 +544,7 @@ def test_what_cannot_be_sent_at_once_is_sent_with_the_steps_statistics():
     side, _ = a_side_that_sends_at_once(sends=False)
     a_long_prefill(side, prompt=70)
     side.build_connector_meta(a_step(new=[("r", [4, 5, 6], 70)]))
-    assert [notice["handoff_id"] for notice in side.get_kv_connector_stats().data["notices"]] == ["handoff-r"]
+    assert [event["handoff_id"] for event in side.get_kv_connector_stats().data["transfer_events"]] == ["handoff-r"]
 
 
 def test_a_step_that_begins_no_prompt_of_ours_sends_nothing_at_once():
@@ -559,66 +559,66 @@ def test_a_step_that_begins_no_prompt_of_ours_sends_nothing_at_once():
 @pytest.mark.parametrize(
     "status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR, RequestStatus.FINISHED_STOPPED]
 )
-def test_a_prompt_that_ends_without_a_handoff_before_its_first_step_has_ended_is_withdrawn(side, status):
+def test_a_prompt_that_ends_without_a_handoff_before_its_first_step_has_ended_is_revoked(side, status):
     request = a_long_prefill(side, prompt=70)
     side.build_connector_meta(a_step(new=[("r", [4, 5, 6], 70)]))
     end(side, request, status)
-    assert side.build_connector_meta(IDLE).withdraw == ["handoff-r"]
+    assert side.build_connector_meta(IDLE).revoke == ["handoff-r"]
 
 
-def test_a_prompt_preempted_in_its_first_step_is_withdrawn(side):
+def test_a_prompt_preempted_in_its_first_step_is_revoked(side):
     a_long_prefill(side)
     side.build_connector_meta(a_step(new=[("r", [4, 5, 6], 80)]))
-    assert side.build_connector_meta(a_step(preempted={"r"})).withdraw == ["handoff-r"]
+    assert side.build_connector_meta(a_step(preempted={"r"})).revoke == ["handoff-r"]
 
 
-def test_a_prompt_that_was_never_scheduled_withdraws_nothing(side):
+def test_a_prompt_that_was_never_scheduled_revokes_nothing(side):
     request = a_long_prefill(side)
     end(side, request)
-    assert side.build_connector_meta(IDLE).withdraw == []
+    assert side.build_connector_meta(IDLE).revoke == []
 
 
 def test_no_more_prompts_are_announced_at_a_time_than_leave_room_for_complete_handoffs(side):
-    names = [f"r{number}" for number in range(MOST_GROWING + 2)]
+    names = [f"r{number}" for number in range(MOST_PARTIAL + 2)]
     requests = [a_request(name, do_remote_decode=True) for name in names]
     for request in requests:
         side.on_new_request(request)
     step = side.build_connector_meta(a_step(new=[(name, [1, 2, 3], 70) for name in names]))
-    assert len(side.take_notices()) == len(grown(step)) == MOST_GROWING < MAX_CONCURRENT_FETCHES
+    assert len(side.take_events()) == len(extended(step)) == MOST_PARTIAL < MAX_CONCURRENT_FETCHES
     report(side, step=step.step)
     for request in requests:
         end(side, request, RequestStatus.FINISHED_LENGTH_CAPPED, [1, 2, 3])
     last = side.build_connector_meta(IDLE)
-    assert len(last.publish) == MOST_GROWING + 2, "the others are handed over when they are complete"
+    assert len(last.publish) == MOST_PARTIAL + 2, "the others are handed over when they are complete"
     side.on_new_request(a_request("next", do_remote_decode=True))
-    assert grown(side.build_connector_meta(a_step(new=[("next", [1, 2, 3], 70)]))) == [("handoff-next", [])]
+    assert extended(side.build_connector_meta(a_step(new=[("next", [1, 2, 3], 70)]))) == [("handoff-next", [])]
 
 
-def test_a_preempted_prefill_is_withdrawn_before_its_blocks_are_used_again_and_published_at_its_end(side):
+def test_a_preempted_prefill_is_revoked_before_its_blocks_are_used_again_and_published_at_its_end(side):
     request = a_long_prefill(side)
     first = side.build_connector_meta(a_step(new=[("r", [4, 5, 6], 80)]))
     report(side, step=first.step)
     side.build_connector_meta(a_step(cached=[("r", [7, 8], 80, 80)]))
     preempting = side.build_connector_meta(a_step(preempted={"r"}))
-    assert (preempting.withdraw, grown(preempting)) == (["handoff-r"], [])
+    assert (preempting.revoke, extended(preempting)) == (["handoff-r"], [])
     again = side.build_connector_meta(a_step(cached=[("r", [1, 2, 3], 0, 80)]))
     report(side, step=again.step)
-    assert grown(side.build_connector_meta(IDLE)) == [], "nobody follows the second attempt"
+    assert extended(side.build_connector_meta(IDLE)) == [], "nobody follows the second attempt"
     _, told = end(side, request, RequestStatus.FINISHED_LENGTH_CAPPED, [1, 2, 3, 4, 5, 6, 7])
     assert told["handoff"]["handoff_id"] == "handoff-r"
 
 
-def test_a_prefill_that_ends_without_a_handoff_withdraws_what_it_offered(side):
+def test_a_prefill_that_ends_without_a_handoff_revokes_what_it_offered(side):
     request = a_long_prefill(side)
     report(side, step=side.build_connector_meta(a_step(new=[("r", [4, 5, 6], 80)])).step)
     side.build_connector_meta(IDLE)
     end(side, request, RequestStatus.FINISHED_ABORTED)
-    assert side.build_connector_meta(IDLE).withdraw == ["handoff-r"]
+    assert side.build_connector_meta(IDLE).revoke == ["handoff-r"]
 
 
 def a_following_request(prompt=71):
-    growing = msgspec.structs.replace(HANDOFF, complete=False)
-    request = a_request(prompt=prompt, do_remote_prefill=True, handoff=growing.to_params(), first_token_follows=True)
+    partial = msgspec.structs.replace(HANDOFF, complete=False)
+    request = a_request(prompt=prompt, do_remote_prefill=True, handoff=partial.to_params(), first_token_follows=True)
     request.prompt_token_ids = [3] * prompt
     request._all_token_ids = [3] * prompt
     request.num_tokens = prompt
@@ -650,7 +650,7 @@ def test_a_block_hash_that_covered_the_placeholder_is_made_again(side):
 
 
 @pytest.mark.parametrize(
-    ("receipt", "reason"),
+    ("result", "reason"),
     [
         (TIMED_OUT, "timeout"),
         (OK, "internal"),
@@ -658,15 +658,15 @@ def test_a_block_hash_that_covered_the_placeholder_is_made_again(side):
         (msgspec.structs.replace(OK, first_token=-1), "corrupted"),
     ],
 )
-def test_without_its_first_token_a_following_request_never_runs_and_its_handler_is_told(side, receipt, reason):
+def test_without_its_first_token_a_following_request_never_runs_and_its_handler_is_told(side, result, reason):
     request = a_following_request()
     start_fetch(side, request)
     request.num_computed_tokens = 70
-    report(side, {"r": receipt}, finished_recving={"r"})
+    report(side, {"r": result}, finished_recving={"r"})
     assert request.num_computed_tokens == 0, "else vLLM would run it without asking"
     assert request.prompt_token_ids[-1] == 3
-    [notice] = side.take_notices()
-    assert (notice["handoff_id"], notice["failed"]) == (HANDOFF.handoff_id, reason)
+    [event] = side.take_events()
+    assert (event["handoff_id"], event["failed"]) == (HANDOFF.handoff_id, reason)
     assert side.get_num_new_matched_tokens(request, 0) == (None, False)
     assert recomputes(side) == {}, "the router decides what comes next"
     end(side, request)
@@ -679,7 +679,7 @@ def test_a_following_request_that_the_local_cache_covers_is_handed_back(side):
     request.kv_transfer_params["handoff"] = handoff.to_params()
     side.on_new_request(request)
     assert side.get_num_new_matched_tokens(request, 64) == (None, False)
-    assert side.take_notices()[0]["failed"] == "already_cached"
+    assert side.take_events()[0]["failed"] == "already_cached"
     told = side.build_connector_meta(IDLE)
     assert (told.watch, told.unwatch, told.release) == ([handoff], [handoff], [])
     complete = msgspec.structs.replace(handoff, complete=True)
@@ -698,11 +698,11 @@ def test_a_placeholder_is_never_computed_on(side):
         side.build_connector_meta(a_step(new=[("r", [1, 2, 3], 71)]))
 
 
-@pytest.mark.parametrize("receipt", [TIMED_OUT, OK])
-def test_nor_after_its_fetch_has_failed(side, receipt):
+@pytest.mark.parametrize("result", [TIMED_OUT, OK])
+def test_nor_after_its_fetch_has_failed(side, result):
     request = a_following_request()
     start_fetch(side, request)
-    report(side, {"r": receipt}, finished_recving={"r"})
+    report(side, {"r": result}, finished_recving={"r"})
     side.build_connector_meta(a_step(new=[("another", [4], 20)]))
     with pytest.raises(RuntimeError, match="first token is not known"):
         side.build_connector_meta(a_step(new=[("r", [1, 2, 3], 71)]))
@@ -714,29 +714,29 @@ def test_nor_after_its_fetch_has_failed(side, receipt):
 SLOW = msgspec.structs.replace(OK, wire_s=0.5)
 
 
-@pytest.mark.parametrize("receipts", [(OK, SLOW), (SLOW, OK)])
-def test_the_slowest_rank_is_what_a_request_waited_for_and_the_bytes_are_those_of_all(receipts):
-    one, other = (FetchReceipts({"r": receipt}, step=5) for receipt in receipts)
+@pytest.mark.parametrize("results", [(OK, SLOW), (SLOW, OK)])
+def test_the_slowest_rank_is_what_a_request_waited_for_and_the_bytes_are_those_of_all(results):
+    one, other = (TransferResults({"r": result}, step=5) for result in results)
     joined = one.aggregate(other)
     assert joined.step == 5
     assert joined.by_request == {"r": msgspec.structs.replace(SLOW, num_bytes=2 * 6144)}
 
 
-@pytest.mark.parametrize("receipts", [(OK, TIMED_OUT), (TIMED_OUT, OK), (TIMED_OUT, SLOW)])
-def test_one_rank_that_failed_fails_the_request(receipts):
-    joined = join_receipts(*receipts)
+@pytest.mark.parametrize("results", [(OK, TIMED_OUT), (TIMED_OUT, OK), (TIMED_OUT, SLOW)])
+def test_one_rank_that_failed_fails_the_request(results):
+    joined = join_results(*results)
     assert (joined.outcome, joined.reason) == ("failed", "timeout")
 
 
 def test_a_rank_that_has_nothing_to_say_does_not_hide_the_step_of_the_others():
-    assert FetchReceipts({"r": OK}, None).aggregate(FetchReceipts({}, 7)).step == 7
+    assert TransferResults({"r": OK}, None).aggregate(TransferResults({}, 7)).step == 7
 
 
-@pytest.mark.parametrize("receipts", [(OK, TIMED_OUT), (TIMED_OUT, OK)])
-def test_a_failure_on_one_rank_counts_though_another_rank_ended_in_an_earlier_step(side, receipts):
+@pytest.mark.parametrize("results", [(OK, TIMED_OUT), (TIMED_OUT, OK)])
+def test_a_failure_on_one_rank_counts_though_another_rank_ended_in_an_earlier_step(side, results):
     request = a_fetching_request()
     start_fetch(side, request)
-    first, second = receipts
+    first, second = results
     report(side, {"r": first})
     report(side, {"r": second}, finished_recving={"r"}, failed_recving={"r"})
     assert recomputes(side) == {"timeout": 1}
@@ -746,9 +746,9 @@ def test_a_following_request_waits_for_its_last_rank_and_fails_with_its_first_fa
     request = a_following_request()
     start_fetch(side, request)
     report(side, {"r": TIMED_OUT})
-    assert side.take_notices() == []
+    assert side.take_events() == []
     report(side, {"r": FOLLOWED}, finished_recving={"r"}, failed_recving={"r"})
-    assert side.take_notices()[0]["failed"] == "timeout"
+    assert side.take_events()[0]["failed"] == "timeout"
     assert request.prompt_token_ids[-1] == 3, "the placeholder must not be replaced"
 
 

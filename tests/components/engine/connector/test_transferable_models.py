@@ -10,15 +10,15 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import transformers
 
-from engine.connector.transferable_models import model_obstacle
+from engine.connector.transferable_models import why_unsupported
 from tests.support.model_families import FAMILIES_TABLE, MODELS, families_table
 
 MIXTURE = ["sliding_attention", "full_attention"]
 
 
-def obstacle(config: object, longest: int = 8192, hands_over: bool = True) -> str | None:
+def reason(config: object, longest: int = 8192, hands_over: bool = True) -> str | None:
     values = config if isinstance(config, dict) else config.to_dict()  # type: ignore[attr-defined]
-    return model_obstacle(values, max_model_len_tokens=longest, hands_over=hands_over)
+    return why_unsupported(values, max_model_len_tokens=longest, hands_over=hands_over)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def obstacle(config: object, longest: int = 8192, hands_over: bool = True) -> st
     ],
 )
 def test_models_that_keep_every_tokens_kv_in_some_layer_are_served(name: str):
-    assert obstacle(getattr(transformers, name)()) is None
+    assert reason(getattr(transformers, name)()) is None
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_models_that_keep_every_tokens_kv_in_some_layer_are_served(name: str):
 )
 @pytest.mark.parametrize("hands_over", [True, False])
 def test_recurrent_layers_are_refused_by_their_name_in_every_mode(name: str, hands_over: bool):
-    sentence = obstacle(getattr(transformers, name)(), hands_over=hands_over)
+    sentence = reason(getattr(transformers, name)(), hands_over=hands_over)
     assert sentence is not None
     assert "recurrent state" in sentence
 
@@ -67,7 +67,7 @@ def test_recurrent_layers_are_refused_by_their_name_in_every_mode(name: str, han
 )
 @pytest.mark.parametrize("hands_over", [True, False])
 def test_other_shapes_of_kv_are_refused_by_what_they_are_and_not_as_recurrent_states(name, sentence, hands_over):
-    said = obstacle(getattr(transformers, name)(), hands_over=hands_over)
+    said = reason(getattr(transformers, name)(), hands_over=hands_over)
     assert said is not None
     assert sentence in said
 
@@ -83,11 +83,11 @@ def test_other_shapes_of_kv_are_refused_by_what_they_are_and_not_as_recurrent_st
     ],
 )
 def test_so_they_are_in_the_files_of_their_checkpoints(config, sentence):
-    assert sentence in (obstacle(config) or "")
+    assert sentence in (reason(config) or "")
 
 
 def test_layers_of_a_kind_that_nobody_knows_here_are_refused_too():
-    sentence = obstacle({"layer_types": ["full_attention", "conv", "linear_attention"]})
+    sentence = reason({"layer_types": ["full_attention", "conv", "linear_attention"]})
     assert sentence is not None
     assert "(conv, linear_attention)" in sentence
 
@@ -96,13 +96,13 @@ WINDOWED = {"model_type": "mistral", "sliding_window": 4096}
 
 
 def test_a_window_in_every_layer_is_refused_where_a_request_may_be_longer():
-    sentence = obstacle(WINDOWED)
+    sentence = reason(WINDOWED)
     assert sentence is not None
     assert "every layer has a sliding window of 4096 tokens" in sentence
     assert "set model.max_model_len_tokens to at most 4096" in sentence
     assert "mode colocated" in sentence
-    assert obstacle(WINDOWED, longest=4096) is None, "the window never leaves anything out"
-    assert obstacle(WINDOWED, hands_over=False) is None
+    assert reason(WINDOWED, longest=4096) is None, "the window never leaves anything out"
+    assert reason(WINDOWED, hands_over=False) is None
 
 
 @pytest.mark.parametrize(
@@ -121,21 +121,21 @@ def test_a_window_in_every_layer_is_refused_where_a_request_may_be_longer():
     ],
 )
 def test_files_say_in_several_ways_whether_every_layer_has_the_window(values: dict[str, object], served: bool):
-    assert (obstacle(values) is None) is served
+    assert (reason(values) is None) is served
 
 
 def test_an_index_beside_the_kv_is_refused_by_name():
-    sentence = obstacle({"model_type": "deepseek_v32", "kv_lora_rank": 512, "index_topk": 2048})
+    sentence = reason({"model_type": "deepseek_v32", "kv_lora_rank": 512, "index_topk": 2048})
     assert sentence is not None
     assert "sparse attention (index_topk 2048)" in sentence
 
 
 def test_an_encoder_is_refused_by_name():
-    assert "it has an encoder" in str(obstacle(transformers.T5Config()))
+    assert "it has an encoder" in str(reason(transformers.T5Config()))
 
 
 def test_nothing_is_said_of_a_model_of_which_nothing_is_known():
-    assert obstacle({}) is None
+    assert reason({}) is None
 
 
 def test_the_table_of_families_is_what_the_checks_say():

@@ -15,8 +15,8 @@ from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from engine.connector.events import Notice
-from engine.connector.messages import FORETOLD, NOTICES
+from engine.connector.events import TransferEvent
+from engine.connector.messages import FORETOLD, TRANSFER_EVENTS
 from engine.stall import StallWatch
 from engine.vllm_engine import EngineStats
 from engine.vllm_workarounds import core_loop
@@ -49,7 +49,7 @@ def core(monkeypatch):
 
 def test_before_the_loop_runs_nothing_can_be_sent(core):
     core_loop.join_loop(lambda requests: 0.0)
-    assert core_loop.send_at_once({NOTICES: []}) is False
+    assert core_loop.send_at_once({TRANSFER_EVENTS: []}) is False
 
 
 async def test_what_is_sent_at_once_reaches_its_handler_and_changes_no_other_statistics(core):
@@ -58,14 +58,14 @@ async def test_what_is_sent_at_once_reaches_its_handler_and_changes_no_other_sta
     EngineCoreProc.run_busy_loop(core)
     assert core.ran == [core], "vLLM's own loop runs, once"
     stats = EngineStats(None)
-    with stats.notices.expect("h") as notice:
-        plain = msgspec.to_builtins(Notice(handoff_id="h", failed="for example"))
-        stats.record(SchedulerStats(num_running_reqs=3, kv_connector_stats={"a": 1.0, NOTICES: []}), None)
-        assert core_loop.send_at_once({NOTICES: [plain]}) is True
+    with stats.transfer_events.expect("h") as event:
+        plain = msgspec.to_builtins(TransferEvent(handoff_id="h", failed="for example"))
+        stats.record(SchedulerStats(num_running_reqs=3, kv_connector_stats={"a": 1.0, TRANSFER_EVENTS: []}), None)
+        assert core_loop.send_at_once({TRANSFER_EVENTS: [plain]}) is True
         front_end, sent = core.output_queue.get_nowait()
         received = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(sent))
         stats.record(received.scheduler_stats, None)
-        assert notice.result().failed == "for example"
+        assert event.result().failed == "for example"
     assert (front_end, received.outputs) == (0, [])
     assert (stats.running, stats.counters) == (3, {"a": 1.0})
 
@@ -76,7 +76,9 @@ def test_an_engine_is_given_what_it_foretells_for_the_step_that_runs(core):
     stats, clock = EngineStats(None), FakeClock()
     stats.stall = StallWatch(clock)
     stats.stall.work_begins()
-    stats.record(SchedulerStats(num_running_reqs=3, kv_connector_stats={"a": 1.0, NOTICES: [], FORETOLD: 0.0}), None)
+    stats.record(
+        SchedulerStats(num_running_reqs=3, kv_connector_stats={"a": 1.0, TRANSFER_EVENTS: [], FORETOLD: 0.0}), None
+    )
     for foretold_s, found_after_s in ((8.0, 24.0), (math.inf, 60.0)):
         core_loop.send_at_once({FORETOLD: foretold_s})
         _, sent = core.output_queue.get_nowait()

@@ -18,9 +18,9 @@ from vllm.sampling_params import SamplingParams
 
 from cluster.runtime.handlers import HANDLERS
 from contracts.errors import EngineError, EngineFailed
-from contracts.handoff import FetchReceipt, KvHandoff
+from contracts.handoff import KvHandoff, TransferResult
 from contracts.tasks import TokenDelta
-from engine.connector.events import Notice
+from engine.connector.events import TransferEvent
 from router.dispatch.orchestrator import DeadlineExceeded, Orchestrator
 from router.dispatch.request import SequenceRequest
 from router.fleet.fleet import Fleet
@@ -192,11 +192,11 @@ async def transfer_failed(running: Workers, fleet: Fleet, row: Row) -> None:
         return
     prefill = running.engines[running.busy("prefill")]
     handoff_id = prefill.calls[-1].transfer["handoff_id"]
-    growing = msgspec.structs.replace(make_handoff(handoff_id, len(PROMPT)), complete=False)
-    prefill.notices.deliver([msgspec.to_builtins(Notice(handoff_id=handoff_id, handoff=growing))])
+    partial = msgspec.structs.replace(make_handoff(handoff_id, len(PROMPT)), complete=False)
+    prefill.transfer_events.deliver([msgspec.to_builtins(TransferEvent(handoff_id=handoff_id, handoff=partial))])
     await eventually(lambda: running.busy("decode"))
     decode = running.engines[running.busy("decode")]
-    decode.notices.deliver([msgspec.to_builtins(Notice(handoff_id=handoff_id, failed="unreachable"))])
+    decode.transfer_events.deliver([msgspec.to_builtins(TransferEvent(handoff_id=handoff_id, failed="unreachable"))])
 
 
 async def lease_expired(running: Workers, fleet: Fleet, row: Row) -> None:
@@ -251,8 +251,8 @@ INJECT: dict[str, Callable[..., object]] = {
 
 
 def _decode_will_recompute(running: Workers, reason: str) -> None:
-    receipt = FetchReceipt(outcome="failed", reason=reason)
-    running.engines[running.busy("decode")].timing = msgspec.structs.replace(TIMING, receipt=receipt)
+    result = TransferResult(outcome="failed", reason=reason)
+    running.engines[running.busy("decode")].timing = msgspec.structs.replace(TIMING, transfer_result=result)
 
 
 def test_every_state_and_fault_has_a_row_or_a_reason_why_not() -> None:

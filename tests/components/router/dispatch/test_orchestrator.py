@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from vllm.sampling_params import SamplingParams
 
 from contracts.errors import EngineFailed, HandoffLost, InvalidTask, TaskRejected, WorkerDraining, WorkerLost
-from contracts.handoff import FetchReceipt
+from contracts.handoff import TransferResult
 from contracts.tasks import TokenDelta
 from contracts.workers import WorkerStatus
 from engine.request import sampling
@@ -214,7 +214,7 @@ async def test_the_latencies_of_a_token_belong_to_the_pool_that_made_it():
 
 
 async def test_a_first_token_stays_with_prefill_when_decode_then_computes_the_prompt_again():
-    timing = msgspec.structs.replace(TIMING, receipt=FetchReceipt(outcome="timeout", wait_s=0.0, wire_s=0.0))
+    timing = msgspec.structs.replace(TIMING, transfer_result=TransferResult(outcome="timeout", wait_s=0.0, wire_s=0.0))
     bench = split(decode=[SECOND, msgspec.structs.replace(LAST, timing=timing)])
     await bench.run()
     assert bench.count(path="fallback", outcome="finished") == 1
@@ -589,13 +589,13 @@ async def test_decode_is_asked_while_prefill_goes_on_and_its_tokens_come_after_t
 
 async def test_a_lost_hand_off_is_handed_over_again_after_prefill():
     bench = split(prefill=[ANNOUNCED, FIRST])
-    once(bench.client("decode"), [HandoffLost("withdrawn")], [SECOND, LAST])
+    once(bench.client("decode"), [HandoffLost("revoked")], [SECOND, LAST])
     await bench.run()
     assert bench.tokens == [1, 2, 3]
     early, late = bench.client("decode").tasks
     assert (early.handoff.complete, late.handoff.complete, late.emitted_token_ids) == (False, True, [1])
     assert early.request_id != late.request_id
-    assert (followed(bench, "withdrawn"), followed(bench, "ok")) == (1, None)
+    assert (followed(bench, "revoked"), followed(bench, "ok")) == (1, None)
     bench.assert_idle()
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from contracts.handoff import FetchReceipt
+from contracts.handoff import TransferResult
 from contracts.tasks import LegTiming, TokenDelta
 from router.dispatch.request import IllegalTransition, RequestProgress
 from router.observe.metrics import RequestMetrics
@@ -84,7 +84,7 @@ def test_what_the_client_has_is_kept_for_the_next_worker_and_ends_with_the_last_
 
 def test_a_timeline_that_is_told_of_another_way_changes_nothing_of_where_the_request_is():
     progress = in_state("handoff")
-    receipt = FetchReceipt(outcome="failed", reason="timeout")
-    progress.timeline.decode_reported(LegTiming(queue_s=0.0, first_token_s=0.0, compute_s=0.0, receipt=receipt))
+    result = TransferResult(outcome="failed", reason="timeout")
+    progress.timeline.decode_reported(LegTiming(queue_s=0.0, first_token_s=0.0, compute_s=0.0, transfer_result=result))
     progress.timeline.interrupted("prefilling")
     assert progress.state == "handoff"

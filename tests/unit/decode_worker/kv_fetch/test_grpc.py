@@ -100,19 +100,19 @@ async def test_fetches_beyond_the_slots_wait_their_turn(source, pool):
     layers = [np.zeros((8, 32), np.uint8) for _ in range(4)]
     target = BlockPool(layers)
     fetches = [fetcher.fetch(published(source, f"r{n}"), 0, [2 * n, 2 * n + 1], target) for n in range(4)]
-    receipts = await asyncio.gather(*fetches)
+    results = await asyncio.gather(*fetches)
     await fetcher.close()
-    assert {receipt.outcome for receipt in receipts} == {"ok"}, receipts
+    assert {result.outcome for result in results} == {"ok"}, results
     assert all((layer == index).all() for index, layer in enumerate(layers))
 
 
 async def test_a_source_that_stays_busy_is_named_when_time_is_up(source, pool):
     source._fetch_slots.acquire()
     fetcher = make_fetcher(1.0)
-    receipt = await fetcher.fetch(published(source, "r"), 0, [1], pool)
+    result = await fetcher.fetch(published(source, "r"), 0, [1], pool)
     await fetcher.close()
     source._fetch_slots.release()
-    assert (receipt.outcome, receipt.reason) == ("failed", errors.BUSY)
+    assert (result.outcome, result.reason) == ("failed", errors.BUSY)
 
 
 async def test_a_source_that_was_busy_and_is_silent_until_time_is_up_is_named_busy(source, pool):
@@ -129,18 +129,18 @@ async def test_a_source_that_was_busy_and_is_silent_until_time_is_up_is_named_bu
 
     source._fetch_slots = Full()
     fetcher = make_fetcher(1.0)
-    receipt = await fetcher.fetch(published(source, "r"), 0, [1], pool)
+    result = await fetcher.fetch(published(source, "r"), 0, [1], pool)
     await fetcher.close()
     source._fetch_slots = slots
-    assert (receipt.outcome, receipt.reason) == ("failed", errors.BUSY)
+    assert (result.outcome, result.reason) == ("failed", errors.BUSY)
 
 
 async def test_a_silent_source_is_a_timeout(source, pool):
     fetcher = make_fetcher(0.2)
-    receipt = await fetcher.fetch(handoff_at(source.address, "never published"), 0, [1], pool)
+    result = await fetcher.fetch(handoff_at(source.address, "never published"), 0, [1], pool)
     await fetcher.close()
-    assert (receipt.outcome, receipt.reason) == ("failed", errors.TIMEOUT)
-    assert receipt.wait_s >= 0.15
+    assert (result.outcome, result.reason) == ("failed", errors.TIMEOUT)
+    assert result.wait_s >= 0.15
 
 
 def test_a_pin_whose_reader_left_before_it_began_holds_nothing(source, monkeypatch):

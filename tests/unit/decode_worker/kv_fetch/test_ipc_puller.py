@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from decode_worker.kv_fetch.ipc_puller import IpcPuller
-from kv_transfer.interfaces import OBSTACLE
+from kv_transfer.interfaces import UNSUPPORTED
 from kv_transfer.memory.ipc import export_shared
 from kv_transfer.memory.shared import KvCacheAllocation
 
@@ -28,12 +28,12 @@ def a_source(offer: dict[str, Any]) -> Any:
     return SimpleNamespace(incarnation="i", offers={"cuda-ipc": offer})
 
 
-async def test_a_process_that_has_ended_since_its_memory_was_opened_is_an_obstacle(puller, monkeypatch):
+async def test_a_process_that_has_ended_since_its_memory_was_opened_cannot_be_read(puller, monkeypatch):
     def ended(_pid):
         raise ProcessLookupError
 
     monkeypatch.setattr(os, "pidfd_open", ended)
-    assert puller.obstacle(a_source({"pid": 1})) == "its process has ended"
+    assert puller.unsupported_reason(a_source({"pid": 1})) == "its process has ended"
     assert puller._opened == {}
 
 
@@ -45,7 +45,7 @@ async def test_where_processes_cannot_be_watched_their_memory_is_read_all_the_sa
     source = a_source({"pid": 1})
     with caplog.at_level("INFO", logger="decode_worker.kv_fetch.ipc_puller"):
         for _ in range(3):  # every pull asks
-            assert puller.obstacle(source) is None
+            assert puller.unsupported_reason(source) is None
     assert len(caplog.records) == 1
     puller.forget(source)
     assert puller._opened == {}
@@ -55,27 +55,27 @@ async def test_each_process_is_watched_once_and_nothing_of_it_stays_open(puller)
     before = len(os.listdir("/proc/self/fd"))
     source = a_source({"pid": os.getpid()})
     for _ in range(2):
-        assert puller.obstacle(source) is None
+        assert puller.unsupported_reason(source) is None
     assert len(puller._watched) == 1
     puller.forget(source)
     assert len(os.listdir("/proc/self/fd")) == before
-    assert puller.obstacle(source) is None
+    assert puller.unsupported_reason(source) is None
     await puller.close()
     assert len(os.listdir("/proc/self/fd")) == before
     assert puller._opened == puller._watched == {}
 
 
-async def test_why_there_is_no_offer_is_the_obstacle(puller):
-    assert puller.obstacle(a_source({OBSTACLE: "CUDA does not export it"})) == "CUDA does not export it"
-    assert puller.obstacle(SimpleNamespace(incarnation="j", offers={})) == IpcPuller.not_offered
+async def test_why_there_is_no_offer_is_the_reason(puller):
+    assert puller.unsupported_reason(a_source({UNSUPPORTED: "CUDA does not export it"})) == "CUDA does not export it"
+    assert puller.unsupported_reason(SimpleNamespace(incarnation="j", offers={})) == IpcPuller.not_offered
 
 
-async def test_whatever_cuda_says_against_opening_is_the_obstacle(puller, monkeypatch):
+async def test_whatever_cuda_says_against_opening_is_the_reason(puller, monkeypatch):
     def refuse(_self, _offer):
         raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be ...")
 
     monkeypatch.setattr(IpcPuller, "open", refuse)
-    assert puller.obstacle(a_source({"pid": 1})) == "CUDA error: out of memory"
+    assert puller.unsupported_reason(a_source({"pid": 1})) == "CUDA error: out of memory"
 
 
 # --- as `auto` uses it
@@ -96,23 +96,23 @@ def exported():
 
 async def test_auto_takes_it_for_a_cache_on_the_same_gpu(exported):
     puller = IpcPuller(None, torch.device("cpu"), any_gpu=False)
-    assert puller.obstacle(an_offer(exported)) is None
+    assert puller.unsupported_reason(an_offer(exported)) is None
     await puller.close()
 
 
 async def test_auto_leaves_another_gpu_to_grpc_and_says_how_to_try_it(exported):
     source = an_offer(exported, device="GPU-of-another-kind")
-    sentence = IpcPuller(None, torch.device("cpu"), any_gpu=False).obstacle(source)
+    sentence = IpcPuller(None, torch.device("cpu"), any_gpu=False).unsupported_reason(source)
     assert sentence == (
         "its KV cache is on another GPU, and between two GPUs this has not run yet; transfer.transport: cuda-ipc "
         "tries it"
     )
-    assert IpcPuller(None, torch.device("cpu")).obstacle(source) != sentence
+    assert IpcPuller(None, torch.device("cpu")).unsupported_reason(source) != sentence
 
 
 async def test_that_a_source_is_on_another_host_is_said_before_its_gpu_is_looked_at(exported):
     source = an_offer(exported, host="another/pid:[1]", device="GPU-of-another-kind")
-    sentence = IpcPuller(None, torch.device("cpu"), any_gpu=False).obstacle(source)
+    sentence = IpcPuller(None, torch.device("cpu"), any_gpu=False).unsupported_reason(source)
     assert "another host, or in another container" in sentence
 
 
@@ -125,10 +125,10 @@ async def test_after_a_copy_that_failed_auto_goes_on_to_grpc_and_a_name_tries_ag
     monkeypatch.setattr("decode_worker.kv_fetch.ipc_puller.copy_out_of", lambda _pool, _pull: refused)
     puller = IpcPuller(None, torch.device("cpu"), any_gpu=any_gpu)
     source = an_offer(exported)
-    assert puller.obstacle(source) is None
+    assert puller.unsupported_reason(source) is None
     copy = puller.copier(puller._opened["i"], SimpleNamespace(source=source))
     with pytest.raises(RuntimeError):
         list(copy(None))
     puller.forget(source)
-    assert puller.obstacle(source) == (None if any_gpu else "a copy failed (CUDA error: invalid argument)")
+    assert puller.unsupported_reason(source) == (None if any_gpu else "a copy failed (CUDA error: invalid argument)")
     await puller.close()

@@ -1,17 +1,17 @@
 """Each completion is taken once, whoever takes it first."""
 
-from contracts.handoff import FetchReceipt
+from contracts.handoff import TransferResult
 from decode_worker.kv_fetch.results import CompletionBoard
 
-OK = FetchReceipt(outcome="ok")
-FAILED = FetchReceipt(outcome="failed", reason="timeout")
+OK = TransferResult(outcome="ok")
+FAILED = TransferResult(outcome="failed", reason="timeout")
 
 
 def test_what_has_arrived_is_taken_alone_and_what_failed_is_left_to_the_next_step():
     board = CompletionBoard()
-    for name, receipt in (("a", OK), ("b", FAILED)):
+    for name, result in (("a", OK), ("b", FAILED)):
         board.begin(name)
-        board.finish(name, receipt)
+        board.finish(name, result)
     board.begin("c")
     assert board.take_arrived() == {"a": OK}
     assert board.take_arrived() == {}

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from kv_transfer.interfaces import OBSTACLE
+from kv_transfer.interfaces import UNSUPPORTED
 from kv_transfer.memory import ipc
 from kv_transfer.memory.blocks import CannotOpen
 from kv_transfer.memory.ipc import CannotExport, IpcExport, IpcOffer, OpenedPool, export, export_shared, require_access
@@ -90,7 +90,7 @@ def test_why_a_cache_cannot_be_exported_takes_the_place_of_the_offer(monkeypatch
 
     monkeypatch.setattr("kv_transfer.transports.export", cannot)
     made = exports([OnGpu()], None, "cuda-ipc")  # type: ignore[list-item]
-    assert made.offers == {"cuda-ipc": {OBSTACLE: "CUDA does not export its KV cache"}}
+    assert made.offers == {"cuda-ipc": {UNSUPPORTED: "CUDA does not export its KV cache"}}
     assert exports([OnGpu()], None, "auto") == made  # type: ignore[list-item]
     assert exports([OnGpu()], None, "grpc").offers == {}, "nothing is asked of CUDA"  # type: ignore[list-item]
 

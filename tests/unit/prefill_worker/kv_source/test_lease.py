@@ -113,9 +113,9 @@ def test_a_release_that_comes_first_frees_at_publication(leases):
     assert leases.stats().open_leases == 0
 
 
-def test_a_release_is_remembered_after_a_withdrawal_too(leases):
-    leases.grow("h", "r", [1])
-    leases.withdraw("h")  # the prompt was preempted, and is computed again
+def test_a_release_is_remembered_after_a_revocation_too(leases):
+    leases.extend("h", "r", [1])
+    leases.revoke("h")  # the prompt was preempted, and is computed again
     assert leases.release("h") is True
     publish(leases)
     assert leases.take_finished() == {"r"}
@@ -123,19 +123,19 @@ def test_a_release_is_remembered_after_a_withdrawal_too(leases):
 
 
 def test_a_hand_off_that_nobody_releases_tells_its_life(leases, clock, caplog):
-    leases.grow("h", "r", [1])
+    leases.extend("h", "r", [1])
     publish(leases)
-    assert leases.lingering() == []
+    assert leases.stale_handoffs() == []
     clock.now_s += 3.0
     with leases.reading("h"):
         pass
-    [life] = leases.lingering()
-    assert "growing at 0.000 s, published with 2 blocks for r at 0.000 s, read at 3.000 s, read ended at 3" in life
+    [life] = leases.stale_handoffs()
+    assert "partial at 0.000 s, published with 2 blocks for r at 0.000 s, read at 3.000 s, read ended at 3" in life
     assert "h:" not in life, "its id entitles to read the blocks"
     clock.now_s += 11.0
     assert leases.expire() == 1
     assert "now 14.000 s" in caplog.text
-    assert leases.lingering() == []
+    assert leases.stale_handoffs() == []
 
 
 def test_the_release_says_who_it_was(leases, clock):
@@ -143,7 +143,7 @@ def test_the_release_says_who_it_was(leases, clock):
     leases.publish("h2", "r2", [1], 3, 10.0)
     leases.release("h2", 0, 2, by="ipv4:10.0.0.1:7")
     clock.now_s += 3.0
-    assert "released by ipv4:10.0.0.1:7 at 0.000 s, now 3.000 s" in leases.lingering()[0]
+    assert "released by ipv4:10.0.0.1:7 at 0.000 s, now 3.000 s" in leases.stale_handoffs()[0]
 
 
 def test_an_owner_may_come_back_after_it_finished(leases):
@@ -188,12 +188,12 @@ def test_waiting_ends_with_the_publication(leases):
     assert leases.wait_published("h", 0.0) is True
 
 
-def test_a_growing_handoff_gives_its_blocks_as_they_become_final(leases):
-    leases.grow("h", "r", [4, 5])
+def test_a_partial_handoff_gives_its_blocks_as_they_become_final(leases):
+    leases.extend("h", "r", [4, 5])
     with leases.reading("h") as read:
         assert read.wait(0, 0.0).block_ids == (4, 5)
         assert read.wait(2, 0.01).complete is False
-        leases.grow("h", "r", [4, 5, 6])
+        leases.extend("h", "r", [4, 5, 6])
         assert read.wait(2, 0.0).block_ids == (4, 5, 6)
         threading.Timer(0.02, lambda: leases.publish("h", "r", [4, 5, 6, 9], 100, 10.0, first_token=42)).start()
         whole = read.wait(3, PATIENCE_S)
@@ -204,7 +204,7 @@ def test_a_growing_handoff_gives_its_blocks_as_they_become_final(leases):
 
 
 def test_a_handoff_can_be_read_before_any_block_of_it_is_final(leases):
-    leases.grow("h", "r", [])
+    leases.extend("h", "r", [])
     assert leases.wait_published("h", 0.0)
     with leases.reading("h") as read:
         assert read.wait(0, 0.01).block_ids == ()
@@ -212,15 +212,15 @@ def test_a_handoff_can_be_read_before_any_block_of_it_is_final(leases):
         assert read.wait(0, PATIENCE_S).block_ids == (4, 5)
 
 
-@pytest.mark.parametrize("ends", ["withdraw", "release"])
+@pytest.mark.parametrize("ends", ["revoke", "release"])
 def test_a_handoff_that_ends_before_any_block_is_final_leaves_nothing(leases, ends):
-    leases.grow("h", "r", [])
+    leases.extend("h", "r", [])
     getattr(leases, ends)("h")
     assert (leases.stats().open_leases, leases.take_finished()) == (0, set())
 
 
 def test_a_reader_that_waits_is_woken_when_the_last_step_begins(leases):
-    leases.grow("h", "r", [])
+    leases.extend("h", "r", [])
     with leases.reading("h") as read:
         threading.Timer(0.02, leases.begin_last_step, [{"h": [4, 5]}]).start()
         assert read.wait(0, PATIENCE_S, in_last_step=2).complete is False
@@ -228,8 +228,8 @@ def test_a_reader_that_waits_is_woken_when_the_last_step_begins(leases):
         assert read.wait(0, 0.01, in_last_step=3).block_ids == (), "it asks for more blocks than there are"
 
 
-def test_in_its_last_step_a_growing_handoff_becomes_final_layer_by_layer(leases):
-    leases.grow("h", "r", [4, 5])
+def test_in_its_last_step_a_partial_handoff_becomes_final_layer_by_layer(leases):
+    leases.extend("h", "r", [4, 5])
     with leases.reading("h") as read:
         assert read.all_block_ids == ()
         leases.end_layer(3)
@@ -247,17 +247,17 @@ def test_in_its_last_step_a_growing_handoff_becomes_final_layer_by_layer(leases)
         assert read.wait_layer(1, 0.0)
 
 
-def test_a_handoff_withdrawn_in_its_last_step_fails_readers(leases):
-    leases.grow("h", "r", [4])
+def test_a_handoff_revoked_in_its_last_step_fails_readers(leases):
+    leases.extend("h", "r", [4])
     with leases.reading("h") as read:
         leases.begin_last_step({"h": [4, 5]})
-        leases.withdraw("h")
+        leases.revoke("h")
         with pytest.raises(errors.TransferFailed, match="given up"):
             read.wait_layer(0, 0.0)
 
 
-def test_a_growing_handoff_has_no_time_limit_until_it_is_complete(leases, clock):
-    leases.grow("h", "r", [4])
+def test_a_partial_handoff_has_no_time_limit_until_it_is_complete(leases, clock):
+    leases.extend("h", "r", [4])
     clock.now_s += 1000
     assert leases.expire() == 0
     assert leases.renew("h")
@@ -267,49 +267,49 @@ def test_a_growing_handoff_has_no_time_limit_until_it_is_complete(leases, clock)
     assert leases.take_finished() == {"r"}
 
 
-def test_withdrawing_fails_readers_and_frees_nobody(leases):
-    leases.grow("h", "r", [4])
+def test_revoking_fails_readers_and_frees_nobody(leases):
+    leases.extend("h", "r", [4])
     with leases.reading("h") as read:
-        leases.withdraw("h")
+        leases.revoke("h")
         with pytest.raises(errors.TransferFailed, match="given up"):
             read.wait(0, 0.0)
-    with pytest.raises(errors.TransferFailed, match="withdrawn"), leases.reading("h"):
+    with pytest.raises(errors.TransferFailed, match="revoked"), leases.reading("h"):
         pass
     assert leases.take_finished() == set(), "its request still runs: vLLM was never asked to keep the blocks"
     assert leases.stats().open_leases == 0
 
 
-def test_a_withdrawn_handoff_may_be_published_when_it_was_computed_again(leases):
-    leases.grow("h", "r", [4])
-    leases.withdraw("h")
-    leases.grow("h", "r", [7])
+def test_a_revoked_handoff_may_be_published_when_it_was_computed_again(leases):
+    leases.extend("h", "r", [4])
+    leases.revoke("h")
+    leases.extend("h", "r", [7])
     assert leases.stats().open_leases == 0, "nobody follows it any more"
     leases.publish("h", "r", [7, 8], 8, 10.0)
     with leases.reading("h") as read:
         assert read.wait(0, 0.0).block_ids == (7, 8)
 
 
-def test_a_complete_handoff_cannot_be_withdrawn(leases):
+def test_a_complete_handoff_cannot_be_revoked(leases):
     publish(leases)
-    leases.withdraw("h")
+    leases.revoke("h")
     with leases.reading("h") as read:
         assert read.wait(0, 0.0).block_ids == (1, 2)
 
 
-def test_a_growing_handoff_released_early_is_freed_at_its_publication(leases):
-    leases.grow("h", "r", [4])
+def test_a_partial_handoff_released_early_is_freed_at_its_publication(leases):
+    leases.extend("h", "r", [4])
     leases.release("h")
     assert leases.take_finished() == set()
-    leases.grow("h", "r", [4, 5])
+    leases.extend("h", "r", [4, 5])
     assert leases.stats().open_leases == 0
     leases.publish("h", "r", [4, 5], 8, 10.0)
     assert leases.take_finished() == {"r"}
 
 
 def test_final_blocks_may_not_change(leases):
-    leases.grow("h", "r", [4, 5])
+    leases.extend("h", "r", [4, 5])
     with pytest.raises(ValueError, match="final"):
-        leases.grow("h", "r", [4, 6, 7])
+        leases.extend("h", "r", [4, 6, 7])
     with pytest.raises(ValueError, match="final"):
         leases.publish("h", "r", [4], 4, 10.0)
     with pytest.raises(ValueError, match="final"):

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from contracts.handoff import FetchReceipt
+from contracts.handoff import TransferResult
 from contracts.tasks import LegTiming
 from contracts.workers import WorkerStatus
 from router.fleet.pairing import KvPair
@@ -62,8 +62,8 @@ def closed(registry, outcome="finished", path="disaggregated", pools=("prefill",
         clock.now_s += 0.25
         timeline.tokens(1, pool)
     timeline.prefill_timing = LegTiming(queue_s=0.25, first_token_s=0.5, compute_s=0.5)
-    receipt = FetchReceipt(outcome="ok", wait_s=0.0625, wire_s=0.125)
-    timeline.decode_timing = LegTiming(queue_s=0.5, first_token_s=0.5, compute_s=1.0, receipt=receipt)
+    result = TransferResult(outcome="ok", wait_s=0.0625, wire_s=0.125)
+    timeline.decode_timing = LegTiming(queue_s=0.5, first_token_s=0.5, compute_s=1.0, transfer_result=result)
     metrics.close(timeline, outcome)
 
 
@@ -304,8 +304,8 @@ def test_a_fleet_of_64_has_no_series_for_each_pair_of_workers_and_none_that_tell
     for pair in pairs[:1000]:
         timeline = RequestTimeline(FakeClock(), "r", 70, path="disaggregated", observe=metrics.observe)
         timeline.link = (pair.prefill, pair.decode)
-        receipt = FetchReceipt(outcome="ok", num_bytes=1_000_000, wire_s=0.5, transport=pair.transport)
-        timeline.decode_timing = LegTiming(queue_s=0.5, first_token_s=0.5, compute_s=1.0, receipt=receipt)
+        result = TransferResult(outcome="ok", num_bytes=1_000_000, wire_s=0.5, transport=pair.transport)
+        timeline.decode_timing = LegTiming(queue_s=0.5, first_token_s=0.5, compute_s=1.0, transfer_result=result)
         metrics.close(timeline, "finished")
     workers = [worker("adaptive", name, counters={"tokens_total.prefill": 1.0}) for name in ids]
     registry.register(WorkerCollector(lambda: workers, dict, lambda: "adaptive", lambda: pairs, dict))

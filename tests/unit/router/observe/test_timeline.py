@@ -2,7 +2,7 @@
 
 import pytest
 
-from contracts.handoff import FetchReceipt
+from contracts.handoff import TransferResult
 from contracts.tasks import LegTiming
 from router.observe.timeline import RequestTimeline
 from tests.support.clock import FakeClock
@@ -91,8 +91,8 @@ def test_tokens_are_credited_to_the_pool_that_made_them(clock, seen):
 def test_the_stages_of_both_legs_are_joined(clock):
     timeline = timeline_of(clock, (1, 1), (1, 1), path="disaggregated")
     timeline.prefill_timing = LegTiming(queue_s=0.25, first_token_s=0.5, compute_s=0.5)
-    receipt = FetchReceipt(outcome="ok", wait_s=0.0625, wire_s=0.125)
-    timeline.decode_timing = LegTiming(queue_s=0.5, first_token_s=0.5, compute_s=1.0, receipt=receipt)
+    result = TransferResult(outcome="ok", wait_s=0.0625, wire_s=0.125)
+    timeline.decode_timing = LegTiming(queue_s=0.5, first_token_s=0.5, compute_s=1.0, transfer_result=result)
     assert timeline.stages_s() == {
         "queue": 0.25,
         "prefill": 0.5,
@@ -112,8 +112,8 @@ def test_a_request_that_ended_at_prefill_has_no_decode_stages(clock):
 
 def test_the_decode_queue_is_never_negative(clock):
     timeline = timeline_of(clock, (1, 1), path="disaggregated")
-    receipt = FetchReceipt(outcome="ok", wait_s=0.25, wire_s=0.25)
-    timeline.decode_timing = LegTiming(queue_s=0.25, first_token_s=0.5, compute_s=1.0, receipt=receipt)
+    result = TransferResult(outcome="ok", wait_s=0.25, wire_s=0.25)
+    timeline.decode_timing = LegTiming(queue_s=0.25, first_token_s=0.5, compute_s=1.0, transfer_result=result)
     assert timeline.stages_s()["decode_queue"] == 0.0
 
 

@@ -32,7 +32,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from engine.connector.accounting import StepAccountant
 from engine.connector.layout import kv_layout
-from engine.connector.messages import CounterStats, FetchReceipts, Publish, StepInstructions
+from engine.connector.messages import CounterStats, Publish, StepInstructions, TransferResults
 from engine.connector.scheduler_side import IDLE_WAIT_S, POLL_S, SchedulerSide
 from engine.connector.step_cost import step_cost_model
 from engine.connector.transferable_cache import by_manager_block, require_servable
@@ -144,7 +144,7 @@ class RidgelineConnector(KVConnectorBase_V1):
         arrived = {} if here is None else here.take_arrived()
         if not arrived:
             return None
-        return KVConnectorOutput(finished_recving=set(arrived), kv_connector_worker_meta=FetchReceipts(dict(arrived)))
+        return KVConnectorOutput(finished_recving=set(arrived), kv_connector_worker_meta=TransferResults(dict(arrived)))
 
     def _publish_at_once(self, publish: Publish) -> bool:
         here = self._worker_here()
