@@ -122,12 +122,11 @@ MOST_LIMITS = 2.0
 LOST_LIMITS = 4.0
 """How many of its limits a step may take for a sequence that can no longer keep its limit; if a step of all that decode
 takes longer than the limit, how many of these."""
-BORROWED = 0.5
-"""Prompts may put a sequence behind its limit by this part of what it can save in the tokens that it is sure to
-make, since steps without prompts are shorter than the limit. They are computed in fewer steps then."""
-BARE_TAKES = 1.1
-"""The time of steps without prompts, of what is predicted, that is counted on when a sequence lends what it will save:
-what it has lent and cannot save makes it late for good. A limit of which less is used than this counts as one that no
+FUTURE_SLACK_USED = 0.5
+"""The fraction of a sequence's future TPOT slack that prompts may use, counted over its P25 output length."""
+DECODE_STEP_MARGIN = 1.1
+"""Steps without prompts count as this times what is predicted when future slack is used: slack that was used and does
+not come makes a sequence late for good. A limit of which less is used than this counts as one that no
 step can keep: a tenth is as much as predictions may err, and beside a smaller one each prompt takes more than 11 times
 as long as alone."""
 LEAST_PROMPT_SHARE = 0.02

@@ -23,7 +23,7 @@ from contracts.stages import mark
 from decode_worker.pacing.bound import Prompt, most_prefill_tokens
 from decode_worker.pacing.clock import StepClock
 from decode_worker.pacing.model import StepFit, StepLoad
-from decode_worker.pacing.pace import BareSteps, Paces
+from decode_worker.pacing.slack import DecodeSteps, TpotSlack
 from engine.connector.messages import FORETOLD, STEP_MODEL
 from engine.request.sampling import FORCED, SURE_TOKENS, TPOT_LIMIT
 from engine.stall import FORETOLD_FROM_S
@@ -67,7 +67,7 @@ class Bounded:
         super().__init__(*args, **kwargs)
         self._step_fit = StepFit()
         self._step_clock = StepClock()
-        self._paces = Paces()
+        self._slack = TpotSlack()
         self._shortened = 0
         self._reported: Any = None
         if (connector := getattr(self, "connector", None)) is not None:
@@ -97,7 +97,7 @@ class Bounded:
         extra = (request.sampling_params.extra_args if request.sampling_params else None) or {}
         if (limit_s := float(extra.get(TPOT_LIMIT, 0.0))) > 0.0:
             sure_tokens = float(extra.get(SURE_TOKENS, 0.0))
-            self._paces.expect(request.request_id, limit_s, len(extra.get(FORCED, ())), sure_tokens)
+            self._slack.expect(request.request_id, limit_s, len(extra.get(FORCED, ())), sure_tokens)
         super().add_request(request)  # type: ignore[misc]
         if limit_s > 0.0 and self.connector is not None and self.connector.scheduler.awaits_kv(request.request_id):
             # It must not wait for the prompts that came before it, since its fetch begins when it has its blocks. vLLM
@@ -109,10 +109,10 @@ class Bounded:
         """Schedule a step as vLLM does, within what the targets allow."""
         began_s = time.monotonic()
         for request_id in self.finished_req_ids:
-            self._paces.forget(request_id)
+            self._slack.forget(request_id)
         if self.connector is not None and (arrived := self.connector.take_arrived()) is not None:
             self._update_from_kv_xfer_finished(arrived)
-        batch = self._batch() if self.step_target_s > 0.0 or self._paces else None
+        batch = self._batch() if self.step_target_s > 0.0 or self._slack else None
         tokens = None if batch is None else self._allowed_tokens(batch, began_s)
         if batch is None or tokens is None:
             scheduled = super().schedule(throttle_prefills)  # type: ignore[misc]
@@ -169,18 +169,18 @@ class Bounded:
         planned_s = self._step_fit.model.planned_s(self.step_target_s)
         step_s = planned_s if sequences and self.step_target_s > 0.0 else math.inf
         context_tokens = sum(request.num_computed_tokens for request in sequences)
-        if self._paces:
+        if self._slack:
             for request in batch.joining:  # its KV came at any moment of the last step
-                self._paces.joins(request.request_id, self._step_clock.took_s / 2)
+                self._slack.joins(request.request_id, self._step_clock.took_s / 2)
             model = self._step_fit.model
             together_s = model.decode_s(len(sequences), context_tokens)
             for request in sequences:
                 made = request.num_output_tokens + request.num_output_placeholders
-                bare = BareSteps(model.decode_s(1, request.num_computed_tokens), together_s)
+                bare = DecodeSteps(model.decode_s(1, request.num_computed_tokens), together_s)
                 left = request.max_tokens - made
-                step_s = min(step_s, self._paces.allowance_s(request.request_id, made, left, now_s, bare))
+                step_s = min(step_s, self._slack.allowance_s(request.request_id, made, left, now_s, bare))
             for request in self.kv_holding_waiting:
-                step_s = min(step_s, self._paces.arrival_s(request.request_id, together_s))
+                step_s = min(step_s, self._slack.arrival_s(request.request_id, together_s))
         if step_s == math.inf or not (batch.prompts or self.waiting or self.kv_holding_waiting):
             return None
         fit = self._step_fit

@@ -5,6 +5,6 @@
 model.py    fits a step's time to what the step computes
 weights.py  the least squares behind it, without negative results
 bound.py    the longest chunks of prompts that fit a time
-pace.py     what the limits of single sequences leave for the next step
+slack.py    the TPOT slack of single sequences
 clock.py    from when to when a step lasts
 """

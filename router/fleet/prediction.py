@@ -6,9 +6,9 @@ one of them may take, and step(P, n, c, A) is `contracts.workers.StepModel`:
 - s = step(0, n, c, 0) is a step without prompts, and T = `TPOT_LIMIT_USED` L the longest that keeps all limits. While
   n > 0, the engine computes as many prompt tokens in a step as fit (`decode_worker.pacing`), or as many as its limit
   says if no sequence has an L. In the first steps beside a prompt that is `MOST_LIMITS` T, until sequences with r
-  tokens left on average have been put behind by `BORROWED` r (T - `BARE_TAKES` s), and then (1 + `AHEAD`) T - `AHEAD`
-  s on average. While nothing decodes but sequences are to come, it is `MOST_LIMITS` T. Where T < `BARE_TAKES` s, L
-  cannot be kept, and a step beside a prompt takes `LOST_LIMITS` s.
+  tokens left on average have lost a slack of `FUTURE_SLACK_USED` r (T - `DECODE_STEP_MARGIN` s), and then
+  (1 + `AHEAD`) T - `AHEAD` s on average. While nothing decodes but sequences are to come, it is `MOST_LIMITS` T.
+  Where T < `DECODE_STEP_MARGIN` s, L cannot be kept, and a step beside a prompt takes `LOST_LIMITS` s.
 - a prompt of p tokens takes w = p times the time per prompt token, with its attention, and k steps, in which there is
   room for w beside s, for at least `LEAST_PROMPT_SHARE` s in each, and for at most as many tokens as a step may have:
   w + k s in all. The prompts before it are computed beside what decodes now; then it is, beside what will decode by
@@ -27,8 +27,8 @@ from msgspec.structs import replace
 
 from contracts.vocabulary import Phase
 from contracts.workers import (
-    BARE_TAKES,
-    BORROWED,
+    DECODE_STEP_MARGIN,
+    FUTURE_SLACK_USED,
     LEAST_PROMPT_SHARE,
     LOST_LIMITS,
     MOST_LIMITS,
@@ -216,13 +216,13 @@ def _steps(load: Load, sequences: float, *, comes: bool = False) -> _Steps:
     alone_s = load.model.decode_s(sequences, load.context_tokens * sequences / load.decodes)
     if limit_s == math.inf:
         return _Steps(alone_s, _room_s(alone_s, math.inf, load.step_target_s))
-    if limit_s < BARE_TAKES * alone_s:
+    if limit_s < DECODE_STEP_MARGIN * alone_s:
         return _Steps(alone_s, _room_s(alone_s, LOST_LIMITS * alone_s, load.step_target_s))
     return _Steps(
         alone_s,
         _room_s(alone_s, alone_s + (1.0 + AHEAD) * (limit_s - alone_s), load.step_target_s),
         _room_s(alone_s, MOST_LIMITS * limit_s, load.step_target_s),
-        BORROWED * (limit_s - BARE_TAKES * alone_s) / ((MOST_LIMITS - 1.0) * limit_s),
+        FUTURE_SLACK_USED * (limit_s - DECODE_STEP_MARGIN * alone_s) / ((MOST_LIMITS - 1.0) * limit_s),
     )
 
 

@@ -16,7 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from contracts.vocabulary import Pool
-from contracts.workers import BARE_TAKES, TPOT_LIMIT_USED, StepModel
+from contracts.workers import DECODE_STEP_MARGIN, TPOT_LIMIT_USED, StepModel
 from router.fleet.adaptive import Decision, Wanted, choose
 from router.fleet.corrections import Corrections
 from router.fleet.policy import PROMPT_SCORERS, Demand, blocks_needed, pick
@@ -294,7 +294,7 @@ def _load(worker: Worker, now: _Now, demand: Demand, sharers: Sequence[Worker] =
         decodes=counted.decodes,
         context_tokens=counted.context_tokens,
         left_tokens=now.left_tokens,
-        tpot_limit_s=worker.tpot_limit_s(BARE_TAKES * model.decode_s(1, 0) / TPOT_LIMIT_USED),
+        tpot_limit_s=worker.tpot_limit_s(DECODE_STEP_MARGIN * model.decode_s(1, 0) / TPOT_LIMIT_USED),
         step_target_s=model.planned_s(role.step_target_s) if role and role.step_target_s else math.inf,
         takes_prompt=worker in now.open_workers,
         room=worker.has_room(now.needed_blocks),

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from contracts.errors import EngineError
 from contracts.tasks import TokenDelta
-from contracts.workers import BARE_TAKES, TPOT_LIMIT_USED
+from contracts.workers import DECODE_STEP_MARGIN, TPOT_LIMIT_USED
 from router.dispatch.orchestrator import DeadlineExceeded
 from router.dispatch.request import Emit
 from router.fleet.policy import NoWorker
@@ -66,7 +66,7 @@ def too_short(ttft_limit_s: float | None, tpot_limit_s: float | None, idle: Idle
     On TPOT, a part of the limit is kept in reserve.
     """
     prompt = f"to the first token of a prompt of {prompt_tokens} tokens"
-    reserved = BARE_TAKES / TPOT_LIMIT_USED
+    reserved = DECODE_STEP_MARGIN / TPOT_LIMIT_USED
     known = (
         ("ttft_ms", ttft_limit_s, idle.ttft_s, 1.0, prompt),
         ("tpot_ms", tpot_limit_s, idle.tpot_s, reserved, "from one token to the next"),

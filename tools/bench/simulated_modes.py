@@ -31,7 +31,7 @@ from contracts.vocabulary import Mode, Phase
 from contracts.workers import StepModel
 from decode_worker.pacing.bound import Prompt, most_prefill_tokens
 from decode_worker.pacing.model import StepFit, StepLoad
-from decode_worker.pacing.pace import BareSteps, Paces
+from decode_worker.pacing.slack import DecodeSteps, TpotSlack
 from router.fleet.adaptive import Decision, Wanted, choose
 from router.fleet.corrections import Corrections
 from router.fleet.prediction import Load, idle_prompt_s, taking_turns, with_prompts
@@ -191,7 +191,7 @@ class Worker:
     decoding: list[Request] = field(default_factory=list)
     assigned: dict[int, Request] = field(default_factory=dict)
     """What decodes there or will."""
-    paces: Paces = field(default_factory=Paces)
+    slack: TpotSlack = field(default_factory=TpotSlack)
     head_since_s: float = 0.0
     favours: Phase | None = None
     steps: bool = False
@@ -250,9 +250,9 @@ class Worker:
     def _allowed_s(self, request: Request, now_s: float, together_s: float) -> float:
         name = str(request.number)
         if request in self.decoding:
-            bare = BareSteps(self.model.decode_s(1, request.context_tokens), together_s)
-            return self.paces.allowance_s(name, request.made, request.output_tokens - request.made, now_s, bare)
-        return math.inf if request in self.prompts else self.paces.arrival_s(name, together_s)
+            bare = DecodeSteps(self.model.decode_s(1, request.context_tokens), together_s)
+            return self.slack.allowance_s(name, request.made, request.output_tokens - request.made, now_s, bare)
+        return math.inf if request in self.prompts else self.slack.arrival_s(name, together_s)
 
     @property
     def outstanding(self) -> Outstanding:
@@ -387,7 +387,7 @@ class Simulation:
         if request in worker.decoding:
             worker.decoding.remove(request)
         worker.assigned.pop(request.number)
-        worker.paces.forget(str(request.number))
+        worker.slack.forget(str(request.number))
         self.rebalancer.answered(within_limits=request.within(self._limits))
 
     def _dispatch(self) -> None:
@@ -460,7 +460,7 @@ class Simulation:
             self.rebalancer.placed(self._wanted(request), self._now_s)
             if self.rebalancer.due(self._now_s):
                 self.rebalancer.read(self._now_s, self._alike)
-            decode.paces.expect(str(request.number), self._limits.tpot_s, sure_tokens=request.output_tokens)
+            decode.slack.expect(str(request.number), self._limits.tpot_s, sure_tokens=request.output_tokens)
 
 
 def arrivals(rate: float, number: int, seed: int, prompt_tokens: int, output_tokens: int) -> list[Request]:

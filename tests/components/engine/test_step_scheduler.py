@@ -24,7 +24,7 @@ from vllm.v1.request import RequestStatus
 
 from contracts.handoff import TransferResult
 from contracts.workers import TPOT_LIMIT_USED, StepModel
-from decode_worker.pacing.pace import CATCH_UP
+from decode_worker.pacing.slack import CATCH_UP
 from engine.connector.messages import FORETOLD
 from engine.connector.scheduler_side import FETCH
 from engine.request.sampling import FORCED, SURE_TOKENS, TPOT_LIMIT
@@ -298,7 +298,7 @@ def test_limits_of_sequences_that_ended_are_forgotten(make: Make):
     engine.run()
     engine.add("free", 40, 1)
     engine.run()
-    assert not engine.scheduler._paces
+    assert not engine.scheduler._slack
 
 
 @pytest.mark.parametrize("scheduler_class", [BoundedScheduler, BoundedAsyncScheduler])
