@@ -20,9 +20,9 @@ import httpx
 import psutil
 import pytest
 
+from tests.engines import relayed_serve
 from tests.engines.serve_process import REPOSITORY, RIDGELINE, body, name_of, still_there
 from tests.engines.served import BACK_WITHIN_S, SMALL_SPLIT, Deployed, Stream, deployed_by_serve
-from tests.support import relayed_serve
 
 Figure = Callable[[str], None]
 pytestmark = pytest.mark.engines

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from cluster.config.models import SupervisionConfig
+from tests.engines.endless import compute_for_ever
 from tests.engines.serve_process import still_there
 from tests.engines.served import Deployed, Stream, deployed_by_serve
-from tests.support.endless import compute_for_ever
 
 Figure = Callable[[str], None]
 pytestmark = pytest.mark.engines

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from loadtest.errors import LoadTestError
 from loadtest.run import replay as replay_module
-from tests.support.null_server import make_app
+from tests.replay.null_server import make_app
 from tests.support.patience import eventually
 from tools.bench.modes.__main__ import run
 from tools.bench.modes.journal import Clock, Journal, RoundEnded, read_journal

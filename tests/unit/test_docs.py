@@ -81,41 +81,24 @@ def problem_of(command: list[str]) -> str | None:
     return f"{name} has no {unknown}" if unknown else None
 
 
-@pytest.fixture(params=DOCUMENTS, ids=lambda path: str(path.relative_to(REPOSITORY)))
-def document(request: pytest.FixtureRequest) -> Path:
-    return request.param
+def named(path: Path) -> str:
+    return str(path.relative_to(REPOSITORY))
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=named)
 def test_every_file_a_document_names_exists(document):
     missing = {path for path in named_paths(document.read_text()) if not (REPOSITORY / path).exists()}
     assert not missing or document == MEASUREMENTS
 
 
+@pytest.mark.parametrize("document", [path for path in DOCUMENTS if path not in PAGES], ids=named)
 def test_every_link_to_a_file_leads_somewhere(document):
+    """In documents beside the site, whose own links its strict build checks (`test_site`)."""
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text())
     assert not [link for link in links if not (document.parent / link).exists()]
 
 
-def unlinked_documents(text: str) -> list[str]:
-    """Documents that are named in code, and cannot be clicked."""
-    return re.findall(r"(?<!\[)`((?:[\w.-]+/)*[\w.-]+\.md)`", FENCE.sub("", text))
-
-
-def test_a_document_that_another_names_is_a_link(document):
-    if document != REPOSITORY / "README.md":
-        assert not unlinked_documents(document.read_text())
-
-
-def test_a_document_without_a_link_would_be_found():
-    assert unlinked_documents("see `docs/index.md`, not [`docs/concepts.md`](concepts.md)") == ["docs/index.md"]
-
-
-def test_the_list_of_documents_names_every_one_of_them():
-    listed = (REPOSITORY / "docs" / "index.md").read_text()
-    documents = {str(path.relative_to(REPOSITORY / "docs")) for path in PAGES} - {"index.md"}
-    assert not {path for path in documents if f"]({path})" not in listed}
-
-
+@pytest.mark.parametrize("document", DOCUMENTS, ids=named)
 def test_every_command_a_document_names_exists(document):
     problems = {" ".join(command): problem_of(command) for command in shell_commands(document.read_text())}
     assert document == MEASUREMENTS or not {command: problem for command, problem in problems.items() if problem}
@@ -142,22 +125,9 @@ def test_decisions_are_numbered_without_gaps_and_short():
             assert part in text, f"{page.name} lacks {part}"
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "make nothing",
-        "ridgeline nothing",
-        "ridgeline serve --nothing",
-        "ridgeline compare --out runs/x --tracee demo",
-        "ridgeline bench nothing",
-        "ridgeline bench transfer --nothing",
-    ],
-)
-def test_a_wrong_command_would_be_found(command):
-    assert [problem_of(words) for words in shell_commands(f"```bash\n{command}\n```\n")] != [None]
-
-
-def test_a_wrong_path_would_be_found():
+def test_wrong_commands_and_paths_would_be_found():
+    for command in ("make nothing", "ridgeline nothing", "ridgeline serve --nothing", "ridgeline bench nothing"):
+        assert [problem_of(words) for words in shell_commands(f"```bash\n{command}\n```\n")] != [None]
     inline = "`engine/nothing.py` and `runs/demo/` and `summary.json`"
     fenced = "```bash\nridgeline serve -c deploy/nothing.yaml\n```\n"
     assert named_paths(f"{inline}\n{fenced}") == {"engine/nothing.py", "deploy/nothing.yaml"}

@@ -24,7 +24,7 @@ from vllm.v1.structured_output.backend_types import StructuredOutputOptions as K
 
 from engine.grammars import MAX_GRAMMAR_BYTES, refusal, tag_as_lark
 from engine.vllm_workarounds.bounded_grammars import BoundedGuidance, serialize_in_tag
-from tests.support.tool_schemas import HOSTILE, ORDINARY
+from tests.components.engine.vllm_workarounds.tool_schemas import HOSTILE, ORDINARY
 
 pytestmark = pytest.mark.filterwarnings("ignore:max_rollback_tokens:DeprecationWarning")  # vLLM still gives it
 MODELS = ("hermes", "llama", "qwen_3", "deepseek_r1", "deepseek_v3_1", "kimi", "longcat")

@@ -19,7 +19,7 @@ from router.flow.placement import LocalPlacement
 from router.flow.prompt_queue import prompt_queues
 from router.front.sampling import sampling_of
 from router.observe.metrics import RequestMetrics
-from tests.support.lease_engines import STEP_TOKENS, LeaseEngine
+from tests.components.router.dispatch.lease_engines import STEP_TOKENS, LeaseEngine
 from tests.support.samples import router_settings
 from worker_runtime.host import WorkerHost
 

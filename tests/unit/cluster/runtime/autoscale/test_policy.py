@@ -9,7 +9,7 @@ from cluster.runtime.autoscale.policy import Memory, decide
 from cluster.runtime.autoscale.use import Reading
 from router.observe.fleet_use import FleetUse
 from router.observe.metrics import Within
-from tests.support.uses import a_fleet_use
+from tests.unit.cluster.runtime.autoscale.uses import a_fleet_use
 
 EVERY_S = 15.0
 

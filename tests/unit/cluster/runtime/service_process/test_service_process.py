@@ -223,7 +223,12 @@ async def test_a_killed_driver_leaves_neither_the_parent_nor_its_folder():
 @contextmanager
 def caller(*, preloaded: bool, tmpdir: Path = Path("/tmp")) -> Iterator[tuple[psutil.Popen, list[int]]]:
     """Start a process that has a service with a child, as a driver and an actor in one; yields their pids too."""
-    command = [sys.executable, "-m", "tests.support.service_caller", *(["preloaded"] if preloaded else [])]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.unit.cluster.runtime.service_process.service_caller",
+        *(["preloaded"] if preloaded else []),
+    ]
     with psutil.Popen(command, env={**os.environ, "TMPDIR": str(tmpdir)}, stdout=subprocess.PIPE) as process:
         try:
             yield process, [int(pid) for pid in process.stdout.readline().split()]
