@@ -16,13 +16,13 @@ import time
 from contextlib import ExitStack
 from typing import Any, Final, cast
 
-from contracts.handoff import KvLayout
-from contracts.workers import StepModel, WorkerDescription, WorkerStatus
+from contracts.workers import StepModel, WorkerStatus
 from router.fleet.policy import Demand
 from router.fleet.prefixes import BlockHashes
 from router.fleet.worker import Worker
 from router.flow.choice import ByPrediction
 from router.flow.learned import Learned
+from tests.support.samples import kv_layout, worker_description
 
 MODEL: Final = StepModel(
     base_s=0.008,
@@ -36,18 +36,8 @@ MODEL: Final = StepModel(
 BLOCK_TOKENS: Final = 16
 SYSTEM_PROMPT_TOKENS: Final = 1_000
 KV_BLOCKS: Final = 100_000
-LAYOUT: Final = KvLayout(
-    model="m",
-    dtype="bfloat16",
-    kv_dtype="auto",
-    block_size_tokens=BLOCK_TOKENS,
-    num_layers=32,
-    num_kv_heads=8,
-    block_bytes=65_536,
-    layout="NHD",
-    isa="cuda",
-    engine_version="v",
-    tensor_parallel_size=1,
+LAYOUT: Final = kv_layout(
+    block_size_tokens=BLOCK_TOKENS, num_layers=32, num_kv_heads=8, block_bytes=65_536, layout="NHD", isa="cuda"
 )
 PROMPT_TOKENS: Final = 2_000
 LONGEST_ANSWER_TOKENS: Final = 400
@@ -64,18 +54,14 @@ class _Connected:
 def a_worker(number: int) -> Worker:
     """Return a worker of mode adaptive, with a model of its steps."""
     worker_id = f"worker-{number}"
-    described = WorkerDescription(
+    described = worker_description(
         worker_id=worker_id,
-        incarnation="i",
         pool="adaptive",
         pid=number,
-        host="host",
         layout=LAYOUT,
-        transfer_addresses=["address"],
         num_kv_blocks=KV_BLOCKS,
         block_size_tokens=BLOCK_TOKENS,
         max_model_len_tokens=8_192,
-        max_num_seqs=256,
     )
     worker = Worker(cast(Any, _Connected()), described)
     worker.status = WorkerStatus(worker_id=worker_id, kv_blocks_free=90_000, step_model=MODEL)

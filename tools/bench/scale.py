@@ -18,12 +18,13 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, cast
+from typing import Any, Final, cast, get_args
 
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, generate_latest
 from vllm.sampling_params import SamplingParams
 
+from contracts.vocabulary import Pool
 from contracts.workers import WorkerStatus
 from router.dispatch.orchestrator import Orchestrator
 from router.dispatch.request import Attempt, RequestProgress, SequenceRequest
@@ -47,6 +48,7 @@ from router.shared.joined_router import JoinedRouter
 from router.shared.messages import Counted, CountOthers, Downs, Holds, OthersCounted, Ups
 from router.shared.shared_metrics import SharedMetrics
 from router.shared.shared_placement import SharedPlacement
+from tests.support.samples import router_settings
 from tools.bench.decision_cost import a_worker
 from worker_runtime.client import decoder, encode
 
@@ -97,22 +99,14 @@ class Figure:
 
 def settings_of(size: Size) -> RouterSettings:
     """Return the router's settings."""
-    return RouterSettings(
-        model_path="m",
-        served_name="m",
-        dtype="bfloat16",
+    return router_settings(
         max_model_len_tokens=8_192,
-        host="127.0.0.1",
-        port=0,
         mode="adaptive",
         request_deadline_s=600.0,
         max_outstanding_requests=100_000,
-        overlap=True,
-        min_remote_prefill_tokens=0,
-        prefill_window_tokens=dict.fromkeys(("prefill", "decode", "colocated", "adaptive"), 16_384),
+        prefill_window_tokens=dict.fromkeys(get_args(Pool), 16_384),
         max_prompt_wait_s=60.0,
         recovery_timeout_s=60.0,
-        ready_deadline_s=5.0,
         max_client_share=0.9,
         routers=size.routers,
         block_size_tokens=16,

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from typing import get_args
 
 import uvloop
 
+from contracts.vocabulary import Pool
 from router.garbage import GarbageWatch
 from router.server import Router
 from router.settings import RouterSettings, SharedWith
 from router.shared.dispatcher import Dispatcher
+from tests.support.samples import router_settings
 
 WINDOW_TOKENS = 100_000
 SEVERAL = 2
@@ -25,25 +28,13 @@ SEVERAL = 2
 
 def settings(model: str, routers: int) -> RouterSettings:
     """Return settings under which no request of the bench waits or is refused."""
-    return RouterSettings(
+    return router_settings(
         model_path=model,
-        served_name="m",
-        dtype="bfloat16",
         max_model_len_tokens=8192,
-        host="127.0.0.1",
-        port=0,
-        mode="disaggregated",
         routers=routers,
         request_deadline_s=600.0,
         max_outstanding_requests=8192,
-        overlap=True,
-        min_remote_prefill_tokens=0,
-        prefill_window_tokens={
-            "prefill": WINDOW_TOKENS,
-            "decode": WINDOW_TOKENS,
-            "colocated": WINDOW_TOKENS,
-            "adaptive": WINDOW_TOKENS,
-        },
+        prefill_window_tokens=dict.fromkeys(get_args(Pool), WINDOW_TOKENS),
         max_prompt_wait_s=60.0,
         recovery_timeout_s=60.0,
         ready_deadline_s=10.0,

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import grpc.aio
 
-from contracts.handoff import KvHandoff, KvLayout
+from contracts.handoff import KvHandoff
 from contracts.rpc.address import join_host_port
 from contracts.rpc.channel import add_port
 from contracts.tasks import LegTiming, StepBatch, TokenDelta
@@ -35,6 +35,7 @@ from contracts.workers import (
     WorkerDescription,
     WorkerStatus,
 )
+from tests.support.samples import kv_layout, worker_description
 from worker_runtime.client import OPTIONS, SERVICE, stream_handler, unary_handler
 
 HOST = "127.0.0.1"
@@ -44,19 +45,7 @@ MAX_NUM_SEQS = 1024
 TIMING = LegTiming(queue_s=0.0, first_token_s=0.001, compute_s=0.001)
 FIRST_TOKEN_ID, TOKEN_IDS = 1000, 20_000
 """Ids of the tokens sent, in turn: ordinary words of a vocabulary."""
-LAYOUT = KvLayout(
-    model="m",
-    dtype="bfloat16",
-    kv_dtype="bfloat16",
-    block_size_tokens=BLOCK_TOKENS,
-    num_layers=1,
-    num_kv_heads=1,
-    block_bytes=1024,
-    layout="LBHNC",
-    isa="none",
-    engine_version="0",
-    tensor_parallel_size=1,
-)
+LAYOUT = kv_layout(block_size_tokens=BLOCK_TOKENS, num_layers=1, num_kv_heads=1)
 
 
 @dataclass
@@ -167,11 +156,10 @@ class PacedWorker:
                 del self._sessions[request.router_id]
 
     async def _describe(self, _: Ack) -> WorkerDescription:
-        return WorkerDescription(
+        return worker_description(
             worker_id=self._name,
             incarnation="1",
             pool=self._pool,
-            pid=0,
             host=HOST,
             layout=LAYOUT,
             transfer_addresses=[f"{HOST}:1"],

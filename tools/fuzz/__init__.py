@@ -9,6 +9,6 @@ http_bodies.py          malformed HTTP requests
 openapi_cases.py        requests generated from the server's own OpenAPI document
 grpc_messages.py        malformed gRPC messages
 collective_messages.py  messages of a hostile source of tensors
-msgpack_damage.py       almost valid messages
+damage.py               almost valid trees and bytes
 transfer_frames.py      malformed transfer frames
 """

@@ -7,7 +7,6 @@ Hypothesis remembers every example of a test, so that no two are alike. A long r
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -83,23 +82,3 @@ def run(campaign: Campaign, examples: int, seed: int, on_batch: Callable[[int], 
 def batch_seed(name: str, seed: int, batch: int) -> int:
     """Return a seed that differs for every batch of every campaign and is the same in every run."""
     return int.from_bytes(hashlib.sha256(f"{name} {seed} {batch}".encode()).digest()[:8], "little")
-
-
-class Progress:
-    """Prints a line at intervals: examples, rate, and the resources of the process under test."""
-
-    def __init__(self, name: str, examples: int, pid: int, interval_s: float = 5.0) -> None:
-        self._name, self._examples, self._pid, self._interval_s = name, examples, pid, interval_s
-        self._started_s = time.monotonic()
-        self._shown_s = 0.0
-
-    def __call__(self, checked: int) -> None:
-        now_s = time.monotonic()
-        if now_s - self._shown_s < self._interval_s and checked < self._examples:
-            return
-        self._shown_s, took_s = now_s, now_s - self._started_s
-        print(  # noqa: T201 - a command
-            f"{self._name:<22} {checked:>6} of {self._examples}  {took_s:5.0f} s  {checked / took_s:5.0f}/s  "
-            f"{Footprint.of(self._pid)}",
-            flush=True,
-        )

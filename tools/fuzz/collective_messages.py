@@ -12,7 +12,7 @@ from contracts import errors
 from kv_transfer.collective.puller import _decode_told, _Place
 from kv_transfer.collective.wire import Chunk, End
 from kv_transfer.wire import grpc_methods
-from tools.fuzz.msgpack_damage import messages
+from tools.fuzz.damage import messages
 
 BLOCKS = 4
 

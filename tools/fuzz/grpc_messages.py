@@ -23,7 +23,7 @@ from contracts.tasks import StepBatch, TokenDelta
 from contracts.workers import AbortRequest, Ack, AttachRequest, PairRequest, WorkerStatus
 from kv_transfer.interfaces import FetchRequest, SourceDescription
 from kv_transfer.wire import grpc_methods
-from tools.fuzz.msgpack_damage import messages
+from tools.fuzz.damage import messages
 from worker_runtime.client import OPTIONS, SERVICE
 
 DEADLINE_S = 120.0
@@ -253,10 +253,3 @@ def require_serving(kv: grpc.Channel, worker: grpc.Channel, layout: KvLayout) ->
     assert description.open_leases == 2
     status = worker.unary_unary(f"/{SERVICE}/Status")(_encode(Ack()), timeout=DEADLINE_S)
     assert msgspec.msgpack.decode(status, type=WorkerStatus).tasks == 0
-
-
-def many_streams(channel: grpc.Channel, calls: list[Call]) -> None:
-    """Open all streams at once, then cancel them together."""
-    streams = [channel.unary_stream(call.method)(call.message, timeout=DEADLINE_S) for call in calls]
-    for stream in streams:
-        stream.cancel()

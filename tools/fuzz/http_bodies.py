@@ -14,6 +14,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from router.front.request_fields import FIELDS, FOREIGN
+from tools.fuzz.damage import bent, trees
+
 DEADLINE_S = 120.0
 LARGEST_ANSWER_BYTES = 1 << 20
 
@@ -36,24 +39,6 @@ VALID: dict[str, dict[str, Any]] = {
     "/scale_elastic_ep": {"model": "fuzzed"},
 }
 _MOST_USED = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"]
-
-_FIELDS = [
-    *("model", "prompt", "echo", "frequency_penalty", "logit_bias", "logprobs", "max_tokens", "n"),
-    *("presence_penalty", "seed", "stop", "stream", "stream_options", "suffix", "temperature", "top_p", "user"),
-    *("use_beam_search", "best_of", "top_k", "min_p", "repetition_penalty", "length_penalty", "stop_token_ids"),
-    *("include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens", "truncate_prompt_tokens"),
-    *("truncation_side", "allowed_token_ids", "prompt_logprobs", "logprob_token_ids", "bad_words"),
-    *("prompt_embeds", "add_special_tokens", "response_format", "structured_outputs", "priority", "request_id"),
-    *("session_id", "return_token_ids", "mm_payload", "cache_salt", "kv_transfer_params", "ec_transfer_params"),
-    *("vllm_xargs", "repetition_detection", "thinking_token_budget", "stream_interval", "messages"),
-    *("top_logprobs", "max_completion_tokens", "tools", "tool_choice", "reasoning_effort", "parallel_tool_calls"),
-    *("add_generation_prompt", "continue_final_message", "documents", "chat_template", "chat_template_kwargs"),
-    *("media_io_kwargs", "mm_processor_kwargs", "input", "instructions", "max_output_tokens", "background"),
-    *("include", "previous_response_id", "reasoning", "store", "text", "truncation", "metadata", "system"),
-    *("stop_sequences", "thinking", "tokens", "query", "items", "label_token_ids", "watermarking"),
-    *("routed_experts_prompt_start", "return_mm_kwargs", "new_data_parallel_size", "drain_timeout"),
-    *("return_token_offsets", "previous_input_messages", "max_tool_calls"),
-]
 
 
 def nested(depth: int, kind: str) -> Any:
@@ -125,132 +110,94 @@ _SCHEMAS = [
 ]
 _GRAMMARS = ["", "root ::= root", 'root ::= "a', "root ::= " + "(" * 500, "start: start", "\0", 'root ::= ("a"*)*', "a"]
 
-_schema = st.sampled_from(_SCHEMAS)
+_schema, _regex, _grammar = map(st.sampled_from, (_SCHEMAS, _REGEXES, _GRAMMARS))
 _scalar = st.one_of(
-    st.sampled_from(_NUMBERS),
+    st.sampled_from([*_NUMBERS, None, True, False, [], {}]),
     st.sampled_from(_STRINGS),
-    st.sampled_from([None, True, False, [], {}]),
     st.integers(),
     st.floats(),
     st.text(st.characters(codec=None), max_size=20),
 )
+_names = st.sampled_from([*FIELDS, *FOREIGN, "type", "a", ""])
 _json = st.recursive(
     _scalar,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=4), st.dictionaries(st.sampled_from([*_FIELDS, "type", "a", ""]), inner, max_size=4)
-    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(_names, inner, max_size=4)),
     max_leaves=12,
 )
-_structured = st.one_of(
-    st.fixed_dictionaries({"json": _schema}),
-    st.fixed_dictionaries({"regex": st.sampled_from(_REGEXES)}),
-    st.fixed_dictionaries({"grammar": st.sampled_from(_GRAMMARS)}),
-    st.fixed_dictionaries({"choice": st.lists(st.one_of(st.sampled_from(_STRINGS), _scalar), max_size=3)}),
-    st.fixed_dictionaries({"structural_tag": st.one_of(_scalar, st.just('{"type": "structural_tag"}'))}),
-    st.fixed_dictionaries({"json_object": _scalar, "json": _schema, "whitespace_pattern": st.sampled_from(_REGEXES)}),
-)
-_response_format = st.one_of(
-    st.just({"type": "json_object"}),
-    st.fixed_dictionaries({"type": st.just("json_schema"), "json_schema": st.one_of(_schema, _scalar)}),
-    st.fixed_dictionaries(
-        {
-            "type": st.just("json_schema"),
-            "json_schema": st.fixed_dictionaries({"name": st.sampled_from(_STRINGS), "schema": _schema}),
-        }
-    ),
-    st.fixed_dictionaries({"type": st.just("structural_tag"), "structures": _json, "triggers": _json, "format": _json}),
+
+
+def _object(**fields: Any) -> st.SearchStrategy[dict[str, Any]]:
+    """Return objects with these fields, each a value or a strategy."""
+    return st.fixed_dictionaries(
+        {name: value if isinstance(value, st.SearchStrategy) else st.just(value) for name, value in fields.items()}
+    )
+
+
+_named_schema = _object(name=st.sampled_from(_STRINGS), schema=_schema)
+_formats = st.one_of(
+    _object(type="json_object"),
+    _object(type="json_schema", json_schema=st.one_of(_named_schema, _schema)),
+    _object(type="structural_tag", structures=[], triggers=[], format=_json),
 )
 _tools = st.lists(
-    st.one_of(
-        _json,
-        st.fixed_dictionaries(
-            {
-                "type": st.sampled_from(["function", "custom", "", None]),
-                "name": st.sampled_from(_STRINGS),
-                "input_schema": _schema,
-                "function": st.fixed_dictionaries({"name": st.sampled_from(_STRINGS), "parameters": _schema}),
-            }
-        ),
-    ),
-    max_size=3,
+    _object(type="function", name="f", input_schema=_schema, function=_object(name="f", parameters=_schema)), max_size=3
 )
-_content = st.one_of(
-    st.sampled_from(_STRINGS),
-    st.lists(
-        st.one_of(
-            _json,
-            st.fixed_dictionaries({"type": st.just("text"), "text": _scalar}),
-            st.fixed_dictionaries(
-                {"type": st.just("image_url"), "image_url": st.fixed_dictionaries({"url": st.sampled_from(_STRINGS)})}
-            ),
-            st.fixed_dictionaries({"type": st.sampled_from(["tool_result", "refusal", "input_audio", "thinking"])}),
-        ),
-        max_size=3,
-    ),
+_texts = st.lists(st.sampled_from(_STRINGS), max_size=4)
+_tokens = st.lists(st.one_of(st.integers(0, 49151), st.sampled_from([2**31, 2**64, -1])), max_size=6)
+_parts = st.sampled_from(
+    [
+        {"type": "text", "text": "a"},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+        {"type": "tool_result", "tool_use_id": "x", "content": "a"},
+        {"type": "thinking", "thinking": "a", "signature": "x"},
+    ]
 )
 _messages = st.lists(
-    st.one_of(
-        _json,
-        st.fixed_dictionaries(
-            {"role": st.sampled_from(["user", "assistant", "system", "tool", "developer", "", "x" * 99, None, 7])},
-            optional={"content": _content, "tool_calls": _tools, "name": _scalar, "tool_call_id": _scalar},
-        ),
+    _object(
+        role=st.sampled_from(["user", "assistant", "system", "tool", "developer", "x" * 99]),
+        content=st.one_of(st.sampled_from(_STRINGS), st.lists(_parts, max_size=3)),
+        tool_calls=st.one_of(st.none(), _tools),
     ),
     max_size=4,
 )
-_token_id = st.one_of(st.integers(0, 49151), st.sampled_from([x for x in _NUMBERS if isinstance(x, int)]))
-_tokens = st.lists(_token_id, max_size=6)
-_xargs = st.dictionaries(st.sampled_from(["kv_transfer_params", "a", "", "do_remote_prefill", "handoff"]), _json)
-_KNOWN_FIELDS: dict[str, st.SearchStrategy[Any]] = {
-    "prompt": st.one_of(_tokens, st.lists(_tokens, max_size=3), st.lists(st.sampled_from(_STRINGS), max_size=3)),
-    "tokens": _tokens,
-    "stop_token_ids": _tokens,
-    "allowed_token_ids": _tokens,
-    "logprob_token_ids": _tokens,
-    "label_token_ids": _tokens,
-    "structured_outputs": _structured,
-    "response_format": _response_format,
-    "text": st.fixed_dictionaries({"format": _response_format}),
+_handoff = {"do_remote_prefill": True, "handoff": {"handoff_id": "x", "addresses": ["127.0.0.1:1"]}}
+_KNOWN: dict[str, st.SearchStrategy[Any]] = {
+    "prompt": st.one_of(_tokens, st.lists(_tokens, max_size=3), _texts),
+    **dict.fromkeys(("tokens", "stop_token_ids", "allowed_token_ids", "logprob_token_ids", "label_token_ids"), _tokens),
+    "structured_outputs": st.one_of(
+        _object(json=_schema),
+        _object(regex=_regex),
+        _object(grammar=_grammar),
+        _object(choice=_texts),
+        _object(structural_tag='{"type": "structural_tag"}'),
+        _object(json_object=True, json=_schema, whitespace_pattern=_regex),
+    ),
+    "response_format": _formats,
+    "text": _object(format=_formats),
     "tools": _tools,
-    "tool_choice": st.fixed_dictionaries({"type": st.just("function"), "function": _json, "name": _scalar}),
-    "messages": _messages,
-    "input": st.one_of(_messages, st.sampled_from(_STRINGS)),
-    "previous_input_messages": _messages,
-    "stop": st.lists(st.one_of(st.sampled_from(_STRINGS), _scalar), max_size=4),
-    "bad_words": st.lists(st.one_of(st.sampled_from(_STRINGS), _scalar), max_size=4),
-    "logit_bias": st.dictionaries(st.one_of(_token_id.map(str), st.sampled_from(_STRINGS)), _scalar, max_size=4),
-    "kv_transfer_params": st.one_of(
-        _xargs,
-        st.just({"do_remote_prefill": True, "handoff": {"handoff_id": "x", "addresses": ["127.0.0.1:1"]}}),
+    "tool_choice": _object(type="function", function={"name": "f"}, name="f"),
+    **dict.fromkeys(("messages", "input", "previous_input_messages"), _messages),
+    **dict.fromkeys(("stop", "bad_words"), _texts),
+    "logit_bias": st.dictionaries(st.sampled_from(["5", "49151", "-1", "a"]), _scalar, max_size=4),
+    **dict.fromkeys(
+        ("kv_transfer_params", "vllm_xargs"), st.sampled_from([_handoff, {"kv_transfer_params": _handoff}])
     ),
-    "vllm_xargs": _xargs,
-    "stream_options": st.dictionaries(
-        st.sampled_from(["include_usage", "continuous_usage_stats", "x"]), _scalar, max_size=2
-    ),
-    "repetition_detection": st.dictionaries(
-        st.sampled_from(["max_pattern_size", "min_pattern_size", "min_count"]), _scalar, max_size=3
-    ),
+    "stream_options": st.just({"include_usage": True, "continuous_usage_stats": True}),
+    "repetition_detection": st.just({"max_pattern_size": 2, "min_pattern_size": 1, "min_count": 2}),
 }
+"""What a field that is no number or text may look like; `trees` then changes it somewhere."""
+_added = st.one_of(st.sampled_from(list(FIELDS)), st.sampled_from(list(_KNOWN)))
 
 
 @st.composite
 def bodies(draw: st.DrawFn, path: str) -> Any:
-    """Draw a valid body for this route with some fields replaced, added or removed; rarely something else entirely."""
-    if draw(st.integers(0, 19)) == 0:
-        return draw(_json)
+    """Draw a valid body for this route with some fields added, then changed in up to three places."""
     body = dict(VALID[path])
-    for name in draw(st.lists(st.sampled_from([*_FIELDS, *_KNOWN_FIELDS]), max_size=2, unique=True)):
-        known = _KNOWN_FIELDS.get(name)
-        body[name] = draw(_json if known is None or draw(st.integers(0, 3)) == 0 else known)
-    if draw(st.integers(0, 4)) == 0:
-        name = draw(st.sampled_from(sorted(VALID[path])))
-        if draw(st.booleans()):
-            body.pop(name)
-        else:
-            body[name] = draw(_KNOWN_FIELDS.get(name, _json))
+    for name in draw(st.lists(_added, max_size=2, unique=True)):
+        body[name] = draw(_KNOWN.get(name, _json))
     if draw(st.integers(0, 3)) == 0:
         body["stream"] = True
-    return body
+    return draw(trees(body, _json))
 
 
 # --- how requests are written and sent
@@ -267,7 +214,6 @@ class RawRequest:
         return f"RawRequest({self.data!r}, must_answer={self.must_answer})"
 
 
-_DAMAGE = ("cut", "insert", "flip", "append", "utf-16", "latin-1", "bom", "double", "deep", "huge number", "none")
 _HOSTILE_BYTES = [
     *(b"\xff", b"\xc0\x80", b"\xed\xa0\x80", b"\0", b"\\u0000", b"\\ud800", b'"', b"}", b",", b"1e999", b"\\"),
 ]
@@ -289,21 +235,12 @@ _HEADERS = [
 def body_bytes(draw: st.DrawFn, path: str) -> bytes:
     """Draw JSON text, damaged or not."""
     text = json.dumps(draw(bodies(path))).encode()
-    damage = draw(st.sampled_from(_DAMAGE)) if draw(st.integers(0, 3)) == 0 else "none"
-    at = draw(st.integers(0, len(text))) if damage in ("cut", "insert", "flip") else 0
-    return {
-        "none": lambda: text,
-        "cut": lambda: text[:at],
-        "insert": lambda: text[:at] + draw(st.sampled_from(_HOSTILE_BYTES)) + text[at:],
-        "flip": lambda: bytes([*text[:at], draw(st.integers(0, 255)), *text[at + 1 :]]),
-        "append": lambda: text + draw(st.binary(max_size=8)),
-        "utf-16": lambda: text.decode().encode("utf-16"),
-        "latin-1": lambda: text.replace(b"e", b"\xe9"),
-        "bom": lambda: b"\xef\xbb\xbf" + text,
-        "double": lambda: text + text,
-        "deep": lambda: draw(st.sampled_from([b"[", b'{"a":', b'{"prompt":['])) * draw(st.sampled_from([500, 50_000])),
-        "huge number": lambda: text.replace(b"4", b"9" * draw(st.sampled_from([20, 5000]))),
-    }[damage]()
+    if draw(st.integers(0, 3)):
+        return text
+    depth, digits = draw(st.sampled_from([500, 50_000])), draw(st.sampled_from([20, 5000]))
+    others = [text.decode().encode("utf-16"), text.replace(b"e", b"\xe9"), b"\xef\xbb\xbf" + text]
+    others += [b"[" * depth, b'{"a":' * depth, b'{"prompt":[' * depth, text.replace(b"4", b"9" * digits)]
+    return draw(st.one_of(bent(text, _HOSTILE_BYTES), st.sampled_from(others)))
 
 
 @st.composite

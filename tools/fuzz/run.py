@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field
 
 from cluster.model_store import DEFAULT_MODEL_NAME, prepare_model
-from tools.fuzz.campaign import Footprint, Progress, run
+from tools.fuzz.campaign import Footprint, run
 from tools.fuzz.server_process import serving
 from tools.fuzz.targets import Target, connected, in_process
 
@@ -20,6 +20,7 @@ MOST_GROWTH = 0.05
 WARM_UP = 0.3
 """Fraction of a campaign's examples: caches fill, allocators settle, and vLLM compiles what it compiles once."""
 SPARE_THREADS, SPARE_DESCRIPTORS = 4, 8
+PROGRESS_EVERY_S = 5.0
 
 
 @dataclass
@@ -33,14 +34,17 @@ class Ledger:
     def run(self, target: Target, examples: int, pid: int) -> None:
         """Run one campaign. Raises AssertionError if it fails or the process under test grows."""
         wanted = max(1, round(examples * target.share))
-        progress = Progress(target.campaign.name, wanted, pid)
         footprints: list[tuple[int, Footprint]] = []
+        began_s = shown_s = time.monotonic()
 
         def on_batch(checked: int) -> None:
+            nonlocal shown_s
             footprints.append((checked, Footprint.of(pid)))
-            progress(checked)
+            if time.monotonic() - shown_s > PROGRESS_EVERY_S:
+                shown_s = time.monotonic()
+                told = f"{target.campaign.name:<22} {checked:>6} of {wanted}  {shown_s - began_s:5.0f} s"
+                print(f"{told}  {footprints[-1][1]}", flush=True)  # noqa: T201
 
-        began_s = time.monotonic()
         checked = run(target.campaign, wanted, self.seed, on_batch)
         took_s = time.monotonic() - began_s
         warm = next(footprint for at, footprint in footprints if at >= WARM_UP * wanted)

@@ -30,9 +30,8 @@ from kv_transfer.memory.blocks import BlockPool
 from prefill_worker.kv_source.grpc_source import GrpcKvSource
 from prefill_worker.kv_source.lease import LeaseTable
 from router.server import Router
-from router.settings import RouterSettings
 from tests.support import fake_engine  # imports vLLM with its warnings silenced, so it comes first
-from tests.support.samples import LAYOUT
+from tests.support.samples import LAYOUT, router_settings
 from worker_runtime.host import WorkerHost
 
 MAX_MODEL_LEN_TOKENS = 256
@@ -88,21 +87,15 @@ def kv_source() -> GrpcKvSource:
 async def main(model: str) -> None:
     """Serve until standard input ends."""
     router = Router(
-        RouterSettings(
+        router_settings(
             model_path=model,
             served_name="fuzzed",
             dtype="float32",
             max_model_len_tokens=MAX_MODEL_LEN_TOKENS,
-            host="127.0.0.1",
-            port=0,
-            mode="disaggregated",
             request_deadline_s=60.0,
             max_outstanding_requests=MAX_OUTSTANDING,
             prefill_window_tokens={"prefill": 1024, "decode": 1024},
-            max_prompt_wait_s=30.0,
             recovery_timeout_s=5.0,
-            ready_deadline_s=5.0,
-            overlap=True,
             min_remote_prefill_tokens=4,
         )
     )

@@ -19,12 +19,12 @@ import xxhash
 from hypothesis import strategies as st
 
 from contracts import errors
-from contracts.handoff import KvLayout
 from kv_transfer.interfaces import FetchProgress
 from kv_transfer.memory.blocks import BlockPool
 from kv_transfer.names import WIRE_DTYPES
 from kv_transfer.wire import frames
 from kv_transfer.wire.codec import make_codec
+from tests.support.samples import kv_layout
 
 LAYERS, BLOCKS, BLOCK_BYTES, HEADS = 2, 12, 128, 2
 CANARY = 0xA5
@@ -32,19 +32,7 @@ MOST_ALLOCATED_BYTES = 2 << 20
 ONE_IN = 8
 """Allocations are traced in one of this many examples: tracing is slow, and each start keeps 0.7 KiB for good."""
 FRAME_BYTES = 3 * BLOCK_BYTES
-LAYOUT = KvLayout(
-    model="m",
-    dtype="bfloat16",
-    kv_dtype="bfloat16",
-    block_size_tokens=4,
-    num_layers=LAYERS,
-    num_kv_heads=HEADS,
-    block_bytes=BLOCK_BYTES,
-    layout="LBHNC",
-    isa="amx",
-    engine_version="0",
-    tensor_parallel_size=1,
-)
+LAYOUT = kv_layout(block_size_tokens=4, num_layers=LAYERS, num_kv_heads=HEADS, block_bytes=BLOCK_BYTES)
 _HEADER = struct.Struct("<IHHIIIIQ")
 _HEADER_LIMITS = [2**32 - 1, 2**16 - 1, 2**16 - 1, 2**32 - 1, 2**32 - 1, 2**32 - 1, 2**32 - 1, 2**64 - 1]
 _DAMAGE = ("forge", "forge", "bend", "payload", "drop", "repeat", "swap", "cut", "junk", "other")
