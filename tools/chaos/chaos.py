@@ -229,7 +229,6 @@ def summary(outcome: Outcome) -> dict[str, Any]:
         "failed_before_an_answer": outcome.failed_before_an_answer(),
         "tokens": sum(record.num_tokens for record in outcome.records),
         "faults": dict(Counter(fault.kind for fault in outcome.faults)),
-        "mode_changes": len(outcome.modes.took_s),
         "mode_change_s": _spread(outcome.modes.took_s),
         "rerouted_prompts": outcome.modes.rerouted_prompts,
         "grown_s": _spread(outcome.operations.grew_s),
@@ -254,43 +253,23 @@ def _spread(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def print_summary(found: dict[str, Any], console: Console) -> None:
-    """Print the summary as a table, with the violations below."""
-
-    def spread(values: dict[str, float] | None) -> str:
-        return "-" if values is None else "{count:.0f}: p50 {p50:.2f} s, max {max:.2f} s".format(**values)
-
-    def counts(values: dict[str, float]) -> str:
-        return ", ".join(f"{count:g} {name}" for name, count in values.items()) or "none"
-
-    scores = found["scores"]
+    """Print what is not empty as a table, with the violations below."""
     table = Table("what", f"in {found['wall_s']:.0f} s")
-    table.add_row("requests", f"{found['requests']}, {found['tokens']} tokens: {counts(found['endings'])}")
-    table.add_row("accepted, with exactly one ending", f"{found['accepted_with_an_ending']} of {found['accepted']}")
-    table.add_row("ended by an error, after being accepted", counts(found["errors_by_reason"]))
-    table.add_row("429 or 503 that no admission rule gave", str(found["failed_before_an_answer"]))
-    table.add_row("refused", counts(found["refusals_by_reason"]))
-    table.add_row("faults", f"{counts(found['faults'])}; {found['workers_replaced']} workers replaced")
-    if found["mode_changes"]:
-        rerouted = f"{found['rerouted_prompts']} waiting prompts rerouted"
-        table.add_row("changes of mode", f"{spread(found['mode_change_s'])}; {rerouted}")
-    if found["grown_s"]:
-        table.add_row("a worker more; until its first token", spread(found["grown_s"]))
-        table.add_row("", spread(found["first_token_of_a_new_worker_s"]))
-        table.add_row("a worker fewer", spread(found["shrunk_s"]))
-        table.add_row("all workers restarted", spread(found["all_restarted_s"]))
-    table.add_row("pool whole again after a kill", spread(found["whole_again_s"]))
-    table.add_row("largest gap of streams alive at a kill", spread(found["pause_of_streams_alive_at_a_kill_s"]))
-    if scores:
-        worst = f"{scores['tokens']} tokens of {scores['answers']} answers, farthest {scores['worst_nat']:.4f} nat"
-        table.add_row("greedy tokens from the best one", worst)
-    table.add_row(
-        "nothing held any more after", "-" if found["idle_after_s"] is None else f"{found['idle_after_s']:.1f} s"
-    )
-    table.add_row("RSS of the router", "{:.0f} to {:.0f} MiB".format(*found["router_rss_mib"]))
+    for name, value in found.items():
+        if value not in (None, {}) and name != "violations":
+            table.add_row(name.replace("_", " "), _shown(value))
     table.add_row("violations", str(len(found["violations"])))
     console.print(table)
     for sentence in found["violations"][:40]:
         console.print(f"VIOLATION {sentence}", markup=False, highlight=False)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_shown(one)}" for name, one in value.items() if one != [])
+    if isinstance(value, tuple):
+        return " to ".join(map(_shown, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def write(outcome: Outcome, found: dict[str, Any], folder: Path) -> None:

@@ -55,11 +55,6 @@ class Record:
         return self.status in REFUSED
 
     @property
-    def ended_by_error(self) -> bool:
-        """Whether it was accepted and then reported as failed."""
-        return bool(self.errors) and not self.refused
-
-    @property
     def num_tokens(self) -> int:
         """Number of tokens over all choices."""
         return sum(len(choice.token_ids) for choice in self.choices.values())
