@@ -111,7 +111,7 @@ _SCHEMAS = [
 _GRAMMARS = ["", "root ::= root", 'root ::= "a', "root ::= " + "(" * 500, "start: start", "\0", 'root ::= ("a"*)*', "a"]
 
 _schema, _regex, _grammar = map(st.sampled_from, (_SCHEMAS, _REGEXES, _GRAMMARS))
-_scalar = st.one_of(
+_scalar: st.SearchStrategy[Any] = st.one_of(
     st.sampled_from([*_NUMBERS, None, True, False, [], {}]),
     st.sampled_from(_STRINGS),
     st.integers(),
