@@ -1,10 +1,9 @@
-"""Maps of packages and tables of workarounds name what is there, folders stay small, and names are used once."""
+"""Maps of packages and tables of workarounds name what is there, and folders stay small."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,28 +17,6 @@ PRODUCT = (
 MOST_MODULES = 12
 MAP_LINE = re.compile(r"([\w.-]+/?) {2,}\S")
 ROW = re.compile(r"\| \[([^]]+)\]")
-SHARED_MODULES = {
-    *(
-        "calibration",
-        "choice",
-        "client",
-        "decisions",
-        "errors",
-        "grid",
-        "handler",
-        "heads",
-        "host",
-        "messages",
-        "names",
-    ),
-    *("orders", "plan", "policy", "puller", "rates", "replay", "roles", "sampling", "server", "shape", "source"),
-    *("stream", "worker"),
-}
-SHARED_CLASSES = {
-    *("Asked", "Bounds", "Decision", "Ended", "Grid", "Held", "LeadingHead", "Limits", "Load", "Place", "Refused"),
-    *("Round", "Start", "Workers"),
-}
-"""Those that still do: no new ones."""
 
 
 def modules() -> Iterator[Path]:
@@ -81,15 +58,3 @@ def test_every_workaround_is_described_with_its_reason_and_how_to_see_that_it_ca
     assert not [
         row for row in rows if len(cells := row.strip("| ").split(" | ")) != 5 or not all(map(str.strip, cells))
     ]
-
-
-def test_no_two_modules_and_no_two_classes_of_the_product_share_a_name():
-    names, classes = defaultdict(list), defaultdict(list)
-    for path in modules():
-        names[path.stem].append(path)
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                classes[node.name].append(path)
-    del names["__init__"]
-    assert {name for name, paths in names.items() if len(paths) > 1} <= SHARED_MODULES
-    assert {name for name, paths in classes.items() if len(paths) > 1} <= SHARED_CLASSES
