@@ -30,13 +30,14 @@ from router.fleet.roles import role_table
 from router.flow.admission import LOOK_EVERY_S, Admission
 from router.flow.held_bodies import HeldBodies
 from router.front.admin import admin_routes
-from router.front.app import Gates, build_app, frontend_config, server_args
+from router.front.app import build_app, frontend_config, server_args
 from router.front.engine_client import RouterEngineClient
 from router.front.health import Canary, Readiness, canary_prompt_tokens
 from router.front.http.types import Asgi
 from router.front.idle_times import OUTPUT_TOKENS, measure, too_short
 from router.front.metrics_page import metrics_endpoint
 from router.front.middleware.http_protocol import BoundedHeads
+from router.front.middleware.ingress import Gates
 from router.front.operations import OperationLog
 from router.front.vllm_workarounds import unread
 from router.observe.fleet_use import FleetUse, fleet_use
@@ -96,8 +97,7 @@ class Router:
         self._gates = Gates(
             check_share=self._admission.check_share,
             most_sequences=self._admission.most_of_one_client,
-            on_refused=lambda reason: self._metrics.rejected.labels(reason).inc(),
-            bodies=HeldBodies(settings.max_request_bytes),
+            bodies=HeldBodies(settings.max_request_bytes, lambda why: self._metrics.rejected.labels(why).inc()),
         )
         self._client = RouterEngineClient(
             frontend_config(self._args),

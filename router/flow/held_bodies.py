@@ -8,7 +8,7 @@ from before they arrive until their requests are answered.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Final
@@ -46,7 +46,9 @@ class HeldBody:
 class HeldBodies:
     """The bodies of all requests that are being received or answered; one object per router."""
 
-    def __init__(self, max_request_bytes: int) -> None:
+    def __init__(self, max_request_bytes: int, on_refused: Callable[[str], None]) -> None:
+        """`on_refused` gets the reason of each refusal."""
+        self._on_refused = on_refused
         self._max_bytes = MOST_BODIES * max_request_bytes
         self._held = Counter[str]()
 
@@ -71,6 +73,7 @@ class HeldBodies:
         """Raise Refused (429) if this client holds its share."""
         held_bytes = self._held[client]
         if not may_have_more(held_bytes, self._held.total() - held_bytes, self._max_bytes, PART):
+            self._on_refused("client_share")
             raise Refused(
                 HTTPStatus.TOO_MANY_REQUESTS,
                 "client_share",

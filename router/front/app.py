@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 
@@ -23,8 +22,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from engine.passed_args import words
 from engine.vllm_arguments import refusing
 from router.client_identity import AddressClients
-from router.flow.held_bodies import HeldBodies
-from router.flow.intake import AT_A_TIME, Intake
+from router.flow.intake import AT_A_TIME
 from router.front import request_fields
 from router.front.engine_client import SUPPORTED_TASKS, RouterEngineClient
 from router.front.health import Readiness, ready_endpoint
@@ -35,14 +33,8 @@ from router.front.http.types import Asgi
 from router.front.middleware.admin_access import AdminAccess
 from router.front.middleware.anthropic_errors import AnthropicErrors
 from router.front.middleware.auth import Access, KeyGuard
-from router.front.middleware.body_limit import BodyLimit
 from router.front.middleware.cors import Cors
-from router.front.middleware.fair_order import BoundedBodies, EarlyRefusal, FairOrder
-from router.front.middleware.head_requests import HeadAsGet
-from router.front.middleware.json_cost import BoundedJson, WholeBodies
-from router.front.middleware.request_ids import RequestIds
-from router.front.middleware.retry_after import RetryAfter
-from router.front.middleware.time_limits import TimeLimits
+from router.front.middleware.ingress import Gates, Ingress
 from router.front.vllm_workarounds import (
     app_gaps,
     cut_off_calls,
@@ -57,38 +49,14 @@ from router.settings import RouterSettings
 Layer = Callable[[Asgi], Asgi]
 
 
-@dataclass(frozen=True)
-class Gates:
-    """The checks and queues that requests pass before vLLM's app."""
-
-    check_share: Callable[[str, int], None]
-    """Raises Refused if a client holds its whole share, counting this many requests that are not taken in yet."""
-    most_sequences: int
-    """Sequences that one client may have served at the same time."""
-    on_refused: Callable[[str], None]
-    """Counts a refusal by its reason."""
-    bodies: HeldBodies
-    intake: Intake = field(default_factory=Intake)
-
-
 def layers(settings: RouterSettings, gates: Gates) -> tuple[Layer, ...]:
     """Return the layers that a request passes before vLLM's app, outermost first."""
     return (
         WithContext,
-        RequestIds,
         AnthropicErrors,
-        HeadAsGet,
         partial(Cors, allowed_origins=settings.cors_allowed_origins),
         partial(KeyGuard, access=_access(settings)),
-        partial(BodyLimit, max_bytes=settings.max_request_bytes),
-        request_fields.RefusedHeaders,
-        partial(EarlyRefusal, intake=gates.intake, check_share=gates.check_share),
-        partial(BoundedBodies, bodies=gates.bodies, on_refused=gates.on_refused),
-        WholeBodies,
-        partial(FairOrder, intake=gates.intake),
-        partial(TimeLimits, ttft_limit_s=settings.ttft_limit_s, tpot_limit_s=settings.tpot_limit_s),
-        BoundedJson,
-        RetryAfter,
+        partial(Ingress, settings=settings, gates=gates),
         app_gaps.EndedStreams,
     )
 

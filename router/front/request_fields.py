@@ -18,8 +18,7 @@ from pydantic import BaseModel
 from vllm.exceptions import VLLMValidationError
 
 from engine import grammars
-from router.front.http.errors import send_error
-from router.front.http.types import Asgi, Receive, Scope, Send
+from router.front.http.errors import HttpRefusal
 
 FIELD_TESTS = "tests/components/router/front/test_request_fields.py"
 SHOWN = f"{FIELD_TESTS}::test_what_is_honoured_changes_what_engines_are_asked_or_the_client_gets"
@@ -359,21 +358,13 @@ def _refusing(
     return ask
 
 
-class RefusedHeaders:
-    """Refuses headers that ask for something this server does not do."""
-
-    def __init__(self, app: Asgi) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request by the ASGI protocol."""
-        for raw_name, value in scope.get("headers", ()) if scope["type"] == "http" else ():
-            rule = HEADERS.get(raw_name.decode("latin-1"))
-            if isinstance(rule, RefusedField) and value.strip().decode("latin-1").lower() not in ("", *rule.but_for):
-                asks = [(b"accept-encoding", b"identity")] if rule.status == HTTPStatus.UNSUPPORTED_MEDIA_TYPE else []
-                await send_error(send, rule.status, rule.sentence, param=raw_name.decode(), headers=asks)
-                return
-        await self._app(scope, receive, send)
+def check_headers(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Raise HttpRefusal for a header that asks for something this server does not do."""
+    for raw_name, value in headers:
+        rule = HEADERS.get(raw_name.decode("latin-1"))
+        if isinstance(rule, RefusedField) and value.strip().decode("latin-1").lower() not in ("", *rule.but_for):
+            asks = [(b"accept-encoding", b"identity")] if rule.status == HTTPStatus.UNSUPPORTED_MEDIA_TYPE else []
+            raise HttpRefusal(rule.status, rule.sentence, param=raw_name.decode(), headers=asks)
 
 
 def as_markdown() -> str:

@@ -6,20 +6,26 @@ it.
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Final, Literal
 
 from router.client_identity import ANONYMOUS
-from router.front.http.types import Asgi, Receive, Scope, Send
+from router.front.http.types import Asgi, Message, Receive, Scope, Send
 
 AdminRight = Literal["", "local", "key"]
 """No right; that of a caller on this machine; that of a caller with an admin key."""
 _HEAD_READ_S: Final = "ridgeline_head_read_s"
 MAX_REQUEST_ID_CHARACTERS: Final = 256
 """Longest id of a request, with what vLLM adds to a client's own; every chunk of a stream repeats it."""
+REQUEST_ID: Final = b"x-request-id"
+_PRINTABLE: Final = re.compile(rb"[!-~]{1,%d}" % MAX_REQUEST_ID_CHARACTERS)
+_RETRYABLE: Final = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 
 
 def _nothing() -> None:
@@ -53,6 +59,8 @@ class RequestContext:
     """Seconds after which a refusal says that another try may succeed."""
     taken_in: Callable[[], None] = _nothing
     """Ends the request's turn in the intake: from now on it needs only its tokens delivered. May be called twice."""
+    streams: bool = False
+    """Whether the answer has begun as a stream of events."""
 
 
 _current: Final[ContextVar[RequestContext | None]] = ContextVar("ridgeline_request", default=None)
@@ -68,20 +76,48 @@ def note_head_read(scope_state: dict[str, object]) -> None:
     scope_state[_HEAD_READ_S] = time.monotonic()
 
 
+def new_request_id() -> str:
+    """Return an id that no other request has."""
+    return uuid.uuid4().hex
+
+
 class WithContext:
-    """The outermost layer, which gives each HTTP request its context."""
+    """The outermost layer, which gives each HTTP request its context and the head of its answer our headers.
+
+    These are `x-request-id` (the client's own if that can be echoed) and Retry-After: vLLM's errors carry no headers,
+    so that estimate is in the context. HEAD is served as GET, which is all that vLLM's routes know; uvicorn sends no
+    body to it.
+    """
 
     def __init__(self, app: Asgi) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request by the ASGI protocol."""
-        if scope["type"] not in ("http", "websocket"):  # lifespan events come from the app's start, not from a client
+        if scope["type"] != "http":  # lifespan events come from the app's start, not from a client
             await self._app(scope, receive, send)
             return
-        read_s = scope.get("state", {}).get(_HEAD_READ_S, time.monotonic())
-        token = _current.set(RequestContext(head_read_s=read_s))
+        given = next((value for name, value in scope["headers"] if name == REQUEST_ID), b"")
+        request_id = given if _PRINTABLE.fullmatch(given) else new_request_id().encode()
+        context = RequestContext(
+            head_read_s=scope.get("state", {}).get(_HEAD_READ_S, time.monotonic()), request_id=request_id.decode()
+        )
+
+        def sending(message: Message) -> Awaitable[None]:
+            if message["type"] == "http.response.start":
+                context.taken_in()
+                # server_args.enable_request_id_headers adds one too
+                headers = [header for header in message["headers"] if header[0].lower() != REQUEST_ID]
+                headers.append((REQUEST_ID, request_id))
+                if message["status"] in _RETRYABLE:
+                    headers.append((b"retry-after", str(context.retry_after_s).encode()))
+                context.streams = any(value.startswith(b"text/event-stream") for _, value in headers)
+                message = {**message, "headers": headers}
+            return send(message)
+
+        token = _current.set(context)
         try:
-            await self._app(scope, receive, send)
+            served = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+            await self._app(served, receive, sending)
         finally:
             _current.reset(token)

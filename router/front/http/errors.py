@@ -25,17 +25,29 @@ def error_body(status: int, sentence: str, param: str | None = None) -> dict[str
     return {"error": {"message": sentence, "type": kind, "param": param, "code": int(status)}}
 
 
-async def send_error(
-    send: Send,
-    status: int,
-    sentence: str,
-    *,
-    param: str | None = None,
-    headers: Sequence[tuple[bytes, bytes]] = (),
-    more_body: bool = False,
-) -> None:
-    """Send an error as the answer. With `more_body` the caller ends the answer itself."""
-    body = json.dumps(error_body(status, sentence, param)).encode()
+class HttpRefusal(Exception):
+    """The request is refused with this status; the message says why. `param` names what is wrong in it."""
+
+    def __init__(
+        self,
+        status: int,
+        sentence: str,
+        *,
+        param: str | None = None,
+        headers: Sequence[tuple[bytes, bytes]] = (),
+        closes: bool = False,
+    ) -> None:
+        super().__init__(sentence)
+        self.status = int(status)
+        self.param = param
+        self.headers = [*headers, (b"connection", b"close")] if closes else [*headers]
+        self.closes = closes
+        """Whether the connection is closed, since the rest of the body is not read."""
+
+
+async def send_error(send: Send, refusal: HttpRefusal, *, more_body: bool = False) -> None:
+    """Send a refusal as the answer. With `more_body` the caller ends the answer itself."""
+    body = json.dumps(error_body(refusal.status, str(refusal), refusal.param)).encode()
     standard = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": int(status), "headers": [*standard, *headers]})
+    await send({"type": "http.response.start", "status": refusal.status, "headers": [*standard, *refusal.headers]})
     await send({"type": "http.response.body", "body": body, "more_body": more_body})

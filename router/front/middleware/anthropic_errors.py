@@ -78,7 +78,7 @@ class _Rewriting:
         return self._send(message)
 
     async def _send_error(self, message: Message) -> None:
-        """Send head and body once all of the error has come; the end of the answer may come later (`body_limit`)."""
+        """Send head and body once all of the error has come; the end of the answer may come later (`ingress`)."""
         self._body += message.get("body", b"")
         if message.get("more_body", False) and not _is_whole(self._body):
             return

@@ -15,7 +15,7 @@ from typing import Final
 
 from router.client_identity import MAX_KEY_BYTES, AddressClients, hash_key, key_client
 from router.front.http.context import current
-from router.front.http.errors import send_error
+from router.front.http.errors import HttpRefusal, send_error
 from router.front.http.routes import OPEN_PATHS
 from router.front.http.types import Asgi, Receive, Scope, Send
 from router.front.middleware.admin_access import AdminAccess, AdminRefusal, is_admin_path
@@ -101,4 +101,4 @@ async def _refuse_key(scope: Scope, send: Send, status: HTTPStatus, sentence: st
         return
     unauthorized = status == HTTPStatus.UNAUTHORIZED
     challenge = [(b"www-authenticate", b'Bearer realm="ridgeline"')] if unauthorized else []
-    await send_error(send, status, sentence, headers=challenge)
+    await send_error(send, HttpRefusal(status, sentence, headers=challenge))

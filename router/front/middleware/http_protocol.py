@@ -15,9 +15,8 @@ from typing import Any, Final, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from router.front.http.context import note_head_read
+from router.front.http.context import new_request_id, note_head_read
 from router.front.http.errors import error_body
-from router.front.middleware.request_ids import new_request_id
 
 MAX_HEAD_BYTES: Final = 64 << 10
 """Largest request head; it may be exceeded by one read of a socket, 256 KiB at most."""
@@ -169,7 +168,7 @@ class BoundedHeads(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Record that a body has begun; `router.front.middleware.body_limit` limits its length."""
+        """Record that a body has begun; `router.front.middleware.ingress` limits its length."""
         self._part_ended = True
         super().on_body(body)
 

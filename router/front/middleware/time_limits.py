@@ -7,12 +7,12 @@ is wanted, and how soon each further one on average; they end nothing.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Final
 
 from router.front.http.context import current
-from router.front.http.errors import send_error
-from router.front.http.types import Asgi, Receive, Scope, Send
+from router.front.http.errors import HttpRefusal
 from router.settings import LONGEST_LIMIT_MS, SHORTEST_LIMIT_MS
 
 TIMEOUT: Final = b"x-ridgeline-timeout-s"
@@ -22,57 +22,38 @@ SHOWN_CHARACTERS = 40
 """How much of a bad value its refusal repeats."""
 
 
-class BadHeader(ValueError):
-    """A header's value means nothing; `name` is the header's."""
-
-    def __init__(self, name: bytes, must_be: str, value: bytes) -> None:
-        self.name = name.decode()
-        super().__init__(f"{self.name} must be {must_be}, not {value[:SHOWN_CHARACTERS].decode('latin-1')!r}")
-
-
-class TimeLimits:
-    """Records each request's own limits, and refuses an invalid one with 400."""
-
-    def __init__(self, app: Asgi, ttft_limit_s: float | None = None, tpot_limit_s: float | None = None) -> None:
-        """The limits are those of requests without the header."""
-        self._app = app
-        self._ttft_limit_s = ttft_limit_s
-        self._tpot_limit_s = tpot_limit_s
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request by the ASGI protocol."""
-        if scope["type"] == "http":
-            try:
-                self._note(dict(scope.get("headers", ())))
-            except BadHeader as bad:
-                await send_error(send, HTTPStatus.BAD_REQUEST, str(bad), param=bad.name)
-                return
-        await self._app(scope, receive, send)
-
-    def _note(self, headers: dict[bytes, bytes]) -> None:
-        """Put the limits into the request's context. Raises BadHeader."""
-        context = current()
-        if (given := headers.get(TIMEOUT)) is not None:
-            context.timeout_s = read_timeout_s(given)
-        ttft, tpot = headers.get(TTFT), headers.get(TPOT)
-        context.ttft_limit_s = self._ttft_limit_s if ttft is None else read_limit_s(TTFT, ttft)
-        context.tpot_limit_s = self._tpot_limit_s if tpot is None else read_limit_s(TPOT, tpot)
+def note_limits(headers: Iterable[tuple[bytes, bytes]], ttft_limit_s: float | None, tpot_limit_s: float | None) -> None:
+    """Put a request's limits, by default these, into its context. Raises HttpRefusal (400)."""
+    given, context = dict(headers), current()
+    if (timeout := given.get(TIMEOUT)) is not None:
+        context.timeout_s = read_timeout_s(timeout)
+    ttft, tpot = given.get(TTFT), given.get(TPOT)
+    context.ttft_limit_s = ttft_limit_s if ttft is None else read_limit_s(TTFT, ttft)
+    context.tpot_limit_s = tpot_limit_s if tpot is None else read_limit_s(TPOT, tpot)
 
 
 def read_timeout_s(value: bytes) -> float:
-    """Return the seconds that a client allows for its request. Raises BadHeader."""
+    """Return the seconds that a client allows for its request. Raises HttpRefusal."""
     timeout_s = _number(value)
     if timeout_s is None or timeout_s <= 0:
-        raise BadHeader(TIMEOUT, "a number of seconds above 0", value)
+        raise _bad_header(TIMEOUT, "a number of seconds above 0", value)
     return timeout_s
 
 
 def read_limit_s(name: bytes, value: bytes) -> float:
-    """Return a limit that the header `name` gives in milliseconds, in seconds. Raises BadHeader."""
+    """Return a limit that the header `name` gives in milliseconds, in seconds. Raises HttpRefusal."""
     limit_ms = _number(value)
     if limit_ms is None or not SHORTEST_LIMIT_MS <= limit_ms <= LONGEST_LIMIT_MS:
-        raise BadHeader(name, f"a number of milliseconds from {SHORTEST_LIMIT_MS:g} to {LONGEST_LIMIT_MS:,.0f}", value)
+        raise _bad_header(
+            name, f"a number of milliseconds from {SHORTEST_LIMIT_MS:g} to {LONGEST_LIMIT_MS:,.0f}", value
+        )
     return limit_ms / 1e3
+
+
+def _bad_header(name: bytes, must_be: str, value: bytes) -> HttpRefusal:
+    shown = value[:SHOWN_CHARACTERS].decode("latin-1")
+    param = name.decode()
+    return HttpRefusal(HTTPStatus.BAD_REQUEST, f"{param} must be {must_be}, not {shown!r}", param=param)
 
 
 def _number(text: bytes) -> float | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Awaitable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from traceback import walk_tb
 from types import FrameType
@@ -21,7 +21,8 @@ from vllm.entrypoints.openai.completion import api_router as completion_routes
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
 from engine.passed_args import SERVER_ARGS
-from router.front.http.types import Asgi, Message, Receive, Scope, Send
+from router.front.http.context import current
+from router.front.http.types import Asgi, Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
 
@@ -115,18 +116,10 @@ class EndedStreams:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request by the ASGI protocol."""
-        streams = False
-
-        def sending(message: Message) -> Awaitable[None]:
-            nonlocal streams
-            if message["type"] == "http.response.start":
-                streams = any(value.startswith(b"text/event-stream") for _, value in message["headers"])
-            return send(message)
-
         try:
-            await self._app(scope, receive, sending)
+            await self._app(scope, receive, send)
         except Exception as error:
-            if not streams:
+            if not current().streams:
                 raise
             cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
             answer = create_error_response(cause)

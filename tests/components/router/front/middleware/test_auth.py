@@ -17,17 +17,19 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Mount, Route
 
 import router.front.middleware.auth
-import router.front.middleware.body_limit
 import router.front.middleware.http_protocol
+import router.front.middleware.ingress
 from cluster.config.api_keys import ApiKeyError, api_key_hashes, open_to_all
 from router.client_identity import AddressClients, hash_key
+from router.flow.held_bodies import HeldBodies
 from router.front.app import behind
 from router.front.http.context import WithContext, current
 from router.front.middleware.auth import Access, KeyGuard
-from router.front.middleware.body_limit import BodyLimit, _CountedBody
 from router.front.middleware.http_protocol import MAX_HEAD_BYTES, BoundedHeads
+from router.front.middleware.ingress import Gates, Ingress
 from tests.support.http_server import listening
 from tests.support.patience import PATIENCE_S, eventually
+from tests.support.samples import router_settings
 
 KEY = "k" * 32
 LIMIT = 4096
@@ -58,8 +60,9 @@ def _app():
 
 
 def guarded(app, access, limit):
-    layers = (WithContext, partial(KeyGuard, access=access), partial(BodyLimit, max_bytes=limit))
-    return behind(app, layers)
+    gates = Gates(lambda client, coming: None, 1, HeldBodies(limit, lambda why: None))
+    ingress = partial(Ingress, settings=router_settings(max_request_bytes=limit), gates=gates)
+    return behind(app, (WithContext, partial(KeyGuard, access=access), ingress))
 
 
 @asynccontextmanager
@@ -322,7 +325,7 @@ async def test_a_body_up_to_the_limit_is_read_and_a_longer_one_refused():
 @pytest.fixture
 def a_short_linger(monkeypatch):
     """A refused client that sends on and never closes is read from for a tenth of a second only."""
-    monkeypatch.setattr(router.front.middleware.body_limit, "LINGER_S", 0.1)
+    monkeypatch.setattr(router.front.middleware.ingress, "LINGER_S", 0.1)
     monkeypatch.setattr(router.front.middleware.http_protocol, "LINGER_S", 0.1)
 
 
@@ -346,7 +349,7 @@ async def test_a_chunked_body_is_refused_as_soon_as_it_is_too_long_and_never_kep
 
 
 async def test_a_body_that_stops_in_the_middle_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(router.front.middleware.body_limit, "BODY_PART_WITHIN_S", 0.2)
+    monkeypatch.setattr(router.front.middleware.ingress, "BODY_PART_WITHIN_S", 0.2)
     async with serving() as client:
         head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n"
         answer = await raw(client.port, head, b"half")
@@ -354,15 +357,20 @@ async def test_a_body_that_stops_in_the_middle_is_not_waited_for(monkeypatch):
 
 
 async def test_a_router_that_stood_still_does_not_refuse_a_body_that_came_meanwhile(monkeypatch):
-    monkeypatch.setattr(router.front.middleware.body_limit, "BODY_PART_WITHIN_S", 0.2)
-    monkeypatch.setattr(router.front.middleware.body_limit, "LATE_S", 0.2)
-    answers = asyncio.Queue()
-    body = _CountedBody(1024, answers.get, lambda message: pytest.fail("it was refused"))
-    receiving = asyncio.create_task(body.receive())
+    monkeypatch.setattr(router.front.middleware.ingress, "BODY_PART_WITHIN_S", 0.2)
+    monkeypatch.setattr(router.front.middleware.ingress, "LATE_S", 0.2)
+    parts, answered = asyncio.Queue(), []
+
+    async def send(message):
+        answered.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    serving = asyncio.create_task(guarded(_app(), Access(), LIMIT)(scope, parts.get, send))
     await asyncio.sleep(0.05)
     stand_still(1.0)
-    asyncio.get_running_loop().call_later(0.05, answers.put_nowait, {"type": "http.request", "body": b"whole"})
-    assert (await receiving)["body"] == b"whole"
+    asyncio.get_running_loop().call_later(0.05, parts.put_nowait, {"type": "http.request", "body": b"whole"})
+    await serving
+    assert json.loads(answered[1]["body"])["bytes"] == 5
 
 
 def stand_still(seconds):

@@ -1,17 +1,27 @@
 """Requests are taken in a few at a time, fair among clients; who holds its share is refused with its body unparsed."""
 
 import asyncio
+import json
 from http import HTTPStatus
 
 import httpx
 import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse
 
 from router.flow.admission_rules import Refused
+from router.flow.held_bodies import HeldBodies
 from router.flow.intake import AT_A_TIME, Intake
 from router.front.http.context import WithContext, current
-from router.front.middleware.fair_order import EarlyRefusal, FairOrder
+from router.front.middleware.ingress import Gates, Ingress
 from tests.support.http_server import listening
+from tests.support.samples import router_settings
 from tests.unit.router.flow.test_prompt_queue import settle
+
+
+def ingress(app, intake, check_share=lambda client, coming: None):
+    gates = Gates(check_share, 1, HeldBodies(1 << 23, lambda why: None), intake)
+    return WithContext(Ingress(app, router_settings(), gates))
 
 
 class Bench:
@@ -88,9 +98,12 @@ async def test_a_turn_ends_when_the_request_is_taken_in_and_not_when_it_is_answe
         assert not intake._inside
         await answered.wait()
 
-    scope = {"type": "http", "method": "POST"}
-    layer = WithContext(FairOrder(app, intake))
-    running = [asyncio.create_task(layer(scope, None, None)) for _ in range(3 * AT_A_TIME)]
+    async def receive():
+        return {"type": "http.request", "body": b"{}"}
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    layer = ingress(app, intake)
+    running = [asyncio.create_task(layer(scope, receive, None)) for _ in range(3 * AT_A_TIME)]
     await settle()
     assert not intake.of(current().client)
     answered.set()
@@ -110,7 +123,7 @@ async def test_a_client_over_its_share_is_refused_with_its_body_read_and_not_par
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    async with listening(EarlyRefusal(app, Intake(), check_share)) as url, httpx.AsyncClient(base_url=url) as http:
+    async with listening(ingress(app, Intake(), check_share)) as url, httpx.AsyncClient(base_url=url) as http:
         answer = await http.post("/v1/completions", content=b"x" * 3_000_000, headers={"connection": "close"})
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "7")
         assert answer.json()["error"] == {
@@ -121,3 +134,17 @@ async def test_a_client_over_its_share_is_refused_with_its_body_read_and_not_par
         }
         assert (await http.post("/tokenize", content=b"{}")).status_code == 200
     assert (asked, served) == ([0], ["/tokenize"])
+
+
+async def test_a_body_that_costs_too_much_is_refused_before_it_is_parsed_and_others_come_whole():
+    async def app(scope, receive, send):
+        body = await Request(scope, receive).body()
+        await JSONResponse({"bytes": len(body)})(scope, receive, send)
+
+    async with listening(ingress(app, Intake())) as url, httpx.AsyncClient(base_url=url) as http:
+        long = json.dumps({"prompt": [5] * 900_000}).encode()
+        assert (await http.post("/", content=long)).json() == {"bytes": len(long)}
+        assert (await http.get("/")).json() == {"bytes": 0}
+        refused = await http.post("/", content=json.dumps({"prompt": [[]] * 900_000}).encode())
+        assert refused.status_code == 400
+        assert "too many parts" in refused.json()["error"]["message"]

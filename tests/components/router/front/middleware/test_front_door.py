@@ -16,7 +16,6 @@ from prometheus_client import CollectorRegistry
 
 import router.front.app
 import router.front.metrics_page
-import router.front.middleware.body_limit
 from cluster.runtime.actors import ServiceActor
 from cluster.runtime.environment import SERVER_VARIABLES, server_variables, server_variables_hidden
 from router.client_identity import hash_key

@@ -2,14 +2,11 @@
 
 import json
 
-import httpx
 import pytest
-from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from router.front.middleware.json_cost import MAX_COST, BoundedJson, WholeBodies, cost
+from router.front.middleware.json_cost import MAX_COST, cost
 from router.front.vllm_workarounds.app_gaps import QuickJson
-from tests.support.http_server import listening
 
 
 @pytest.mark.parametrize(
@@ -41,20 +38,6 @@ def test_long_texts_whatever_is_in_them_and_long_prompts_do_not(body):
 def test_a_body_that_is_not_json_is_judged_too_and_left_to_the_parser():
     assert cost(b'{"prompt": "never ends, {{{{') < MAX_COST
     assert cost(b"\xff" * 1000) == 0
-
-
-async def test_such_a_body_is_refused_before_it_is_parsed_and_others_come_whole():
-    async def app(scope, receive, send):
-        body = await Request(scope, receive).body()
-        await JSONResponse({"bytes": len(body)})(scope, receive, send)
-
-    async with listening(WholeBodies(BoundedJson(app))) as url, httpx.AsyncClient(base_url=url) as http:
-        long = json.dumps({"prompt": [5] * 900_000}).encode()
-        assert (await http.post("/", content=long)).json() == {"bytes": len(long)}
-        assert (await http.get("/")).json() == {"bytes": 0}
-        refused = await http.post("/", content=json.dumps({"prompt": [[]] * 900_000}).encode())
-        assert refused.status_code == 400
-        assert "too many parts" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

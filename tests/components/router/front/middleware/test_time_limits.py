@@ -11,14 +11,8 @@ from prometheus_client import CollectorRegistry
 
 from router.dispatch.orchestrator import Orchestrator
 from router.front.http.context import WithContext, current
-from router.front.middleware.time_limits import (
-    TPOT,
-    TTFT,
-    BadHeader,
-    TimeLimits,
-    read_limit_s,
-    read_timeout_s,
-)
+from router.front.http.errors import HttpRefusal, send_error
+from router.front.middleware.time_limits import TPOT, TTFT, note_limits, read_limit_s, read_timeout_s
 from router.settings import LONGEST_LIMIT_MS, SHORTEST_LIMIT_MS
 from tests.support.fake_engine import FakeEngine
 from tests.support.http_server import listening
@@ -39,7 +33,7 @@ def outcome(read, *value):
     """(the number, None) or (None, the refusal)."""
     try:
         return read(*value), None
-    except BadHeader as bad:
+    except HttpRefusal as bad:
         return None, bad
 
 
@@ -55,7 +49,7 @@ def test_any_value_is_a_limit_within_the_bounds_or_is_refused_by_name(value):
             assert limit_s == float(value.decode("ascii")) / 1e3
         else:
             assert str(bad).startswith(f"{name.decode()} must be a number of milliseconds from 0.1 to 3,600,000, not")
-            assert bad.name == name.decode()
+            assert bad.param == name.decode()
             assert len(str(bad)) < 300, "a refusal does not repeat whatever it was sent"
 
 
@@ -82,12 +76,16 @@ async def layer():
     """An HTTP client of the layer alone, with a limit for TTFT; it is told what the context says."""
 
     async def app(scope, receive, send):
+        try:
+            note_limits(scope["headers"], 2.0, None)
+        except HttpRefusal as refusal:
+            await send_error(send, refusal)
+            return
         limits = f"{current().timeout_s} {current().ttft_limit_s} {current().tpot_limit_s}".encode()
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": limits})
 
-    limited = WithContext(TimeLimits(app, ttft_limit_s=2.0))
-    async with listening(limited) as url, httpx.AsyncClient(base_url=url) as http:
+    async with listening(WithContext(app)) as url, httpx.AsyncClient(base_url=url) as http:
         yield http
 
 

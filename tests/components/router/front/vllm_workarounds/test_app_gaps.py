@@ -10,6 +10,7 @@ from openai.types.responses import ResponseOutputMessage
 from pydantic import BaseModel, model_validator
 from vllm.entrypoints.openai.responses.utils import construct_input_messages
 
+from router.front.http.context import WithContext
 from router.front.vllm_workarounds import app_gaps
 
 
@@ -57,7 +58,7 @@ def make_app():
 
     app.middleware_stack = app.build_middleware_stack()  # as vLLM does
     app_gaps.install(app)
-    return app_gaps.EndedStreams(app)
+    return WithContext(app_gaps.EndedStreams(app))
 
 
 async def post(path, **options):
