@@ -17,7 +17,7 @@ from router.flow.fair_queue import Waiting
 from router.flow.learned import Learned
 from router.flow.placement import LocalPlacement, Placement
 from router.flow.prompt_queue import QueueNow, prompt_queues
-from router.observe.metrics import QueueView
+from router.observe.collectors import QueueView
 from router.settings import RouterSettings
 from router.shared.holdings import Changes
 from router.shared.link import Link, NoDispatcher

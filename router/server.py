@@ -40,16 +40,10 @@ from router.front.middleware.http_protocol import BoundedHeads
 from router.front.middleware.ingress import Gates
 from router.front.operations import OperationLog
 from router.front.vllm_workarounds import unread
+from router.observe.collectors import QueueCollector, WorkerCollector
 from router.observe.fleet_use import FleetUse, fleet_use
 from router.observe.loop_lag import LoopLag
-from router.observe.metrics import (
-    InFlight,
-    LimitedLatency,
-    QueueCollector,
-    RequestMetrics,
-    Within,
-    WorkerCollector,
-)
+from router.observe.metrics import InFlight, LimitedLatency, RequestMetrics, Within
 from router.settings import PoolHardware, RouterSettings, SharedWith
 from router.shared.link import NoDispatcher
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from contracts.vocabulary import Mode, Pool
 from router.fleet.fleet import Fleet
 from router.fleet.worker import Worker
-from router.observe.metrics import QueueView
+from router.observe.collectors import QueueView
 
 PROMPT_STEPS = ("prefill", "mixed")
 """Kinds of engine steps that compute prompts."""

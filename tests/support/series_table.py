@@ -15,15 +15,9 @@ from contracts.workers import MIN_FITTED_STEPS, StepModel, WorkerStatus
 from router.fleet.pairing import KvPair
 from router.fleet.policy import WorkerLoad
 from router.front.text_turns import TextTurns
+from router.observe.collectors import _WORKER_COUNTERS, _WORKER_GAUGES, QueueCollector, WorkerCollector
 from router.observe.loop_lag import LoopLag
-from router.observe.metrics import (
-    _WORKER_COUNTERS,
-    _WORKER_GAUGES,
-    InFlight,
-    QueueCollector,
-    RequestMetrics,
-    WorkerCollector,
-)
+from router.observe.metrics import InFlight, RequestMetrics
 from router.settings import PoolHardware
 
 METRICS_PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"

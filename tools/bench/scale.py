@@ -38,7 +38,8 @@ from router.flow.placement import Wish
 from router.flow.prompt_queue import PromptQueue, prompt_queues
 from router.front.metrics_page import page_of
 from router.front.sampling import sampling_of
-from router.observe.metrics import RequestMetrics, WorkerCollector
+from router.observe.collectors import WorkerCollector
+from router.observe.metrics import RequestMetrics
 from router.observe.timeline import RequestTimeline
 from router.settings import RouterSettings, RouterStart
 from router.shared.counts import Counts

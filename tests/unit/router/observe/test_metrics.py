@@ -12,15 +12,8 @@ from contracts.tasks import LegTiming
 from contracts.workers import WorkerStatus
 from router.fleet.pairing import KvPair
 from router.fleet.policy import WorkerLoad
-from router.observe.metrics import (
-    LATENCY_BUCKETS,
-    TOKEN_BUCKETS,
-    InFlight,
-    QueueCollector,
-    RequestMetrics,
-    Within,
-    WorkerCollector,
-)
+from router.observe.collectors import QueueCollector, WorkerCollector
+from router.observe.metrics import LATENCY_BUCKETS, TOKEN_BUCKETS, InFlight, RequestMetrics, Within
 from router.observe.timeline import RequestTimeline
 from router.settings import PoolHardware
 from tests.support.clock import FakeClock
@@ -293,8 +286,9 @@ def test_a_worker_that_is_kept_for_one_phase_says_which(registry):
     kept = a_worker("adaptive", "worker-0", "decode", status=None, counted={}, load=load)
     either = a_worker("adaptive", "worker-1", status=None, counted={}, load=load)
     registry.register(WorkerCollector(lambda: [kept, either], dict, lambda: "adaptive", list, dict))
-    assert registry.get_sample_value("ridgeline_worker_favours", {"worker": "worker-0", "phase": "decode"}) == 1
-    assert registry.get_sample_value("ridgeline_worker_favours", {"worker": "worker-1", "phase": "decode"}) is None
+    for series in ("ridgeline_worker_role_affinity", "ridgeline_worker_favours"):
+        assert registry.get_sample_value(series, {"worker": "worker-0", "phase": "decode"}) == 1
+        assert registry.get_sample_value(series, {"worker": "worker-1", "phase": "decode"}) is None
 
 
 def test_a_fleet_of_64_has_no_series_for_each_pair_of_workers_and_none_that_tells_when_another_began(registry):

@@ -94,6 +94,8 @@ async def test_what_a_layer_notes_is_seen_by_tasks_of_that_request_and_by_no_oth
         assert current().retry_after_s == 7
 
     layer = WithContext(app)
-    await asyncio.gather(*(layer({"type": "http", "method": "GET", "headers": [], "path": path}, None, None) for path in ("/a", "/b")))
+    await asyncio.gather(
+        *(layer({"type": "http", "method": "GET", "headers": [], "path": path}, None, None) for path in ("/a", "/b"))
+    )
     assert seen == [("/a", "/a"), ("/b", "/b")]
     assert (current().client, current().retry_after_s) == ("anonymous", 1)
