@@ -32,7 +32,7 @@ from router.flow.held_bodies import HeldBodies
 from router.front.admin import admin_routes
 from router.front.app import build_app, frontend_config, server_args
 from router.front.engine_client import RouterEngineClient
-from router.front.health import Canary, Readiness, canary_prompt_tokens
+from router.front.health import HealthProbe, Readiness, probe_prompt_tokens
 from router.front.http.types import Asgi
 from router.front.idle_times import OUTPUT_TOKENS, measure, too_short
 from router.front.metrics_page import metrics_endpoint
@@ -309,25 +309,25 @@ class Router:
             on_end=self._count_unread,
         )
 
-    def _canary(self) -> Canary:
-        """Return a canary; its size depends on the connected workers."""
-        return Canary(
+    def _probe(self) -> HealthProbe:
+        """Return a health probe; its size depends on the connected workers."""
+        return HealthProbe(
             self._orchestrator,
             vocabulary_size=self._client.model_config.get_vocab_size(),
-            prompt_tokens=canary_prompt_tokens(self._fleet.workers[0].description.block_size_tokens),
+            prompt_tokens=probe_prompt_tokens(self._fleet.workers[0].description.block_size_tokens),
         )
 
     async def limits_too_short(self) -> list[str]:
         """Return which limits of `router.slo` an idle server cannot keep, as measured now; call it after the start."""
-        limits_s, canary = (self._settings.ttft_limit_s, self._settings.tpot_limit_s), self._canary()
-        idle = await measure(lambda emit: canary(emit, OUTPUT_TOKENS)) if limits_s != (None, None) else None
-        return too_short(*limits_s, idle, canary.prompt_tokens) if idle is not None else []
+        limits_s, probe = (self._settings.ttft_limit_s, self._settings.tpot_limit_s), self._probe()
+        idle = await measure(lambda emit: probe(emit, OUTPUT_TOKENS)) if limits_s != (None, None) else None
+        return too_short(*limits_s, idle, probe.prompt_tokens) if idle is not None else []
 
     def _make_readiness(self) -> Readiness:
         settings = self._settings
         return Readiness(
             pools=lambda: {name: self._fleet.pool(name) for name in self._pools},
-            canary=self._canary(),
+            probe=self._probe(),
             refresh=self._fleet.refresh,
             deadline_s=settings.ready_deadline_s,
             metrics=self._metrics,

@@ -76,7 +76,7 @@ class RouterSettings:
     recovery_timeout_s: float
     """Time that accepted requests wait for a pool that has lost all its workers."""
     ready_deadline_s: float
-    """Time that the canary of /ready may take."""
+    """Time that the probe of /ready may take."""
     roles: Mapping[Mode, Mapping[str, Role]] = field(default_factory=dict)
     """Each worker's role by mode and worker id, for every mode that the deployment may change to; see `RoleTable`."""
     roles_of_new: Mapping[Mode, Mapping[Pool, Role]] = field(default_factory=dict)

@@ -594,7 +594,7 @@ def _model_conflicts(config: RidgelineConfig) -> list[str]:
             f"model.block_size_tokens ({model.block_size_tokens}) must be a multiple of {CPU_BLOCK_MULTIPLE_TOKENS} on "
             f"CPU: set it to {_round_up(model.block_size_tokens, CPU_BLOCK_MULTIPLE_TOKENS)}."
         )
-    if 2 * model.block_size_tokens > model.max_model_len_tokens:  # the canary of /ready fills one and begins another
+    if 2 * model.block_size_tokens > model.max_model_len_tokens:  # the probe of /ready fills one and begins another
         found.append(
             f"model.block_size_tokens ({model.block_size_tokens}) is more than half of model.max_model_len_tokens "
             f"({model.max_model_len_tokens}), so hardly a prompt would have a block to hand over: lower the block size "

@@ -60,7 +60,7 @@ class Orchestrator:
         self._placement = placement
         self._legs = Legs(placement, release_handoff, overlap=settings.overlap)
         self.in_flight = 0
-        """Sequences that are being served, without canaries."""
+        """Sequences that are being served, without probes."""
 
     @property
     def hashed_block_tokens(self) -> int:
@@ -73,7 +73,7 @@ class Orchestrator:
 
         Raises NoWorker, WorkerLost, EngineFailed, InvalidTask, TaskRejected, CannotContinue or DeadlineExceeded.
         """
-        metrics = self._uncounted if request.canary else self._metrics
+        metrics = self._uncounted if request.probe else self._metrics
         wish = request.wish
         timeline = RequestTimeline(
             time.monotonic,
@@ -89,7 +89,7 @@ class Orchestrator:
         outcome: Outcome = "failed"
         limit_s = min(request.timeout_s or self._settings.request_deadline_s, self._settings.request_deadline_s)
         progress = RequestProgress(emit, timeline, metrics)
-        self.in_flight += not request.canary
+        self.in_flight += not request.probe
         try:
             async with asyncio.timeout(limit_s):
                 await self._until_answered(request, progress)
@@ -104,7 +104,7 @@ class Orchestrator:
                 "router.request_deadline_s and the client's x-ridgeline-timeout-s"
             ) from error
         finally:
-            self.in_flight -= not request.canary
+            self.in_flight -= not request.probe
             metrics.close(timeline, outcome)
 
     async def _until_answered(self, request: SequenceRequest, progress: RequestProgress) -> None:

@@ -54,17 +54,17 @@ class SequenceRequest:
     """The id that its client knows; of n sequences each has its number appended."""
     client: str = ANONYMOUS
     """The client whose share its prompt tokens count against."""
-    canary: bool = False
-    """Whether it is a canary of /ready. It goes before all waiting requests and always through prefill, and
+    probe: bool = False
+    """Whether it is a health probe of /ready. It goes before all waiting requests and always through prefill, and
     no request series counts it."""
     timeout_s: float | None = None
     """Seconds that the client allows, if less than router.request_deadline_s."""
     ttft_limit_s: float | None = None
-    """Seconds from `head_read_s` to the first token that are wanted at most; None: no limit, as for a canary."""
+    """Seconds from `head_read_s` to the first token that are wanted at most; None: no limit, as for a health probe."""
     tpot_limit_s: float | None = None
     """Mean seconds from one token to the next that are wanted at most; None: no limit."""
     head_read_s: float | None = None
-    """When the router had read the head of its HTTP request, on the monotonic clock; None for a canary."""
+    """When the router had read the head of its HTTP request, on the monotonic clock; None for a health probe."""
 
     @property
     def wish(self) -> Wish:
@@ -76,7 +76,7 @@ class SequenceRequest:
             ttft_limit_s=math.inf if self.ttft_limit_s is None else self.ttft_limit_s,
             tpot_limit_s=math.inf if self.tpot_limit_s is None else self.tpot_limit_s,
         )
-        return Wish(demand, urgent=self.canary, canary=self.canary)
+        return Wish(demand, urgent=self.probe, probe=self.probe)
 
 
 TRANSITIONS: Mapping[RequestState, frozenset[RequestState]] = {
@@ -155,7 +155,7 @@ class Attempt:
                 waited_s=progress.timeline.clock() - progress.timeline.arrived_s,
             ),
             urgent=first.urgent or number > 0,  # its client has waited once, and may have half of its answer
-            canary=request.canary,
+            probe=request.probe,
         )
         """What it wants now."""
         self.decision: Decision | None = None

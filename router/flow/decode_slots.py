@@ -6,7 +6,7 @@ keep all others from their second token. So a prompt starts only when its client
 nothing on a worker, so a client that leaves meanwhile leaves nothing behind.
 
 The rule is admission's: a client with nothing may always start, and one with something has at most `PART` of what the
-others leave. Urgent requests (a canary, a request whose worker was lost) do not wait.
+others leave. Urgent requests (a health probe, a request whose worker was lost) do not wait.
 """
 
 from __future__ import annotations

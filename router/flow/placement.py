@@ -43,7 +43,7 @@ class Wish:
     demand: Demand
     urgent: bool = False
     """Whether it goes before all others."""
-    canary: bool = False
+    probe: bool = False
     """Whether it goes through prefill however short it is."""
 
 
@@ -155,7 +155,7 @@ class LocalPlacement:
 
     def route_of(self, wish: Wish) -> Route:
         """Return which way it would go at this moment."""
-        return self._fleet.route(wish.demand, 0 if wish.canary else self._min_remote_prefill_tokens)
+        return self._fleet.route(wish.demand, 0 if wish.probe else self._min_remote_prefill_tokens)
 
     @asynccontextmanager
     async def place(self, wish: Wish) -> AsyncIterator[Place]:
@@ -189,7 +189,7 @@ class LocalPlacement:
                     decoding.callback(decode.close)
                 if decode is not None and route == ADAPTIVE_WHOLE:
                     route = ADAPTIVE_SPLIT
-                yield _LocalPlace(route, granted, decode, None if wish.canary else self._learned)
+                yield _LocalPlace(route, granted, decode, None if wish.probe else self._learned)
 
     @contextmanager
     def keep(self, wish: Wish, route: Route, prompt_worker: Worker, decode_worker: Worker | None) -> Iterator[Place]:
@@ -201,7 +201,7 @@ class LocalPlacement:
             decode = turn.take_decode() if turn.splits else None
             if decode is not None:
                 held.callback(decode.close)
-            yield _LocalPlace(route, turn, decode, None if wish.canary else self._learned)
+            yield _LocalPlace(route, turn, decode, None if wish.probe else self._learned)
 
     def _decode_of(self, demand: Demand, turn: PromptTurn) -> DecodeSeat:
         """Return the place where the sequence is decoded, and close it.
@@ -228,7 +228,7 @@ class _LocalPlace:
     """A turn on the worker that computes the prompt, and what is reserved on the one that decodes."""
 
     def __init__(self, route: Route, turn: PromptTurn, decode: DecodeSeat | None, learned: Learned | None) -> None:
-        """`learned` is told what becomes of it; None for a canary, since its size says nothing of clients' requests."""
+        """`learned` is told what becomes of it; None for a probe, since its size says nothing of clients' requests."""
         self._learned = learned
         self.route = route
         self.decision = turn.decision

@@ -1,6 +1,6 @@
-"""GET /ready: whether each pool can make a token now, shown by recent tokens, or else by a canary of two tokens.
+"""GET /ready: whether each pool can make a token now, shown by recent tokens, or else by a health probe of two tokens.
 
-The canary is a request like any other, through every worker, queue and hand-off. But it goes ahead of all waiting
+The probe is a request like any other, through every worker, queue and hand-off. But it goes ahead of all waiting
 requests, skips admission, and is not counted among the requests. Its prompt is random, so that no cache answers.
 """
 
@@ -32,7 +32,7 @@ RECENT_S = 2.0
 """A pool whose last token is younger than this makes progress."""
 REUSE_S = 1.0
 """A verdict is reused for this long."""
-CANARY_CLIENT = "canary"
+PROBE_CLIENT = "health-probe"
 THE_OTHERS_SERVE = "all of its workers were drained or have left; those of the other pool serve whole requests"
 
 
@@ -54,7 +54,7 @@ class Readiness:
     def __init__(
         self,
         pools: Callable[[], Mapping[Pool, Sequence[Worker]]],
-        canary: Callable[[], Awaitable[None]],
+        probe: Callable[[], Awaitable[None]],
         refresh: Callable[[], Awaitable[None]],
         deadline_s: float,
         metrics: RequestMetrics,
@@ -68,7 +68,7 @@ class Readiness:
         self.late = late
         """Says that the router is the bottleneck, if it is."""
         self._pools = pools
-        self._canary = canary
+        self._probe = probe
         self._refresh = refresh
         self._deadline_s = deadline_s
         self._metrics = metrics
@@ -103,7 +103,7 @@ class Readiness:
         if all(verdict[pool].ready for pool in tried):
             return verdict
         began_s, computed = self._clock(), self._computed()
-        problem = await self._try_canary()
+        problem = await self._try_probe()
         await self._refresh()
         for pool, workers in self._pools().items():
             if not self._has_worker(pool):
@@ -133,7 +133,7 @@ class Readiness:
         return pool in gone and len(gone) < len(self._pools())
 
     def _judge(self, workers: Sequence[Worker], problem: str | None, began_s: float, computed: bool) -> PoolVerdict:
-        """Judge a pool after the canary. One that computed tokens meanwhile is busy with a long prompt, not stuck."""
+        """Judge a pool after the probe. One that computed tokens meanwhile is busy with a long prompt, not stuck."""
         age_s = self._token_age_s(workers)
         progressed = computed or (age_s is not None and self._clock() - age_s >= began_s)
         if problem is None or progressed:
@@ -141,18 +141,18 @@ class Readiness:
         since = "since the start" if age_s is None else f"for {age_s:.0f} s"
         return PoolVerdict(False, age_s, f"no token {since}: {problem}")
 
-    async def _try_canary(self) -> str | None:
-        """Run the canary; return what went wrong, or None."""
+    async def _try_probe(self) -> str | None:
+        """Run the probe; return what went wrong, or None."""
         try:
             async with asyncio.timeout(self._deadline_s):
-                await self._canary()
+                await self._probe()
         except TimeoutError:
-            self._metrics.canaries.labels("late").inc()
-            return f"the canary did not end within router.ready_deadline_s ({self._deadline_s:g} s)"
+            self._metrics.probes.labels("late").inc()
+            return f"the health probe did not end within router.ready_deadline_s ({self._deadline_s:g} s)"
         except (EngineError, NoWorker, DeadlineExceeded) as error:
-            self._metrics.canaries.labels("failed").inc()
-            return f"the canary failed: {error}"
-        self._metrics.canaries.labels("ok").inc()
+            self._metrics.probes.labels("failed").inc()
+            return f"the health probe failed: {error}"
+        self._metrics.probes.labels("ok").inc()
         return None
 
     def _token_age_s(self, workers: Sequence[Worker]) -> float | None:
@@ -174,30 +174,30 @@ class Readiness:
 
 
 @dataclass(frozen=True)
-class Canary:
-    """Sends canaries through the workers."""
+class HealthProbe:
+    """Sends probes through the workers."""
 
     orchestrator: Orchestrator
     vocabulary_size: int
     prompt_tokens: int
 
     async def __call__(self, emit: Emit = lambda delta: False, output_tokens: int = 2) -> None:
-        """Run one canary, and show its tokens to `emit`; raises what any request would."""
+        """Run one probe, and show its tokens to `emit`; raises what any request would."""
         prompt = [random.randrange(self.vocabulary_size) for _ in range(self.prompt_tokens)]
         params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
         request = SequenceRequest(
-            f"canary-{secrets.token_hex(8)}",
+            f"health-probe-{secrets.token_hex(8)}",
             prompt,
             sampling_of(params),
             reasoning_ended=True,
-            client=CANARY_CLIENT,
-            canary=True,
+            client=PROBE_CLIENT,
+            probe=True,
         )
         await self.orchestrator.run(request, emit)
 
 
-def canary_prompt_tokens(block_size_tokens: int) -> int:
-    """Return a little more than a KV block: one block is handed off, and no prompt waits long behind a canary."""
+def probe_prompt_tokens(block_size_tokens: int) -> int:
+    """Return a little more than a KV block: one block is handed off, and no prompt waits long behind a health probe."""
     return block_size_tokens + block_size_tokens // 4
 
 

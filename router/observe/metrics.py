@@ -147,7 +147,7 @@ class RequestMetrics:
             "stream_bytes (this one too far behind), total_bytes (all unread answers together too large)",
             ("why",),
         )
-        self.canaries = counter("ridgeline_canaries", "Canary requests sent by GET /ready, by result", ("result",))
+        self.probes = counter("ridgeline_canaries", "Health probes sent by GET /ready, by result", ("result",))
 
         self.decisions = counter(
             "ridgeline_decisions",

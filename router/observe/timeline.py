@@ -42,7 +42,7 @@ class RequestTimeline:
     observe: Observe = _nobody
     """Receives each latency as soon as it is known."""
     client_request_id: str = ""
-    """The id that its client knows; empty for a canary."""
+    """The id that its client knows; empty for a health probe."""
     ttft_limit_s: float = math.inf
     tpot_limit_s: float = math.inf
     router_queue_s: float = 0.0

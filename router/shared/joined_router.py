@@ -245,7 +245,7 @@ def _wish_of(asked: Asked) -> Wish:
         asked.waited_s,
         asked.prefix,
     )
-    return Wish(demand, urgent=asked.urgent, canary=asked.canary)
+    return Wish(demand, urgent=asked.urgent, probe=asked.probe)
 
 
 def _granted(number: int, place: Place) -> Granted:

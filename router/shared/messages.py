@@ -54,7 +54,7 @@ class Asked(msgspec.Struct, frozen=True, array_like=True):
     output_tokens: int
     client: str
     urgent: bool
-    canary: bool
+    probe: bool
     avoided: tuple[str, ...] = ()
     """Workers to which this router has no connection, or which it does not know yet."""
     ttft_limit_s: float = math.inf

@@ -61,7 +61,7 @@ class SharedPlacement:
 
     def route_of(self, wish: Wish) -> Route:
         """Return which way it would go at this moment, as far as this router knows."""
-        return self._fleet.route(wish.demand, 0 if wish.canary else self._min_remote_prefill_tokens)
+        return self._fleet.route(wish.demand, 0 if wish.probe else self._min_remote_prefill_tokens)
 
     @asynccontextmanager
     async def place(self, wish: Wish) -> AsyncIterator[Place]:
@@ -113,7 +113,7 @@ class SharedPlacement:
             demand.output_tokens,
             demand.client,
             wish.urgent,
-            wish.canary,
+            wish.probe,
             avoided,
             demand.ttft_limit_s,
             demand.tpot_limit_s,

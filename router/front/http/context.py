@@ -34,7 +34,7 @@ def _nothing() -> None:
 
 @dataclass
 class RequestContext:
-    """The context of one HTTP request. Outside a request, as for a canary, all fields have their defaults."""
+    """The context of one HTTP request. Outside a request, as for a health probe, all fields have their defaults."""
 
     head_read_s: float | None = None
     """When the head of the request had been read, on the monotonic clock, before anything else was done.

@@ -20,7 +20,7 @@ from router.fleet.prediction import idle_prompt_s
 from router.flow.learned import Learned
 from router.flow.placement import LocalPlacement
 from router.flow.prompt_queue import prompt_queues
-from router.front.health import Canary
+from router.front.health import HealthProbe
 from router.front.sampling import sampling_of
 from router.observe.metrics import RequestMetrics
 from tests.components.router.dispatch.test_modes import LAYOUTS, ROLES, addresses
@@ -308,7 +308,7 @@ async def test_a_model_that_says_that_decoding_takes_no_time_ends_no_request():
         assert sum(serving.decisions().values()) == 3
 
 
-async def test_canaries_teach_nothing():
+async def test_probes_teach_nothing():
     async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started, a_fleet(addresses(started), ROLES) as fleet:
         serving = await adaptive(started, fleet)
         for engine in serving.engines:
@@ -316,9 +316,9 @@ async def test_canaries_teach_nothing():
         await serving.learn()
         for _ in range(80):
             serving.learned.answered(400, 300)
-        canary = Canary(serving.orchestrator, 1000, prompt_tokens=40)
+        probe = HealthProbe(serving.orchestrator, 1000, prompt_tokens=40)
         for _ in range(64):
-            await canary()
+            await probe()
         assert [serving.learned.output_tokens(longest) for longest in (0, 400)] == [300.0, 300.0]
         assert [serving.learned.sure_tokens(longest) for longest in (0, 400)] == [300.0, 300.0]
         assert serving.learned.prefixes.workers == serving.learned.corrections.workers == 0

@@ -10,7 +10,7 @@ from starlette.applications import Starlette
 
 from contracts.errors import EngineFailed, WorkerLost
 from contracts.workers import WorkerStatus
-from router.front.health import Canary, PoolVerdict, Readiness, canary_prompt_tokens, ready_endpoint
+from router.front.health import HealthProbe, PoolVerdict, Readiness, probe_prompt_tokens, ready_endpoint
 from router.observe.metrics import RequestMetrics
 from tests.components.router.dispatch.test_orchestrator import ANNOUNCED, FIRST, FOREVER, once, split
 from tests.support.clock import FakeClock
@@ -31,20 +31,20 @@ class Worker:
 
 
 class Deployment:
-    """Two pools, a clock that stands still, and a canary that does what it is told."""
+    """Two pools, a clock that stands still, and a health probe that does what it is told."""
 
     def __init__(self, deadline_s=5.0):
         self.clock = FakeClock()
         self.prefill, self.decode = Worker(), Worker()
-        self.canaries, self.refreshed = 0, 0
-        self.canary_does = lambda: None
+        self.probes, self.refreshed = 0, 0
+        self.probe_does = lambda: None
         self.blocked = None
         self.draining = False
         self.late = ""
         self.registry = CollectorRegistry()
         self.readiness = Readiness(
             pools=lambda: {"prefill": [self.prefill], "decode": [self.decode]},
-            canary=self.canary,
+            probe=self.probe,
             refresh=self.refresh,
             deadline_s=deadline_s,
             metrics=RequestMetrics(self.registry),
@@ -52,9 +52,9 @@ class Deployment:
             late=lambda: self.late,
         )
 
-    async def canary(self):
-        self.canaries += 1
-        self.canary_does()
+    async def probe(self):
+        self.probes += 1
+        self.probe_does()
         if self.blocked is not None:
             await self.blocked.wait()
 
@@ -85,24 +85,24 @@ async def test_a_router_that_is_the_bottleneck_says_so_and_stays_ready():
     assert (status, body["router"]) == (200, "this router is the bottleneck")
 
 
-async def test_a_canary_through_an_idle_deployment_makes_it_ready():
+async def test_a_probe_through_an_idle_deployment_makes_it_ready():
     deployment = Deployment()
-    deployment.canary_does = lambda: deployment.token(deployment.prefill, deployment.decode)
+    deployment.probe_does = lambda: deployment.token(deployment.prefill, deployment.decode)
     status, body = await deployment.get()
     pool = {"ready": True, "last_token_s_ago": 0.0}
     assert (status, body) == (200, {"ready": True, "pools": {"prefill": pool, "decode": pool}})
-    assert (deployment.canaries, deployment.count("ok")) == (1, 1)
+    assert (deployment.probes, deployment.count("ok")) == (1, 1)
 
 
-async def test_tokens_of_real_requests_need_no_canary():
+async def test_tokens_of_real_requests_need_no_probe():
     deployment = Deployment()
     deployment.token(deployment.prefill, deployment.decode)
     deployment.clock.now_s += 1.9
     assert (await deployment.get())[0] == 200
-    assert deployment.canaries == 0
+    assert deployment.probes == 0
     deployment.clock.now_s += 1.1
     await deployment.get()
-    assert deployment.canaries == 1
+    assert deployment.probes == 1
 
 
 async def test_a_pool_without_a_worker_is_named_at_once():
@@ -110,7 +110,7 @@ async def test_a_pool_without_a_worker_is_named_at_once():
     deployment.token(deployment.prefill)
     deployment.decode.usable = False
     status, body = await deployment.get()
-    assert (status, body["ready"], deployment.canaries) == (503, False, 0)
+    assert (status, body["ready"], deployment.probes) == (503, False, 0)
     assert body["pools"]["prefill"]["ready"] is True
     assert body["pools"]["decode"] == {"ready": False, "why": "no worker is connected and accepting work"}
 
@@ -119,26 +119,26 @@ async def test_a_pool_without_a_worker_is_named_at_once():
 async def test_the_pool_that_is_left_is_tried_and_judged_when_the_other_one_is_lost(lost, left):
     deployment = Deployment()
     getattr(deployment, lost).usable = False
-    deployment.canary_does = lambda: deployment.token(getattr(deployment, left))
+    deployment.probe_does = lambda: deployment.token(getattr(deployment, left))
     status, body = await deployment.get()
-    assert (status, deployment.canaries) == (503, 1)
+    assert (status, deployment.probes) == (503, 1)
     assert body["pools"][lost] == {"ready": False, "why": "no worker is connected and accepting work"}
     assert body["pools"][left] == {"ready": True, "last_token_s_ago": 0.0}
 
     def fail():
         raise EngineFailed("the engine is gone")
 
-    deployment.canary_does = fail
+    deployment.probe_does = fail
     deployment.clock.now_s += 10
     body = (await deployment.get())[1]
-    assert "the canary failed: the engine is gone" in body["pools"][left]["why"]
+    assert "the health probe failed: the engine is gone" in body["pools"][left]["why"]
 
 
-async def test_no_canary_is_sent_where_no_pool_has_a_worker():
+async def test_no_probe_is_sent_where_no_pool_has_a_worker():
     deployment = Deployment()
     deployment.prefill.usable = deployment.decode.usable = False
     status, body = await deployment.get()
-    assert (status, deployment.canaries) == (503, 0)
+    assert (status, deployment.probes) == (503, 0)
     assert {pool["why"] for pool in body["pools"].values()} == {"no worker is connected and accepting work"}
 
 
@@ -147,7 +147,7 @@ async def test_a_prefill_pool_that_was_drained_leaves_a_server_that_is_ready_and
     deployment.prefill.usable, deployment.prefill.leaves = False, True
     for prefill in ([deployment.prefill], []):
         deployment.readiness._pools = lambda prefill=prefill: {"prefill": prefill, "decode": [deployment.decode]}
-        deployment.canary_does = lambda: deployment.token(deployment.decode)
+        deployment.probe_does = lambda: deployment.token(deployment.decode)
         status, body = await deployment.get()
         assert (status, body["ready"]) == (200, True)
         assert body["pools"]["prefill"] == {
@@ -155,7 +155,7 @@ async def test_a_prefill_pool_that_was_drained_leaves_a_server_that_is_ready_and
             "why": "all of its workers were drained or have left; those of the other pool serve whole requests",
         }
         deployment.clock.now_s += 10
-    assert deployment.canaries == 2, "decode is tried all the same"
+    assert deployment.probes == 2, "decode is tried all the same"
     deployment.decode.usable = False
     deployment.clock.now_s += 10
     assert (await deployment.get())[0] == 503
@@ -184,27 +184,27 @@ async def test_the_pool_that_made_no_token_is_named_with_how_long_and_the_deadli
     deployment.token(deployment.decode)
     deployment.clock.now_s += 40
     deployment.blocked = asyncio.Event()
-    deployment.canary_does = lambda: deployment.token(deployment.prefill)
+    deployment.probe_does = lambda: deployment.token(deployment.prefill)
     status, body = await deployment.get()
     assert (status, body["pools"]["prefill"]["ready"]) == (503, True)
     assert body["pools"]["decode"] == {
         "ready": False,
         "last_token_s_ago": 40.0,
-        "why": "no token for 40 s: the canary did not end within router.ready_deadline_s (0.01 s)",
+        "why": "no token for 40 s: the health probe did not end within router.ready_deadline_s (0.01 s)",
     }
     assert deployment.count("late") == 1
 
 
-async def test_a_canary_that_fails_says_why():
+async def test_a_probe_that_fails_says_why():
     deployment = Deployment()
 
     def fail():
         raise EngineFailed("the engine of prefill-0 is gone")
 
-    deployment.canary_does = fail
+    deployment.probe_does = fail
     status, body = await deployment.get()
     assert status == 503
-    why = "no token since the start: the canary failed: the engine of prefill-0 is gone"
+    why = "no token since the start: the health probe failed: the engine of prefill-0 is gone"
     assert body["pools"]["prefill"] == {"ready": False, "why": why}
     assert deployment.count("failed") == 1
 
@@ -220,13 +220,13 @@ async def test_a_pool_busy_with_a_prompt_longer_than_the_deadline_is_ready():
         deployment.token(deployment.decode)
         deployment.prefill.status = WorkerStatus(worker_id="p", counters={"tokens_total.prefill": 1024.0})
 
-    deployment.canary_does = compute
+    deployment.probe_does = compute
     status, body = await deployment.get()
     assert (status, body["pools"]["prefill"]) == (200, {"ready": True})
     assert deployment.refreshed == 1
 
 
-async def test_many_askers_at_a_time_share_one_canary_and_its_verdict_for_a_second():
+async def test_many_askers_at_a_time_share_one_probe_and_its_verdict_for_a_second():
     deployment = Deployment()
     deployment.blocked = asyncio.Event()
     asking = [asyncio.create_task(deployment.readiness.check()) for _ in range(20)]
@@ -238,10 +238,10 @@ async def test_many_askers_at_a_time_share_one_canary_and_its_verdict_for_a_seco
     assert all(verdict["decode"] == PoolVerdict(True, None) for verdict in verdicts)
     deployment.clock.now_s += 0.9
     await deployment.readiness.check()
-    assert deployment.canaries == 1
+    assert deployment.probes == 1
     deployment.clock.now_s += 0.2
     await deployment.readiness.check()
-    assert deployment.canaries == 2
+    assert deployment.probes == 2
 
 
 async def test_closing_it_ends_a_look_in_progress():
@@ -254,11 +254,11 @@ async def test_closing_it_ends_a_look_in_progress():
         await asking
 
 
-async def test_a_canary_is_two_tokens_of_a_new_prompt_before_all_that_wait_through_both_pools():
+async def test_a_probe_is_two_tokens_of_a_new_prompt_before_all_that_wait_through_both_pools():
     bench = split()
-    canary = Canary(bench.orchestrator, vocabulary_size=100, prompt_tokens=canary_prompt_tokens(32))
-    await canary()
-    await canary()
+    probe = HealthProbe(bench.orchestrator, vocabulary_size=100, prompt_tokens=probe_prompt_tokens(32))
+    await probe()
+    await probe()
     first, second = bench.client("prefill").tasks
     assert len(first.prompt_token_ids) == 40
     assert first.prompt_token_ids != second.prompt_token_ids
@@ -267,40 +267,40 @@ async def test_a_canary_is_two_tokens_of_a_new_prompt_before_all_that_wait_throu
     bench.assert_idle()
 
 
-async def test_a_canary_passes_prompts_that_wait():
+async def test_a_probe_passes_prompts_that_wait():
     bench = split(prefill=[FOREVER])
     queue = bench.queues["prefill"]
     running = [asyncio.create_task(bench.run()) for _ in range(40)]
     await asyncio.sleep(0.01)
     assert queue.waiting > 0
-    canary = asyncio.create_task(Canary(bench.orchestrator, 100, 40)())
+    probe = asyncio.create_task(HealthProbe(bench.orchestrator, 100, 40)())
     await asyncio.sleep(0.01)
     assert queue._queue.pop().tokens == 40
-    for task in (canary, *running):
+    for task in (probe, *running):
         task.cancel()
-    await asyncio.gather(canary, *running, return_exceptions=True)
+    await asyncio.gather(probe, *running, return_exceptions=True)
     bench.assert_idle()
 
 
-def test_a_canary_hands_a_block_over_and_is_no_longer_than_that_needs():
-    assert canary_prompt_tokens(32) == 40
+def test_a_probe_hands_a_block_over_and_is_no_longer_than_that_needs():
+    assert probe_prompt_tokens(32) == 40
 
 
-async def test_a_canary_is_short_and_goes_through_both_pools_also_where_short_prompts_do_not():
+async def test_a_probe_is_short_and_goes_through_both_pools_also_where_short_prompts_do_not():
     bench = split(min_remote=3000)
-    await Canary(bench.orchestrator, vocabulary_size=100, prompt_tokens=canary_prompt_tokens(32))()
+    await HealthProbe(bench.orchestrator, vocabulary_size=100, prompt_tokens=probe_prompt_tokens(32))()
     assert [len(task.prompt_token_ids) for task in bench.client("prefill").tasks] == [40]
     assert len(bench.client("decode").tasks) == 1
 
 
-async def test_a_canary_is_in_no_series_about_requests_and_not_among_those_in_flight():
+async def test_a_probe_is_in_no_series_about_requests_and_not_among_those_in_flight():
     bench = split(prefill=[ANNOUNCED, FIRST])
     once(bench.client("decode"), [WorkerLost("killed")], [FOREVER])
-    canary = asyncio.create_task(Canary(bench.orchestrator, 100, 40)())
+    probe = asyncio.create_task(HealthProbe(bench.orchestrator, 100, 40)())
     await eventually(lambda: len(bench.client("decode").tasks) == 2)
     assert bench.orchestrator.in_flight == 0
-    canary.cancel()
-    await asyncio.gather(canary, return_exceptions=True)
+    probe.cancel()
+    await asyncio.gather(probe, return_exceptions=True)
     assert bench.orchestrator.in_flight == 0
     counted = {sample for metric in bench.registry.collect() for sample in metric.samples if sample.value}
     assert counted == set()
@@ -311,7 +311,7 @@ async def test_a_router_that_drains_is_not_ready_whatever_its_pools_do():
     deployment.draining = True
     status, told = await deployment.get()
     assert (status, told["ready"], "shutting down" in told["why"]) == (503, False, True)
-    assert deployment.canaries == 0
+    assert deployment.probes == 0
 
 
 async def test_workers_that_are_lost_again_and_again_are_named_whether_it_is_ready_or_not():

@@ -237,7 +237,7 @@ async def test_a_client_that_leaves_while_its_prompt_waits_makes_room(served, ac
     stepper.cancel()
 
 
-async def test_ready_is_a_canary_through_both_pools_and_names_the_one_that_is_stuck(router, monkeypatch):
+async def test_ready_is_a_probe_through_both_pools_and_names_the_one_that_is_stuck(router, monkeypatch):
     http, deployed, prefill, decode = router
     readiness, ago_s = deployed._readiness, 0.0
     monkeypatch.setattr(readiness, "_clock", lambda: time.monotonic() + ago_s)

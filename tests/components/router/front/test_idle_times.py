@@ -8,7 +8,7 @@ import pytest
 from contracts.errors import EngineFailed
 from contracts.tasks import TokenDelta
 from router.front import idle_times
-from router.front.health import Canary
+from router.front.health import HealthProbe
 from router.front.idle_times import OUTPUT_TOKENS, IdleTimes, measure, too_short
 from router.server import Router
 from tests.components.router.dispatch.test_orchestrator import FIRST, split
@@ -89,10 +89,10 @@ async def test_a_router_measures_with_requests_through_both_pools_and_only_if_it
     bench = split(prefill=[FIRST], decode=last)
 
     async def told(**limits):
-        return await Router.limits_too_short(SimpleNamespace(_settings=router_settings(**limits), _canary=canary))
+        return await Router.limits_too_short(SimpleNamespace(_settings=router_settings(**limits), _probe=probe))
 
-    def canary():
-        return Canary(bench.orchestrator, vocabulary_size=100, prompt_tokens=40)
+    def probe():
+        return HealthProbe(bench.orchestrator, vocabulary_size=100, prompt_tokens=40)
 
     assert await told() == []
     assert bench.client("prefill").tasks == []

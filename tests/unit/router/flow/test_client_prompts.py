@@ -68,8 +68,8 @@ def test_a_latest_start_is_for_a_deadline():
 def test_what_is_urgent_goes_before_every_deadline():
     queue = FairQueue()
     queue.push("a", 100, "in a hurry", deadline_s=0.1)
-    queue.push("canary", 40, "canary", urgent=True)
-    assert popped(queue) == ["canary", "in a hurry"]
+    queue.push("health-probe", 40, "health-probe", urgent=True)
+    assert popped(queue) == ["health-probe", "in a hurry"]
 
 
 def test_being_in_a_hurry_gets_a_client_nothing_from_others():

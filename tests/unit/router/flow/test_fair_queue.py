@@ -59,8 +59,8 @@ def test_a_client_that_may_have_no_more_is_passed_over_and_saves_nothing_up():
         queue.push("other", 100, f"other-{number}")
     assert [queue.pop(lambda client: client == "other").item for _ in range(6)] == [f"other-{n}" for n in range(6)]
     assert {queue.pop().client for _ in range(2)} == {"full", "other"}
-    queue.push("canary", 1, "canary", urgent=True)
-    assert queue.pop(lambda client: False).item == "canary"
+    queue.push("health-probe", 1, "health-probe", urgent=True)
+    assert queue.pop(lambda client: False).item == "health-probe"
     waiting = len(queue)
     with pytest.raises(IndexError):
         queue.pop(lambda client: False)
@@ -70,8 +70,8 @@ def test_a_client_that_may_have_no_more_is_passed_over_and_saves_nothing_up():
 def test_what_is_urgent_goes_first_and_among_itself_in_order():
     queue = FairQueue()
     queue.push("a", 10, "a")
-    queue.push("canary", 40, "first", urgent=True)
-    queue.push("canary", 40, "second", urgent=True)
+    queue.push("health-probe", 40, "first", urgent=True)
+    queue.push("health-probe", 40, "second", urgent=True)
     assert popped(queue) == ["first", "second", "a"]
 
 
@@ -239,7 +239,7 @@ def test_tokens_ahead_are_ones_own_and_a_fair_share_of_the_others():
     queue.push("new", 300, None)
     assert queue.waiting.tokens_ahead("new", 100) == 300 + 2400
     assert queue.waiting.tokens_ahead("flood", 100) == 40_300
-    queue.push("canary", 40, None, urgent=True)
+    queue.push("health-probe", 40, None, urgent=True)
     assert queue.waiting.tokens_ahead("new", 100) == 40 + 300 + 2400
 
 

@@ -202,9 +202,9 @@ async def test_a_short_prompt_of_another_client_is_next_after_what_the_worker_ha
 async def test_an_urgent_prompt_passes_all_that_wait(bench):
     await bench.send("one", 2000)
     await bench.send("two", 20)
-    await bench.send("canary", 40, "canary", urgent=True)
+    await bench.send("health-probe", 40, "health-probe", urgent=True)
     await bench.finish("one")
-    assert bench.started == ["one", "canary", "two"]
+    assert bench.started == ["one", "health-probe", "two"]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -145,11 +145,11 @@ async def test_limits_come_with_every_sequence_of_a_request(sequences):
     assert limits == [(None, 0.25), *[(0.8, 0.25)] * 3, (0.8, 0.04)]
 
 
-async def test_a_canary_has_no_limit(sequences):
+async def test_a_probe_has_no_limit(sequences):
     http, begun = sequences
     ready = await http.get("/ready", headers=dict.fromkeys(LIMITS, "800"))
     assert ready.status_code == 200
-    assert [(one.canary, one.ttft_limit_s, one.tpot_limit_s) for one in begun] == [(True, None, None)]
+    assert [(one.probe, one.ttft_limit_s, one.tpot_limit_s) for one in begun] == [(True, None, None)]
 
 
 async def test_a_request_with_a_bad_limit_never_reaches_a_worker(sequences):
