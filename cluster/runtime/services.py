@@ -29,7 +29,7 @@ from engine.config import EngineConfig, HostSettings
 from engine.vllm_workarounds.forked import CPU_ENGINE_MODULES
 from router.fleet.pairing import KvPair
 from router.front.operations import News, Progress, Taken
-from router.garbage import GarbageWatch
+from router.gc_schedule import GcSchedule
 from router.observe.fleet_use import FleetUse, Members, members
 from router.observe.metrics import LimitedLatency, Within
 from router.settings import PoolHardware, RouterSettings, SharedWith
@@ -312,8 +312,8 @@ class RouterService(_RoutingService):
     ) -> str:
         """Connect to the workers, or to `some`, open the port, and return the URL."""
         url = str(await self._server.serve(worker_addresses, hardware, shared, some=some))
-        self._garbage = GarbageWatch(lambda: 0 if self._server is None else self._server.streams)
-        self._garbage.start()
+        self._gc_schedule = GcSchedule(lambda: 0 if self._server is None else self._server.streams)
+        self._gc_schedule.start()
         return url
 
     async def limits_too_short(self) -> list[str]:

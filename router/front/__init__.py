@@ -13,6 +13,6 @@ idle_times.py      says which limits of router.slo an idle server cannot keep
 admin.py           /ridgeline/*, the operator's paths
 operations.py      operators' requests for more workers, fewer, or a restart of all
 metrics_page.py    GET /metrics
-shared_answer.py   shares one expensive answer among many callers
+single_flight.py   shares one computation among concurrent callers
 vllm_workarounds/  workarounds for vLLM's app
 """

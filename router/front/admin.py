@@ -31,7 +31,7 @@ from router.fleet.roles import ModeImpossible
 from router.front.http.context import current
 from router.front.middleware.admin_access import ADMIN_PATH
 from router.front.operations import Operation, OperationLog, Progress
-from router.front.shared_answer import Shared
+from router.front.single_flight import SingleFlight
 from router.observe.explanations import KEPT, SHOWN_BY_DEFAULT, Explanations
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ def admin_routes(
     routes = APIRouter(prefix=ADMIN_PATH, dependencies=[Depends(_only_operators)])
 
     routes.include_router(_operation_routes(modes, operations))
-    refreshed = Shared(fleet.refresh, REFRESH_EVERY_S)
+    refreshed = SingleFlight(fleet.refresh, REFRESH_EVERY_S)
 
     @routes.get("/workers")
     async def workers() -> Response:

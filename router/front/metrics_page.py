@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 from router.client_identity import hash_key
 from router.front.http.errors import error_body
 from router.front.middleware.auth import shown_keys
-from router.front.shared_answer import Shared
+from router.front.single_flight import SingleFlight
 from router.observe.paced import paced
 
 _NO_KEY: Final = (
@@ -49,7 +49,7 @@ def metrics_endpoint(
         await refresh()
         return await page_of(registry)
 
-    page = Shared(render, EVERY_S, clock)
+    page = SingleFlight(render, EVERY_S, clock)
 
     async def metrics(request: Request) -> Response:
         if key_hashes and not any(hash_key(key) in key_hashes for key in shown_keys(dict(request.scope))):

@@ -15,7 +15,7 @@ from typing import get_args
 import uvloop
 
 from contracts.vocabulary import Pool
-from router.garbage import GarbageWatch
+from router.gc_schedule import GcSchedule
 from router.server import Router
 from router.settings import RouterSettings, SharedWith
 from router.shared.dispatcher import Dispatcher
@@ -54,8 +54,8 @@ async def main(model: str, words: list[str]) -> None:
         case workers:
             running = router = Router(settings(model, 1))
             address = await router.serve(workers, {})
-    garbage = GarbageWatch(lambda: running.streams if isinstance(running, Router) else 0)
-    garbage.start()  # as `cluster.runtime.services` does
+    gc_schedule = GcSchedule(lambda: running.streams if isinstance(running, Router) else 0)
+    gc_schedule.start()  # as `cluster.runtime.services` does
     sys.stdout.write(address + "\n")
     sys.stdout.flush()
     await asyncio.to_thread(sys.stdin.read)

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from cluster.runtime.handlers import HANDLERS
 from cluster.runtime.services import RouterService
-from router.garbage import FEW_STREAMS
+from router.gc_schedule import FEW_STREAMS
 from tests.support.fake_engine import FakeEngine
 from tests.support.patience import eventually
 from tests.support.samples import router_settings

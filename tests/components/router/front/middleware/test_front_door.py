@@ -22,7 +22,7 @@ from router.client_identity import hash_key
 from router.front.http.context import current
 from router.front.http.routes import ON_WISH, OPEN_PATHS, ROUTES, keep_known_routes
 from router.front.middleware.auth import KeyGuard
-from router.front.shared_answer import BURST
+from router.front.single_flight import BURST
 from tests.support import ipv6
 from tests.support.served_router import make_model, serving
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from router.front.shared_answer import BURST, Shared
+from router.front.single_flight import BURST, SingleFlight
 
 
 class Page:
@@ -27,7 +27,7 @@ class Page:
 
 
 def shared(page):
-    return Shared(page.make, 0.5, lambda: page.now_s)
+    return SingleFlight(page.make, 0.5, lambda: page.now_s)
 
 
 async def test_fifty_questions_a_second_are_two_computations_a_second():

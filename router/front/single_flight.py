@@ -1,4 +1,4 @@
-"""An expensive answer for many callers: concurrent callers share one computation, and a burst reuses the last one."""
+"""One computation for many callers: concurrent callers share it, and a burst reuses the last result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 BURST: Final = 4
 
 
-class Shared(Generic[T]):
+class SingleFlight(Generic[T]):
     """Computes at most one answer at a time, and in the long run at most one in `every_s`.
 
     Occasional callers get a new answer each time: `BURST` computations are allowed before the last one is reused.
@@ -36,7 +36,7 @@ class Shared(Generic[T]):
         """Return the answer, or raise what computing it raised. A caller that leaves does not end it for the others."""
         task = self._computing
         if task is None or (task.done() and self._may_compute()):
-            task = self._computing = asyncio.create_task(self._compute(), name="shared-answer")
+            task = self._computing = asyncio.create_task(self._compute(), name="single-flight")
             self._free -= 1
         return asyncio.shield(task)
 

@@ -6,7 +6,7 @@ import textwrap
 
 BEGINNING = """
     import asyncio, gc, psutil
-    from router.garbage import GarbageWatch, Limits
+    from router.gc_schedule import GcSchedule
 
     MIB = 1 << 20
 
@@ -40,7 +40,7 @@ def printed(script):
 def test_while_many_streams_run_no_number_of_new_objects_makes_python_look_through_them():
     words, _ = printed("""
         async def main():
-            GarbageWatch(lambda: 2000, Limits(look_every_s=0.001, pause_s=0.0, most_growth_bytes=1 << 40)).start()
+            GcSchedule(lambda: 2000, look_every_s=0.001, pause_s=0.0, most_growth_bytes=1 << 40).start()
             before, kept = looks(), []
             for _ in range(40):
                 kept.append([[] for _ in range(20_000)])
@@ -60,7 +60,7 @@ def test_a_process_without_file_descriptors_still_looks_for_garbage():
 
         async def main():
             running = 2000
-            GarbageWatch(lambda: running, Limits(look_every_s=0.001, pause_s=0.0)).start()
+            GcSchedule(lambda: running, look_every_s=0.001, pause_s=0.0).start()
             psutil.Process.memory_info = fails
             old_garbage()
             await asyncio.sleep(0.05)
@@ -78,7 +78,7 @@ def test_garbage_goes_once_few_streams_run():
     words, said = printed("""
         async def main():
             running = 2000
-            GarbageWatch(lambda: running, Limits(look_every_s=0.001, pause_s=0.0)).start()
+            GcSchedule(lambda: running, look_every_s=0.001, pause_s=0.0).start()
             old_garbage()
             await asyncio.sleep(0.05)
             print(Cycle.alive)
@@ -95,7 +95,7 @@ def test_garbage_goes_once_few_streams_run():
 def test_an_idle_process_does_not_look_again_and_again():
     words, _ = printed("""
         async def main():
-            GarbageWatch(lambda: 0, Limits(look_every_s=0.001, pause_s=0.0)).start()
+            GcSchedule(lambda: 0, look_every_s=0.001, pause_s=0.0).start()
             old_garbage()
             while Cycle.alive:
                 await asyncio.sleep(0.001)
@@ -111,7 +111,7 @@ def test_an_idle_process_does_not_look_again_and_again():
 def test_garbage_that_never_meets_a_quiet_moment_is_bounded_and_the_delay_is_told():
     words, said = printed("""
         async def main():
-            GarbageWatch(lambda: 2000, Limits(look_every_s=0.001, pause_s=0.0, most_growth_bytes=64 * MIB)).start()
+            GcSchedule(lambda: 2000, look_every_s=0.001, pause_s=0.0, most_growth_bytes=64 * MIB).start()
             me, most = psutil.Process(), 0
             from_bytes = me.memory_info().rss
             for _ in range(500):
@@ -130,7 +130,7 @@ def test_after_it_python_looks_by_itself_again():
     words, _ = printed("""
         async def main():
             thresholds = gc.get_threshold()
-            watch = GarbageWatch(lambda: 2000)
+            watch = GcSchedule(lambda: 2000)
             watch.start()
             print(gc.get_threshold() == thresholds, gc.get_freeze_count() > 0)
             watch.stop()
