@@ -3,7 +3,7 @@
 admission_rules.py  says whether a request is accepted
 admission.py        counts what is accepted, for these rules
 held_bodies.py      limits the bytes of bodies in memory
-intake.py           takes a few requests at a time, in fair order
+concurrency_limiter.py  takes a few requests at a time, in fair order
 fair_queue.py       decides whose prompt is next
 client_prompts.py   decides which of a client's prompts is next
 placement.py        which workers an attempt gets, and what counts there until it ends

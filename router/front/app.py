@@ -22,7 +22,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from engine.passed_args import words
 from engine.vllm_arguments import refusing
 from router.client_identity import AddressClients
-from router.flow.intake import AT_A_TIME
+from router.flow.concurrency_limiter import AT_A_TIME
 from router.front import request_fields
 from router.front.engine_client import SUPPORTED_TASKS, RouterEngineClient
 from router.front.health import Readiness, ready_endpoint

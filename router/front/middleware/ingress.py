@@ -1,7 +1,7 @@
 """Limits what a request may take before vLLM's app reads it: its headers, body, memory, parsing, and its turn.
 
 A body is read whole before anything is done with it, and refusals cost a fraction of taking a request in. The fair
-share is of places and of memory for bodies. Turns are those of `router.flow.intake`.
+share is of places and of memory for bodies. Turns are those of `router.flow.concurrency_limiter`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Final
 from starlette.requests import ClientDisconnect
 
 from router.flow.admission_rules import Refused
+from router.flow.concurrency_limiter import ConcurrencyLimiter
 from router.flow.held_bodies import HeldBodies, HeldBody
-from router.flow.intake import Intake
 from router.front.http.context import current
 from router.front.http.errors import HttpRefusal, send_error
 from router.front.http.routes import GENERATING
@@ -45,7 +45,7 @@ class Gates:
     most_sequences: int
     """Sequences that one client may have served at the same time."""
     bodies: HeldBodies
-    intake: Intake = field(default_factory=Intake)
+    limiter: ConcurrencyLimiter = field(default_factory=ConcurrencyLimiter)
 
 
 class Ingress:
@@ -81,9 +81,9 @@ class Ingress:
         if not body.expected:
             return
         if scope["path"] in GENERATING:
-            gates.check_share(context.client, gates.intake.of(context.client))
+            gates.check_share(context.client, gates.limiter.of(context.client))
         await body.read(held.enter_context(gates.bodies.holding(context.client, body.announced_bytes)))
-        turn = await held.enter_async_context(gates.intake.turn(context.client))
+        turn = await held.enter_async_context(gates.limiter.turn(context.client))
         context.taken_in = turn.close
         check_cost(body.whole)
 

@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from router.flow.admission_rules import Refused
+from router.flow.concurrency_limiter import AT_A_TIME, ConcurrencyLimiter
 from router.flow.held_bodies import HeldBodies
-from router.flow.intake import AT_A_TIME, Intake
 from router.front.http.context import WithContext, current
 from router.front.middleware.ingress import Gates, Ingress
 from tests.support.http_server import listening
@@ -19,8 +19,8 @@ from tests.support.samples import router_settings
 from tests.unit.router.flow.test_prompt_queue import settle
 
 
-def ingress(app, intake, check_share=lambda client, coming: None):
-    gates = Gates(check_share, 1, HeldBodies(1 << 23, lambda why: None), intake)
+def ingress(app, limiter, check_share=lambda client, coming: None):
+    gates = Gates(check_share, 1, HeldBodies(1 << 23, lambda why: None), limiter)
     return WithContext(Ingress(app, router_settings(), gates))
 
 
@@ -28,7 +28,7 @@ class Bench:
     """Requests that stay inside until told."""
 
     def __init__(self):
-        self.intake = Intake()
+        self.limiter = ConcurrencyLimiter()
         self.inside = []
         self.tasks = {}
         self._done = {}
@@ -39,7 +39,7 @@ class Bench:
         await settle()
 
     async def _stay(self, name, client):
-        async with self.intake.turn(client):
+        async with self.limiter.turn(client):
             self.inside.append(name)
             await self._done[name].wait()
 
@@ -56,14 +56,14 @@ async def bench():
     for task in bench.tasks.values():
         task.cancel()
     await asyncio.gather(*bench.tasks.values(), return_exceptions=True)
-    assert (bench.intake._inside, bench.intake._waiting) == ({}, {})
+    assert (bench.limiter._inside, bench.limiter._waiting) == ({}, {})
 
 
 async def test_one_client_cannot_take_all_turns_and_the_next_one_goes_in_at_once(bench):
     for number in range(20):
         await bench.come(f"flood-{number}", "flood")
     assert len(bench.inside) == AT_A_TIME - 1
-    assert bench.intake.of("flood") == 20
+    assert bench.limiter.of("flood") == 20
     await bench.come("polite", "polite")
     assert bench.inside[-1] == "polite"
 
@@ -90,22 +90,22 @@ async def test_who_leaves_while_it_waits_keeps_nobody_out(bench):
 
 
 async def test_a_turn_ends_when_the_request_is_taken_in_and_not_when_it_is_answered():
-    intake, answered = Intake(), asyncio.Event()
+    limiter, answered = ConcurrencyLimiter(), asyncio.Event()
 
     async def app(scope, receive, send):
         current().taken_in()
         current().taken_in()
-        assert not intake._inside
+        assert not limiter._inside
         await answered.wait()
 
     async def receive():
         return {"type": "http.request", "body": b"{}"}
 
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
-    layer = ingress(app, intake)
+    layer = ingress(app, limiter)
     running = [asyncio.create_task(layer(scope, receive, None)) for _ in range(3 * AT_A_TIME)]
     await settle()
-    assert not intake.of(current().client)
+    assert not limiter.of(current().client)
     answered.set()
     await asyncio.gather(*running)
 
@@ -123,7 +123,10 @@ async def test_a_client_over_its_share_is_refused_with_its_body_read_and_not_par
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    async with listening(ingress(app, Intake(), check_share)) as url, httpx.AsyncClient(base_url=url) as http:
+    async with (
+        listening(ingress(app, ConcurrencyLimiter(), check_share)) as url,
+        httpx.AsyncClient(base_url=url) as http,
+    ):
         answer = await http.post("/v1/completions", content=b"x" * 3_000_000, headers={"connection": "close"})
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "7")
         assert answer.json()["error"] == {
@@ -141,7 +144,7 @@ async def test_a_body_that_costs_too_much_is_refused_before_it_is_parsed_and_oth
         body = await Request(scope, receive).body()
         await JSONResponse({"bytes": len(body)})(scope, receive, send)
 
-    async with listening(ingress(app, Intake())) as url, httpx.AsyncClient(base_url=url) as http:
+    async with listening(ingress(app, ConcurrencyLimiter())) as url, httpx.AsyncClient(base_url=url) as http:
         long = json.dumps({"prompt": [5] * 900_000}).encode()
         assert (await http.post("/", content=long)).json() == {"bytes": len(long)}
         assert (await http.get("/")).json() == {"bytes": 0}

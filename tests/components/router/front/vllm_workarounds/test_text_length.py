@@ -6,7 +6,7 @@ import pytest
 import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
-from router.flow.intake import AT_A_TIME
+from router.flow.concurrency_limiter import AT_A_TIME
 from router.front.vllm_workarounds.text_length import CHARACTERS_PER_TOKEN
 from tests.support.fake_engine import FakeEngine
 from tests.support.served_router import make_model, serving

@@ -22,7 +22,7 @@ PART: Final = 7 / 8
 """The fraction of these that one client alone may have."""
 
 
-class IntakeTurn:
+class LimiterTurn:
     """One request's right to be processed by the router, until it is closed."""
 
     def __init__(self, close: Callable[[], None]) -> None:
@@ -35,11 +35,11 @@ class IntakeTurn:
             close()
 
 
-class Intake:
+class ConcurrencyLimiter:
     """The requests that are being taken in or wait for it; one object per router."""
 
     def __init__(self) -> None:
-        self._queue: FairQueue[asyncio.Future[IntakeTurn]] = FairQueue(quantum_tokens=1, least_tokens=1)
+        self._queue: FairQueue[asyncio.Future[LimiterTurn]] = FairQueue(quantum_tokens=1, least_tokens=1)
         self._inside = Counter[str]()
         self._waiting = Counter[str]()
 
@@ -48,9 +48,9 @@ class Intake:
         return self._inside[client] + self._waiting[client]
 
     @asynccontextmanager
-    async def turn(self, client: str) -> AsyncIterator[IntakeTurn]:
+    async def turn(self, client: str) -> AsyncIterator[LimiterTurn]:
         """Wait for a turn; it ends with the block, or earlier when it is closed."""
-        granted: asyncio.Future[IntakeTurn] = asyncio.get_running_loop().create_future()
+        granted: asyncio.Future[LimiterTurn] = asyncio.get_running_loop().create_future()
         entry = self._queue.push(client, 1, granted)
         self._count(self._waiting, client, 1)
         self._wake()
@@ -76,7 +76,7 @@ class Intake:
                 return
             if not entry.item.done():
                 self._count(self._inside, entry.client, 1)
-                entry.item.set_result(IntakeTurn(partial(self._leave, entry.client)))
+                entry.item.set_result(LimiterTurn(partial(self._leave, entry.client)))
 
     def _may_enter(self, client: str) -> bool:
         inside = self._inside[client]
