@@ -171,8 +171,8 @@ class Admission:
             blocks_per_s=round(self._ended_blocks.per_s, 3),
         )
 
-    def admit(self, client: str, ask: Ask) -> Permit:
-        """Accept a request until its permit is released. Raises Refused."""
+    def admit(self, client: str, ask: Ask) -> AdmissionTicket:
+        """Accept a request until its ticket is released. Raises Refused."""
         pool = self._prompt_pool(ask.prompt_tokens)
         now = self._snapshot(client, pool, self._queues[pool].wait_s(client, ask.prompt_tokens, ask.sequences))
         self._decide(ask, now)
@@ -184,7 +184,7 @@ class Admission:
             if left:
                 self._left.setdefault(client, FadingAmount(self._clock, LEFT_WINDOW_S)).add(ended)
 
-        return Permit(ask.sequences, give_back)
+        return AdmissionTicket(ask.sequences, give_back)
 
     def _decide(self, ask: Ask, now: Snapshot) -> None:
         self._or_counted(lambda: decide(ask, now, self._limits))
@@ -293,11 +293,11 @@ def _look_at(answer: Sequence[Worker], prompt: Sequence[Worker]) -> _Workers:
     return found
 
 
-class Permit:
+class AdmissionTicket:
     """One accepted request.
 
     Each of its sequences is given back once, when it has ended on the workers, whether or not its client has read it.
-    The remaining ones are given back when the permit is dropped.
+    The remaining ones are given back when the ticket is dropped.
 
     A client may leave between the acceptance of its request and the start of its answer, or a later prompt of the
     same list may be refused. The generator that would have served it is then never started, only dropped. Such

@@ -35,7 +35,7 @@ from engine.vllm_workarounds.bounded_grammars import bound_validation
 from router.dispatch.orchestrator import DeadlineExceeded, Orchestrator
 from router.dispatch.request import Sampling, SequenceRequest
 from router.fleet.policy import NoWorker
-from router.flow.admission import Admission, Permit
+from router.flow.admission import Admission, AdmissionTicket
 from router.flow.admission_rules import Ask, Refused
 from router.front.http.context import MAX_REQUEST_ID_CHARACTERS, current
 from router.front.sampling import sampling_of
@@ -173,9 +173,9 @@ class RouterEngineClient(EngineClient):
             prompt_text, _, _ = extract_prompt_components(self.model_config, prompt)
         client = current().client
         with _as_http():
-            permit = self._admission.admit(client, _ask(request, self.model_config.get_vocab_size()))
+            ticket = self._admission.admit(client, _ask(request, self.model_config.get_vocab_size()))
         current().taken_in()
-        return self._serve(request, wanted, request_id, prompt_text, client, permit)
+        return self._serve(request, wanted, request_id, prompt_text, client, ticket)
 
     async def _serve(
         self,
@@ -184,7 +184,7 @@ class RouterEngineClient(EngineClient):
         request_id: str,
         prompt_text: str | None,
         client: str,
-        permit: Permit,
+        ticket: AdmissionTicket,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of an admitted request. It is never started if its client has left already."""
         tasks: list[asyncio.Task[None]] = []
@@ -199,7 +199,7 @@ class RouterEngineClient(EngineClient):
 
         def sequence_ended(task: asyncio.Task[None]) -> None:
             _tell_of_a_failure(collector, task)
-            permit.sequence_ended(left=task.cancelled() and not finished)
+            ticket.sequence_ended(left=task.cancelled() and not finished)
             if collector in self._collectors and all(one.done() for one in tasks):
                 self._unread.add(collector)
 

@@ -226,7 +226,7 @@ async def bookkeeping(size: Size) -> list[Figure]:
     metrics = RequestMetrics(CollectorRegistry())
     admission = Admission(settings, {"adaptive": queue}, fleet, metrics, look_every_s=LOOK_EVERY_S)
     admission.state = "open"
-    permits = [admission.admit(f"c{number}", Ask(1, 20, 4)) for number in range(size.clients)]
+    tickets = [admission.admit(f"c{number}", Ask(1, 20, 4)) for number in range(size.clients)]
 
     def a_request() -> None:
         with suppress(Refused):
@@ -238,7 +238,7 @@ async def bookkeeping(size: Size) -> list[Figure]:
     for task in waiting:
         task.cancel()
     await asyncio.wait(waiting)
-    del permits
+    del tickets
     return [
         Figure("a look at the queue without room", without_room_ms, 0.2, "ms"),
         Figure("a look at the queue while its first prompt is held back", held_back_ms, 0.2, "ms"),

@@ -58,7 +58,7 @@ class RequestContext:
     retry_after_s: int = 1
     """Seconds after which a refusal says that another try may succeed."""
     taken_in: Callable[[], None] = _nothing
-    """Ends the request's turn in the concurrency limiter: from now on it needs only its tokens delivered. May be called twice."""
+    """Ends its turn in the concurrency limiter: from now on it needs only its tokens delivered. May be called twice."""
     streams: bool = False
     """Whether the answer has begun as a stream of events."""
 

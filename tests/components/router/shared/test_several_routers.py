@@ -189,12 +189,12 @@ async def test_admission_counts_what_the_other_router_has_accepted():
     async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started:
         addresses = [host.address for host in started]
         async with a_dispatcher(addresses, SETTINGS) as (_, at), routers(2, addresses, at, SETTINGS) as pair:
-            permits = [pair[0].admission.admit("a", Ask(1, 8, 8)) for _ in range(10)]
+            tickets = [pair[0].admission.admit("a", Ask(1, 8, 8)) for _ in range(10)]
             await eventually(lambda: pair[1].admission.others.all.sequences == 10)
             with pytest.raises(Refused, match="10 requests are being served"):
                 pair[1].admission.admit("b", Ask(1, 8, 8))
-            for permit in permits:
-                permit.release()
+            for ticket in tickets:
+                ticket.release()
             await eventually(lambda: pair[1].admission.others.all.sequences == 0)
             pair[1].admission.admit("b", Ask(1, 8, 8)).release()
 
@@ -204,12 +204,12 @@ async def test_a_clients_share_counts_at_all_routers_together():
         addresses = [host.address for host in started]
         settings = replace(SETTINGS, max_client_share=0.5)
         async with a_dispatcher(addresses, settings) as (_, at), routers(2, addresses, at, settings) as pair:
-            permits = [pair[0].admission.admit("a", Ask(1, 8, 8)) for _ in range(5)]
+            tickets = [pair[0].admission.admit("a", Ask(1, 8, 8)) for _ in range(5)]
             await eventually(lambda: "a" in pair[1].admission.others.of_client)
             with pytest.raises(Refused, match="you may have"):
                 pair[1].admission.admit("a", Ask(1, 8, 8))
             pair[1].admission.admit("b", Ask(1, 8, 8)).release()
-            permits.clear()
+            tickets.clear()
 
 
 async def test_in_mode_adaptive_the_dispatcher_chooses_by_prediction_for_both_routers_and_the_tokens_are_one_engines():

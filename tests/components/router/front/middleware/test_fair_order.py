@@ -19,7 +19,8 @@ from tests.support.samples import router_settings
 from tests.unit.router.flow.test_prompt_queue import settle
 
 
-def ingress(app, limiter, check_share=lambda client, coming: None):
+def ingress(app, limiter=None, check_share=lambda client, coming: None):
+    limiter = limiter or ConcurrencyLimiter()
     gates = Gates(check_share, 1, HeldBodies(1 << 23, lambda why: None), limiter)
     return WithContext(Ingress(app, router_settings(), gates))
 
@@ -124,7 +125,7 @@ async def test_a_client_over_its_share_is_refused_with_its_body_read_and_not_par
         await send({"type": "http.response.body", "body": b""})
 
     async with (
-        listening(ingress(app, ConcurrencyLimiter(), check_share)) as url,
+        listening(ingress(app, check_share=check_share)) as url,
         httpx.AsyncClient(base_url=url) as http,
     ):
         answer = await http.post("/v1/completions", content=b"x" * 3_000_000, headers={"connection": "close"})
@@ -144,7 +145,7 @@ async def test_a_body_that_costs_too_much_is_refused_before_it_is_parsed_and_oth
         body = await Request(scope, receive).body()
         await JSONResponse({"bytes": len(body)})(scope, receive, send)
 
-    async with listening(ingress(app, ConcurrencyLimiter())) as url, httpx.AsyncClient(base_url=url) as http:
+    async with listening(ingress(app)) as url, httpx.AsyncClient(base_url=url) as http:
         long = json.dumps({"prompt": [5] * 900_000}).encode()
         assert (await http.post("/", content=long)).json() == {"bytes": len(long)}
         assert (await http.get("/")).json() == {"bytes": 0}
