@@ -8,8 +8,10 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
+from prometheus_client import CollectorRegistry
 
 from cluster.runtime.handlers import HANDLERS
 from kv_transfer.options import TransferOptions
@@ -45,9 +47,13 @@ async def serving(
     engines: tuple[FakeEngine, FakeEngine] | None = None,
     *,
     workers_host: str = "127.0.0.1",
+    registry: CollectorRegistry | None = None,
     **settings: Any,
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Any, FakeEngine, FakeEngine]]:
-    """Yield (HTTP client, router, prefill engine, decode engine). By default prefill steps only when told to."""
+    """Yield (HTTP client, router, prefill engine, decode engine). By default prefill steps only when told to.
+
+    Its series are in `registry`, or one of their own: elsewhere a process has one router.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from router.server import Router
@@ -58,7 +64,7 @@ async def serving(
     for host in hosts:
         await host.start()
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), patch("router.server.REGISTRY", registry or CollectorRegistry()):
             warnings.simplefilter("ignore")
             router = Router(router_settings(model_path=str(model), **settings))
             url = await router.serve([host.address for host in hosts], {})

@@ -13,14 +13,13 @@ import pytest
 import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry
 
 from engine.passed_args import front
 from router.client_identity import hash_key
 from router.front.http.routes import OPEN_PATHS, ROUTES
 from router.front.http.unknown_paths import meant_by
 from tests.support.fake_engine import FakeEngine
-from tests.support.served_router import make_model, serving
+from tests.support.served_router import serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
@@ -31,19 +30,12 @@ CHAT_PATH = "/v1/chat/completions"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def http(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("model")
-    make_model(directory)
+async def http(model):
     engines = FakeEngine("prefill"), FakeEngine("decode")
     keys = frozenset({hash_key(b"a-clients-key")})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("router.server.REGISTRY", CollectorRegistry())
-        settings = {"api_key_hashes": keys, "max_request_bytes": 100_000}
-        async with serving(directory, engines, server_args=front({"chat_template": TEMPLATE}), **settings) as (
-            client,
-            *_,
-        ):
-            yield client
+    settings = {"api_key_hashes": keys, "max_request_bytes": 100_000}
+    async with serving(model, engines, server_args=front({"chat_template": TEMPLATE}), **settings) as (client, *_):
+        yield client
 
 
 async def sent_raw(http: Any, data: bytes) -> bytes:

@@ -9,13 +9,12 @@ from types import SimpleNamespace
 import httpx
 import pytest
 import pytest_asyncio
-from prometheus_client import CollectorRegistry
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from router.front.engine_client import _ask
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.series_table import STEP_MODEL, documented, worker_counters
-from tests.support.served_router import make_model, serving
+from tests.support.served_router import serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 MAX_OUTSTANDING = 4
@@ -25,13 +24,6 @@ LIMITS = {
     "recovery_timeout_s": 60.0,
     "ready_deadline_s": 0.5,
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("model")
-    make_model(directory)
-    return directory
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -56,9 +48,8 @@ def accepted_are(router):
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def own(model, monkeypatch):
+async def own(model):
     """The same and the router itself, for a test that ends it."""
-    monkeypatch.setattr("router.server.REGISTRY", CollectorRegistry())  # there is one router in a process elsewhere
     async with serving(model, **LIMITS) as parts:
         yield parts
 

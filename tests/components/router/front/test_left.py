@@ -2,11 +2,10 @@
 
 import pytest
 import pytest_asyncio
-from prometheus_client import CollectorRegistry
 
 from router.flow.admission_rules import Ask
 from tests.support.patience import eventually
-from tests.support.served_router import make_model, serving
+from tests.support.served_router import serving
 from tests.support.talking_router import TalkingEngine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -14,17 +13,13 @@ MAX_OUTSTANDING, SHARE = 16, 12
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def served(tmp_path_factory):
+async def served(model):
     """(HTTP client, admission) of a router whose clients have three quarters each."""
-    model = tmp_path_factory.mktemp("model")
-    make_model(model)
     engines = TalkingEngine("prefill"), TalkingEngine("decode")
     for engine in engines:
         engine.num_kv_blocks = 10_000
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("router.server.REGISTRY", CollectorRegistry())  # there is one router in a process elsewhere
-        async with serving(model, engines, max_outstanding_requests=MAX_OUTSTANDING, max_client_share=0.75) as parts:
-            yield parts[0], parts[1]._admission
+    async with serving(model, engines, max_outstanding_requests=MAX_OUTSTANDING, max_client_share=0.75) as parts:
+        yield parts[0], parts[1]._admission
 
 
 async def ask(http, **fields):

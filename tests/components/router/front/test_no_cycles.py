@@ -6,10 +6,9 @@ from collections import Counter
 
 import pytest
 import pytest_asyncio
-from prometheus_client import CollectorRegistry
 
 from tests.support.patience import eventually
-from tests.support.served_router import make_model, serving
+from tests.support.served_router import serving
 from tests.support.talking_router import TalkingEngine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -24,17 +23,13 @@ KINDS = {
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def served(tmp_path_factory):
+async def served(model):
     """(HTTP client, router)."""
-    model = tmp_path_factory.mktemp("model")
-    make_model(model)
     engines = TalkingEngine("prefill"), TalkingEngine("decode")
     for engine in engines:
         engine.num_kv_blocks = 10_000
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("router.server.REGISTRY", CollectorRegistry())
-        async with serving(model, engines, max_outstanding_requests=100) as parts:
-            yield parts[0], parts[1]
+    async with serving(model, engines, max_outstanding_requests=100) as parts:
+        yield parts[0], parts[1]
 
 
 async def ask(http, fields):

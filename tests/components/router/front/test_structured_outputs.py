@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from prometheus_client import CollectorRegistry
 
 from contracts.errors import InvalidTask
 from tests.support.fake_engine import FakeEngine
-from tests.support.served_router import make_model, serving
+from tests.support.served_router import serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -20,14 +19,10 @@ TOO_LONG = "structured output: this grammar takes too long"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def served(tmp_path_factory):
+async def served(model):
     """(HTTP client, decode engine)"""
-    directory = tmp_path_factory.mktemp("model")
-    make_model(directory)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("router.server.REGISTRY", CollectorRegistry())
-        async with serving(directory, (FakeEngine("prefill"), FakeEngine("decode"))) as (client, _, _, decode):
-            yield client, decode
+    async with serving(model, (FakeEngine("prefill"), FakeEngine("decode"))) as (client, _, _, decode):
+        yield client, decode
 
 
 async def ask(http: Any, path: str = "/v1/completions", **fields: Any) -> Any:

@@ -15,7 +15,6 @@ from router.front.text_stream import TextSink
 from router.front.text_turns import TextTurns
 from tests.components.router.front.test_outputs import added
 from tests.support.patience import eventually
-from tests.support.served_router import make_model
 
 TOKENS, WIDTH = 900, 21
 
@@ -106,10 +105,8 @@ async def test_a_request_that_is_aborted_meanwhile_is_not_converted_further():
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("model")
-    make_model(directory)
-    return AutoTokenizer.from_pretrained(directory)
+def tokenizer(model):
+    return AutoTokenizer.from_pretrained(model)
 
 
 class Late:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from anthropic import AsyncAnthropic
-from prometheus_client import CollectorRegistry
 
 from engine.passed_args import front
 from tests.support import fake_engine
@@ -69,7 +68,6 @@ async def served(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")
     make_model(directory)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("router.server.REGISTRY", CollectorRegistry())
         patched.setattr(fake_engine, "next_token", as_said)
         async with serving(
             directory,

@@ -15,7 +15,6 @@ import pytest_asyncio
 from anthropic import AsyncAnthropic
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry
 
 from contracts.tasks import TokenDelta
 from engine.passed_args import front
@@ -23,7 +22,7 @@ from router.client_identity import hash_key
 from router.front.middleware.anthropic_errors import AnthropicErrors
 from tests.support.fake_engine import FakeEngine
 from tests.support.patience import PATIENCE_S, eventually
-from tests.support.served_router import make_model, serving
+from tests.support.served_router import serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
@@ -43,23 +42,19 @@ class CachingEngine(FakeEngine):
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def served(tmp_path_factory):
+async def served(model):
     """(HTTP client, router, prefill, decode); prefill makes steps when it is told to."""
-    directory = tmp_path_factory.mktemp("model")
-    make_model(directory)
     vllm = {"chat_template": TEMPLATE, "sse_keep_alive_interval": KEEP_ALIVE_S, "enable_prompt_tokens_details": True}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("router.server.REGISTRY", CollectorRegistry())
-        async with serving(
-            directory,
-            (CachingEngine("prefill"), FakeEngine("decode")),
-            server_args=front(vllm),
-            api_key_hashes=frozenset({hash_key(KEY.encode())}),
-            max_request_bytes=100_000,
-            max_outstanding_requests=1,
-            max_model_len_tokens=CONTEXT_TOKENS,
-        ) as parts:
-            yield parts
+    async with serving(
+        model,
+        (CachingEngine("prefill"), FakeEngine("decode")),
+        server_args=front(vllm),
+        api_key_hashes=frozenset({hash_key(KEY.encode())}),
+        max_request_bytes=100_000,
+        max_outstanding_requests=1,
+        max_model_len_tokens=CONTEXT_TOKENS,
+    ) as parts:
+        yield parts
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from prometheus_client import CollectorRegistry
 
 import router.front.app
 import router.front.metrics_page
@@ -24,7 +23,7 @@ from router.front.http.routes import ON_WISH, OPEN_PATHS, ROUTES, keep_known_rou
 from router.front.middleware.auth import KeyGuard
 from router.front.single_flight import BURST
 from tests.support import ipv6
-from tests.support.served_router import make_model, serving
+from tests.support.served_router import serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 KEY = "a-clients-key"
@@ -38,13 +37,6 @@ CARELESS = {
 }
 PAGE = "https://chat.example"
 FORGED = {"x-forwarded-for": "192.0.2.7", "x-forwarded-proto": "https"}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("model")
-    make_model(directory)
-    return directory
 
 
 @pytest.fixture(scope="module")
@@ -101,9 +93,8 @@ def apps():
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def keyed(model, a_careless_shell):
+async def keyed(model):
     """(HTTP client, router, engines) of a router whose clients have a key."""
-    a_careless_shell.setattr("router.server.REGISTRY", CollectorRegistry())
     keys = frozenset({hash_key(KEY.encode())})
     # Prefill makes no step by itself here: /ready says so as soon as its time is up.
     settings = {"api_key_hashes": keys, "cors_allowed_origins": (PAGE,), "ready_deadline_s": 0.5}
@@ -112,9 +103,8 @@ async def keyed(model, a_careless_shell):
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def behind_a_proxy(model, a_careless_shell):
+async def behind_a_proxy(model):
     """The same without keys and with a proxy on this machine."""
-    a_careless_shell.setattr("router.server.REGISTRY", CollectorRegistry())
     async with serving(model, trusted_proxies=(ipaddress.ip_network("127.0.0.0/8"),)) as served:
         yield served
 
@@ -329,8 +319,7 @@ async def test_fifty_scrapes_at_once_share_a_few_renderings(keyed, monkeypatch):
 
 
 @pytest.mark.skipif(not ipv6.HERE, reason="this machine has no IPv6")
-async def test_a_server_for_both_address_families_serves_both_with_workers_on_ipv6(model, seen, a_careless_shell):
-    a_careless_shell.setattr("router.server.REGISTRY", CollectorRegistry())
+async def test_a_server_for_both_address_families_serves_both_with_workers_on_ipv6(model, seen):
     async with serving(model, host="::", workers_host="::1") as (http, _, _, _):
         assert re.fullmatch(r"http://\[::]:[0-9]+", str(http.base_url).rstrip("/"))
         for host, name in (("[::1]", "::/64"), ("127.0.0.1", "127.0.0.1")):

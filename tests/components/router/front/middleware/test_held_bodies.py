@@ -6,13 +6,12 @@ from contextlib import AsyncExitStack
 import httpx
 import pytest
 import pytest_asyncio
-from prometheus_client import CollectorRegistry
 
 from router.client_identity import hash_key
 from router.flow.held_bodies import MOST_BODIES
 from tests.support.fake_engine import FakeEngine
 from tests.support.patience import eventually
-from tests.support.served_router import make_model, serving
+from tests.support.served_router import serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 LONGEST = 4096
@@ -21,16 +20,11 @@ HELD_BY_ONE = MOST_BODIES * 3 // 4
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def served(tmp_path_factory):
-    model = tmp_path_factory.mktemp("model")
-    make_model(model)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("router.server.REGISTRY", CollectorRegistry())  # there is one router in a process elsewhere
-        engines = FakeEngine("prefill"), FakeEngine("decode", stepping="manual")
-        async with serving(
-            model, engines, max_request_bytes=LONGEST, max_outstanding_requests=500, api_key_hashes=KEYS
-        ) as parts:
-            yield parts
+async def served(model):
+    engines = FakeEngine("prefill"), FakeEngine("decode", stepping="manual")
+    settings = {"max_request_bytes": LONGEST, "max_outstanding_requests": 500, "api_key_hashes": KEYS}
+    async with serving(model, engines, **settings) as parts:
+        yield parts
 
 
 async def begun(stack, port, path):

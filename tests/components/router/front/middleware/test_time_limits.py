@@ -7,7 +7,6 @@ import pytest
 import pytest_asyncio
 from hypothesis import example, given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry
 
 from router.dispatch.orchestrator import Orchestrator
 from router.front.http.context import WithContext, current
@@ -16,7 +15,7 @@ from router.front.middleware.time_limits import TPOT, TTFT, note_limits, read_li
 from router.settings import LONGEST_LIMIT_MS, SHORTEST_LIMIT_MS
 from tests.support.fake_engine import FakeEngine
 from tests.support.http_server import listening
-from tests.support.served_router import make_model, serving
+from tests.support.served_router import serving
 
 LIMITS = ["x-ridgeline-ttft-ms", "x-ridgeline-tpot-ms"]
 NO_NUMBERS = ["", "soon", "1,5", "1_000", "0x10", "ten", "5ms", "nan", "inf", "-inf", "1 2", "--1"]
@@ -108,13 +107,6 @@ async def test_a_limit_that_means_nothing_is_a_bad_request_that_names_the_header
 # --- the whole router
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("model")
-    make_model(directory)
-    return directory
-
-
 @pytest_asyncio.fixture
 async def sequences(model, monkeypatch):
     """(HTTP client, the sequences that it and /ready have begun) of a router with a limit for TPOT."""
@@ -126,7 +118,6 @@ async def sequences(model, monkeypatch):
         await run(self, request, emit)
 
     monkeypatch.setattr(Orchestrator, "run", noted)
-    monkeypatch.setattr("router.server.REGISTRY", CollectorRegistry())  # there is one router in a process elsewhere
     engines = (FakeEngine("prefill"), FakeEngine("decode"))
     async with serving(model, engines, tpot_limit_s=0.25) as (http, *_):
         begun.clear()

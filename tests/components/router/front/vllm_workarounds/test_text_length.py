@@ -4,27 +4,22 @@ import threading
 
 import pytest
 import pytest_asyncio
-from prometheus_client import CollectorRegistry
 
 from router.flow.concurrency_limiter import AT_A_TIME
 from router.front.vllm_workarounds.text_length import CHARACTERS_PER_TOKEN
 from tests.support.fake_engine import FakeEngine
-from tests.support.served_router import make_model, serving
+from tests.support.served_router import serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 CONTEXT = 4096
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def served(tmp_path_factory):
+async def served(model):
     """(HTTP client, vLLM's renderer)."""
-    model = tmp_path_factory.mktemp("model")
-    make_model(model)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("router.server.REGISTRY", CollectorRegistry())  # there is one router in a process elsewhere
-        engines = FakeEngine("prefill"), FakeEngine("decode")
-        async with serving(model, engines, max_model_len_tokens=CONTEXT) as parts:
-            yield parts[0], parts[1]._client.renderer
+    engines = FakeEngine("prefill"), FakeEngine("decode")
+    async with serving(model, engines, max_model_len_tokens=CONTEXT) as parts:
+        yield parts[0], parts[1]._client.renderer
 
 
 @pytest.mark.parametrize("fields", [{}, {"truncate_prompt_tokens": 10}, {"truncate_prompt_tokens": -1}], ids=str)

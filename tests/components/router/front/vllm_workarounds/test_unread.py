@@ -16,7 +16,7 @@ from router.front.vllm_workarounds.unread import BoundedCollector, look
 from tests.components.router.front.test_http import body, stepping
 from tests.support.fake_engine import FakeEngine
 from tests.support.patience import eventually
-from tests.support.served_router import make_model, serving
+from tests.support.served_router import serving
 
 LONG = 600
 
@@ -131,13 +131,6 @@ async def test_the_log_probabilities_of_the_prompt_are_kept_when_a_later_sequenc
 # --- over HTTP
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("model")
-    make_model(directory)
-    return directory
-
-
 @asynccontextmanager
 async def unread_answer(http, **fields):
     """A connection that has asked for a long stream and reads none of it."""
@@ -159,16 +152,15 @@ async def unread_answer(http, **fields):
 @pytest.fixture
 def registry(monkeypatch):
     registry = CollectorRegistry()
-    monkeypatch.setattr("router.server.REGISTRY", registry)
     monkeypatch.setattr("router.server.KERNEL_UNSENT_BYTES", 4096)
     return registry
 
 
 @asynccontextmanager
-async def running(model, **changes):
+async def running(model, registry, **changes):
     """(HTTP client, router, decode engine), the engines making steps."""
     engines = FakeEngine("prefill", stepping="manual"), FakeEngine("decode", stepping="manual")
-    async with serving(model, engines, **changes) as (http, router, prefill, decode):
+    async with serving(model, engines, registry=registry, **changes) as (http, router, prefill, decode):
         steppers = [asyncio.create_task(stepping(engine)) for engine in (prefill, decode)]
         yield http, router, decode
         for stepper in steppers:
@@ -176,7 +168,7 @@ async def running(model, **changes):
 
 
 async def test_a_slot_is_free_when_the_sequences_have_ended_and_a_drain_waits_for_the_reader(model, registry):
-    async with running(model, send_timeout_s=600.0) as (http, router, decode), unread_answer(http):
+    async with running(model, registry, send_timeout_s=600.0) as (http, router, decode), unread_answer(http):
         await eventually(lambda: router._client._unread)
         assert router._client._admission.sequences == 0, "its slot is free"
         assert router._client.accepted == 1, "and a drain still waits for it"
@@ -185,7 +177,7 @@ async def test_a_slot_is_free_when_the_sequences_have_ended_and_a_drain_waits_fo
 
 
 async def test_a_drain_waits_for_a_client_that_does_not_read_until_the_write_deadline(model, registry):
-    async with running(model, send_timeout_s=0.5) as (http, router, _decode):
+    async with running(model, registry, send_timeout_s=0.5) as (http, router, _decode):
         async with unread_answer(http):
             await eventually(lambda: router._client.accepted == 1)
             assert await router.drain(20.0) == 0
@@ -193,7 +185,7 @@ async def test_a_drain_waits_for_a_client_that_does_not_read_until_the_write_dea
 
 
 async def test_a_stream_that_is_not_read_is_aborted_on_the_workers_once_it_is_too_long(model, registry):
-    async with running(model, max_stream_buffer_bytes=4_000) as (http, router, decode):
+    async with running(model, registry, max_stream_buffer_bytes=4_000) as (http, router, decode):
         async with unread_answer(http):
             await eventually(lambda: decode.aborted)
             await eventually(lambda: router._client._admission.sequences == 0)
