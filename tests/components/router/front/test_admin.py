@@ -27,7 +27,7 @@ from router.fleet.fleet import SPLIT_FOR_EVER
 from router.fleet.roles import RoleTable
 from router.front.admin import admin_routes
 from router.front.http.context import WithContext
-from router.front.middleware.admin_access import AdminAccess
+from router.front.middleware.admin_access import AdminAccess, AdminRefusal
 from router.front.middleware.auth import Access, KeyGuard
 from router.front.operations import Cancellation, OperationLog
 from router.observe.explanations import Explanations
@@ -80,10 +80,10 @@ async def test_the_list_has_every_worker_with_its_pool_and_state():
         assert (await http.get("/ridgeline/workers")).json()["workers"][0]["state"] == "lost"
 
 
-@pytest.mark.parametrize("last", ["0", "-1", "257", "all", "1e3", ""])
-async def test_an_impossible_number_of_decisions_is_refused(last):
+async def test_an_impossible_number_of_decisions_is_refused():
     async with admin() as (http, _, _, _):
-        assert (await http.get("/ridgeline/decisions", params={"last": last})).status_code == 422
+        for last in ("0", "-1", "257", "all", "1e3", ""):
+            assert (await http.get("/ridgeline/decisions", params={"last": last})).status_code == 422, last
         told = (await http.get("/ridgeline/decisions")).json()
         assert told == {"mode": "disaggregated", "decisions": []}
 
@@ -154,10 +154,10 @@ async def test_an_unknown_worker_is_answered_with_the_names_there_are():
         )
 
 
-@pytest.mark.parametrize("body", [{}, {"worker": 5}, {"worker": "prefill-0", "timeout_s": -1}, {"worker": "x", "y": 1}])
-async def test_a_wish_that_makes_no_sense_is_refused(body):
+async def test_a_wish_that_makes_no_sense_is_refused():
     async with admin() as (http, started, _, _):
-        assert (await http.post("/ridgeline/drain", json=body)).status_code == 422
+        for body in ({}, {"worker": 5}, {"worker": "prefill-0", "timeout_s": -1}, {"worker": "x", "y": 1}):
+            assert (await http.post("/ridgeline/drain", json=body)).status_code == 422, body
         assert started[0].failure() == ""
 
 
@@ -240,16 +240,18 @@ OPERATION_CALLS = [
 
 
 @pytest.mark.filterwarnings("ignore::contracts.former_names.FormerName")
-@pytest.mark.parametrize(("method", "path"), OPERATION_CALLS)
-async def test_only_operators_see_and_cancel_operations(method, path):
+async def test_only_operators_see_and_cancel_operations():
+    wrong = {"authorization": "Bearer a-clients-key"}
     async with admin("10.0.0.7") as (http, _, _, _):
-        assert (await http.request(method, path, json={})).status_code == 403
+        for method, path in OPERATION_CALLS:
+            assert (await http.request(method, path, json={})).status_code == 403, (method, path)
     async with admin(access=KEYED) as (http, _, _, app):
-        assert (await http.request(method, path, json={})).status_code == 401
-        wrong = {"authorization": "Bearer a-clients-key"}
-        assert (await http.request(method, path, json={}, headers=wrong)).status_code == 401
+        for method, path in OPERATION_CALLS:
+            assert (await http.request(method, path, json={})).status_code == 401, (method, path)
+            assert (await http.request(method, path, json={}, headers=wrong)).status_code == 401, (method, path)
         assert not app.book.all
-        assert (await http.request(method, path, json={}, headers=BEARER)).status_code in (200, 202, 404)
+        for method, path in OPERATION_CALLS:
+            assert (await http.request(method, path, json={}, headers=BEARER)).status_code in (200, 202, 404)
 
 
 async def test_the_commands_list_operations_and_cancel_one():
@@ -323,24 +325,22 @@ FORBIDDEN = (403, 403)
 UNAUTHORIZED = (401, 401)
 
 
-@pytest.mark.parametrize(
-    ("caller", "expected"),
-    [
-        ("127.0.0.1", LET_IN),
-        ("127.0.0.9", LET_IN),
-        ("::1", LET_IN),
-        ("::ffff:127.0.0.1", LET_IN),
-        ("10.0.0.7", FORBIDDEN),
-        ("::ffff:10.0.0.7", FORBIDDEN),
-        ("::127.0.0.1", FORBIDDEN),
-        ("2001:db8::1", FORBIDDEN),
-        ("0.0.0.0", FORBIDDEN),
-        ("", FORBIDDEN),
-    ],
-)
-async def test_without_admin_keys_the_sockets_peer_must_be_this_machine(caller, expected):
-    async with admin(caller) as (http, _, _, _):
-        assert await statuses(http) == expected
+def right(caller="127.0.0.1", access=LOCAL, keys=(), **headers):
+    """What the rule says of a caller: its right, or the status of its refusal."""
+    sent = [(name.lower().encode(), value.encode()) for name, value in ({"host": "localhost"} | headers).items()]
+    found = access.right({"client": (caller, 5), "headers": sent}, keys)
+    return found.status if isinstance(found, AdminRefusal) else found
+
+
+@pytest.mark.parametrize("caller", ["127.0.0.1", "127.0.0.9", "::1", "::ffff:127.0.0.1"])
+@pytest.mark.parametrize("host", ["localhost:8000", "127.0.0.1", "127.0.0.1:8000", "[::1]:8000", "[::1]", "LOCALHOST"])
+def test_without_admin_keys_a_caller_on_this_machine_is_an_operator_by_any_of_its_names(caller, host):
+    assert right(caller, host=host) == "local"
+
+
+@pytest.mark.parametrize("caller", ["10.0.0.7", "::ffff:10.0.0.7", "::127.0.0.1", "2001:db8::1", "0.0.0.0", ""])
+def test_without_admin_keys_no_other_machine_is_an_operator(caller):
+    assert right(caller) == 403
 
 
 @pytest.mark.parametrize(
@@ -360,17 +360,8 @@ async def test_without_admin_keys_the_sockets_peer_must_be_this_machine(caller, 
     ],
     ids=str,
 )
-async def test_without_admin_keys_what_was_passed_on_or_comes_from_a_page_in_a_browser_is_refused(headers):
-    async with admin() as (http, _, _, _):
-        assert await statuses(http, **headers) == FORBIDDEN
-    async with admin("10.0.0.7") as (http, _, _, _):
-        assert await statuses(http, **headers) == FORBIDDEN
-
-
-@pytest.mark.parametrize("host", ["localhost:8000", "127.0.0.1", "127.0.0.1:8000", "[::1]:8000", "[::1]", "LOCALHOST"])
-async def test_without_admin_keys_this_machine_may_be_called_by_any_of_its_own_names(host):
-    async with admin() as (http, _, _, _):
-        assert await statuses(http, host=host) == LET_IN
+def test_without_admin_keys_what_was_passed_on_or_comes_from_a_page_in_a_browser_is_refused(headers):
+    assert right(**headers) == right("10.0.0.7", **headers) == 403
 
 
 async def test_where_clients_have_keys_or_come_through_proxies_nobody_is_an_operator_by_being_here():
@@ -379,6 +370,14 @@ async def test_where_clients_have_keys_or_come_through_proxies_nobody_is_an_oper
         assert await statuses(http, **BEARER) == FORBIDDEN
         reply = await http.get("/ridgeline/workers")
         assert "security.admin_keys_file" in reply.json()["error"]["message"]
+
+
+async def test_the_rule_holds_for_the_sockets_peer_and_the_heads_of_requests():
+    async with admin("::ffff:127.0.0.1") as (http, _, _, _):
+        assert await statuses(http) == LET_IN
+        assert await statuses(http, host="rebound.example") == FORBIDDEN
+    async with admin("10.0.0.7") as (http, _, _, _):
+        assert await statuses(http) == FORBIDDEN
 
 
 async def test_an_admin_key_is_let_in_from_anywhere_but_a_page_and_nothing_else_is():
@@ -395,10 +394,10 @@ async def test_an_admin_key_is_let_in_from_anywhere_but_a_page_and_nothing_else_
         assert KEY not in reply.text
 
 
-@pytest.mark.parametrize("written", ["/ridgeline/drain", "/%72idgeline/drain", "/ridgeline//drain", "/ridgeline/x"])
-async def test_no_way_of_writing_an_operators_path_leads_past_the_admin_key(written):
+async def test_no_way_of_writing_an_operators_path_leads_past_the_admin_key():
     async with admin("10.0.0.7", KEYED) as (http, _, _, _):
-        assert (await http.post(written, json={})).status_code == 401
+        for written in ("/ridgeline/drain", "/%72idgeline/drain", "/ridgeline//drain", "/ridgeline/x"):
+            assert (await http.post(written, json={})).status_code == 401, written
 
 
 async def test_the_paths_let_nobody_in_whom_no_guard_has_let_in():

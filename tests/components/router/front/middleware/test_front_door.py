@@ -189,11 +189,16 @@ async def test_every_route_is_in_the_table_and_what_a_developers_shell_adds_is_t
 
 async def test_each_route_answers_those_it_is_for_and_nobody_else(keyed):
     http = keyed[0]
-    for path, callers in ROUTES.items():
+    methods = ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS")
+
+    async def statuses(path, headers):
         written = path.replace("{response_id}", "none").replace("{model:path}", "none")
-        for method in ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS"):
-            stranger = (await http.request(method, written)).status_code
-            client = (await http.request(method, written, headers=BEARER)).status_code
+        answers = await asyncio.gather(*(http.request(method, written, headers=headers) for method in methods))
+        return [answer.status_code for answer in answers]
+
+    for path, callers in ROUTES.items():
+        asked = zip(methods, await statuses(path, {}), await statuses(path, BEARER), strict=True)
+        for method, stranger, client in asked:
             if callers == "operators":
                 assert (stranger, client) == (403, 403), (method, path)
             elif path in OPEN_PATHS and method in ("GET", "HEAD"):
