@@ -59,7 +59,7 @@ async def test_its_objects_are_not_looked_through_while_more_streams_begin(tmp_p
         url = await service.serve([host.address for host in hosts], {}, None, some=False)
         stack.push_async_callback(service.stop)
         stack.callback(gc.freeze)  # as tests/conftest.py has done
-        stack.callback(service._garbage.stop)
+        stack.callback(service._gc_schedule.stop)
         await asyncio.gather(*(open_stream(stack, url) for _ in range(FIRST)))
         before = full_collections()
         for _ in range(3):
