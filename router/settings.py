@@ -53,9 +53,9 @@ class SharedWith:
     """Whether another router has the port already, which those of one node share."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RouterSettings:
-    """Limits, addresses, and how the model is presented to clients."""
+    """Limits, addresses, and how the model is presented to clients. Defaults are those of `cluster.config.models`."""
 
     model_path: str
     served_name: str
@@ -83,25 +83,25 @@ class RouterSettings:
     """By mode, the role of a worker that comes later, by the pool for which it is started."""
     why_not: Mapping[Mode, str] = field(default_factory=dict)
     """For every other mode, why not."""
-    block_size_tokens: int = 32
+    block_size_tokens: int
     """Tokens in one KV block, by which prefixes are compared."""
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     """Those of the engines' arguments that say what the model is."""
     server_args: Mapping[str, Any] = field(default_factory=dict)
     """vLLM's own arguments for its HTTP front."""
-    max_logprobs_per_request: int = 250_000
+    max_logprobs_per_request: int
     """Largest number of log-probabilities in one answer."""
-    max_client_share: float = 1.0
+    max_client_share: float
     """The fraction that one client may hold of the requests and KV blocks that other clients leave."""
-    send_timeout_s: float = 30.0
+    send_timeout_s: float
     """A connection whose client takes nothing of its answer for this long is closed."""
-    max_stream_buffer_bytes: int = 4 << 20
+    max_stream_buffer_bytes: int
     """Bytes of one stream that may be kept until its client reads them."""
-    max_send_buffer_bytes: int = 256 << 20
+    max_send_buffer_bytes: int
     """Bytes of all answers together that may be kept until their clients read them."""
-    max_grammar_bytes: int = 64 << 10
+    max_grammar_bytes: int
     """Largest structured output that a request may ask for."""
-    max_request_bytes: int = 8 << 20
+    max_request_bytes: int
     """Largest body of an HTTP request."""
     api_key_hashes: frozenset[bytes] = frozenset()
     """`client_identity.hash_key` of each client's key; if empty, everybody may call."""
@@ -113,15 +113,15 @@ class RouterSettings:
     """Proxies whose X-Forwarded-For is believed."""
     cors_allowed_origins: tuple[str, ...] = ()
     """Origins of web pages that may use the server from a browser."""
-    stall_timeout_s: float = 60.0
+    stall_timeout_s: float
     """An engine with work and without a step for this long is replaced; it gets no new work after a third of it."""
     ttft_limit_s: float | None = None
     """Limit of the time to the first token for requests that give none of their own."""
     tpot_limit_s: float | None = None
     """The same for the mean time from one token to the next."""
-    rebalance: RebalanceMode = "none"
+    rebalance: RebalanceMode
     """Whether workers of mode adaptive come to favour a phase, see `router.fleet.rebalance`."""
-    prefix_routing: bool = True
+    prefix_routing: bool
     """Whether mode adaptive counts what each worker has of a prompt."""
     routers: int = 1
     """Routers of the deployment; several share a dispatcher."""

@@ -26,7 +26,6 @@ from router.flow.admission_rules import (
     LEFT_WINDOW_S,
     AdmissionState,
     Ask,
-    Limits,
     Refused,
     Snapshot,
     blocks_of,
@@ -111,12 +110,7 @@ class Admission:
         self._looks: dict[tuple[Pool, Pool], tuple[float, _Workers]] = {}
         """The last look at the workers that answer and that compute a prompt, and when it was."""
         self.state: AdmissionState = "not_ready"
-        self._limits = Limits(
-            max_outstanding_requests=settings.max_outstanding_requests,
-            max_prompt_wait_s=settings.max_prompt_wait_s,
-            max_logprobs_per_request=settings.max_logprobs_per_request,
-            max_client_share=settings.max_client_share,
-        )
+        self._limits = settings
         self._min_remote_prefill_tokens = settings.min_remote_prefill_tokens
         self._queues = queues
         self._fleet = fleet

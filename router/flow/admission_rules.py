@@ -11,6 +11,7 @@ from http import HTTPStatus
 from typing import Literal
 
 from contracts.vocabulary import Pool
+from router.settings import RouterSettings
 
 AdmissionState = Literal["not_ready", "open", "draining"]
 LONGEST_RETRY_AFTER_S = 60
@@ -75,18 +76,7 @@ class Snapshot:
     """Seconds that this client's next prompt, or the last of its n, would wait to start; None until measured."""
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Admission's limits, from the configuration."""
-
-    max_outstanding_requests: int
-    max_prompt_wait_s: float
-    max_logprobs_per_request: int = 250_000
-    max_client_share: float = 1.0
-    """The fraction that one client may hold of what the others leave."""
-
-
-def decide(ask: Ask, now: Snapshot, limits: Limits) -> None:
+def decide(ask: Ask, now: Snapshot, limits: RouterSettings) -> None:
     """Return if the request fits; otherwise raise Refused."""
     _refuse_unless_open(now)
     _refuse_what_never_fits(ask, now, limits)
@@ -106,7 +96,7 @@ def _refuse_unless_open(now: Snapshot) -> None:
         raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, "not_ready", "the workers are not ready yet")
 
 
-def _refuse_what_never_fits(ask: Ask, now: Snapshot, limits: Limits) -> None:
+def _refuse_what_never_fits(ask: Ask, now: Snapshot, limits: RouterSettings) -> None:
     if ask.sequences > limits.max_outstanding_requests:
         raise Refused(
             HTTPStatus.BAD_REQUEST,
@@ -163,7 +153,7 @@ def _refuse_what_no_worker_holds(ask: Ask, now: Snapshot) -> None:
         )
 
 
-def _refuse_what_is_too_much_now(ask: Ask, now: Snapshot, limits: Limits) -> None:
+def _refuse_what_is_too_much_now(ask: Ask, now: Snapshot, limits: RouterSettings) -> None:
     excess = now.sequences + ask.sequences - limits.max_outstanding_requests
     if excess > 0:
         raise _overload(
@@ -190,7 +180,7 @@ def _refuse_what_is_too_much_now(ask: Ask, now: Snapshot, limits: Limits) -> Non
     refuse_beyond_the_clients_share(ask, now, limits)
 
 
-def refuse_beyond_the_clients_share(ask: Ask, now: Snapshot, limits: Limits) -> None:
+def refuse_beyond_the_clients_share(ask: Ask, now: Snapshot, limits: RouterSettings) -> None:
     """Limit a client to its share of what the others leave, so that any other client finds room.
 
     One sequence is accepted whatever it takes, if its client has no other.
@@ -228,7 +218,7 @@ def refuse_beyond_the_clients_share(ask: Ask, now: Snapshot, limits: Limits) -> 
         )
 
 
-def share_of(whole: int, limits: Limits) -> int:
+def share_of(whole: int, limits: RouterSettings) -> int:
     """Return how much of `whole` one client may hold."""
     return max(1, int(limits.max_client_share * whole))
 

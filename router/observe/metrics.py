@@ -151,8 +151,8 @@ class RequestMetrics:
 
         self.decisions = counter(
             "ridgeline_decisions",
-            "Finished sequences in mode adaptive: whole or split, and why: within_limits, fewest_broken (it "
-            "was likely to break one) or least_latency (there were none)",
+            "Finished sequences in mode adaptive: whole or split, and why: within_limits (no SLO violation is "
+            "predicted), fewest_broken (the fewest are) or least_latency (there are no SLOs)",
             ("choice", "reason"),
         )
         self.prediction_error = histogram(

@@ -67,6 +67,17 @@ def router_settings(**changes: Any) -> RouterSettings:
         "max_prompt_wait_s": 30.0,
         "recovery_timeout_s": 10.0,
         "ready_deadline_s": 5.0,
+        "block_size_tokens": 32,
+        "max_logprobs_per_request": 250_000,
+        "max_client_share": 1.0,
+        "send_timeout_s": 30.0,
+        "max_stream_buffer_bytes": 4 << 20,
+        "max_send_buffer_bytes": 256 << 20,
+        "max_grammar_bytes": 64 << 10,
+        "max_request_bytes": 8 << 20,
+        "stall_timeout_s": 60.0,
+        "rebalance": "none",
+        "prefix_routing": True,
     }
     return RouterSettings(**(fields | changes))
 

@@ -94,7 +94,6 @@ async def main(model: str) -> None:
             max_model_len_tokens=MAX_MODEL_LEN_TOKENS,
             request_deadline_s=60.0,
             max_outstanding_requests=MAX_OUTSTANDING,
-            prefill_window_tokens={"prefill": 1024, "decode": 1024},
             recovery_timeout_s=5.0,
             min_remote_prefill_tokens=4,
         )

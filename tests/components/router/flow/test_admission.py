@@ -11,11 +11,12 @@ from contracts.workers import WorkerStatus
 from router.fleet.policy import Demand
 from router.fleet.worker import Worker
 from router.flow.admission import Admission
-from router.flow.admission_rules import Ask, Limits, Refused, Snapshot, decide
+from router.flow.admission_rules import Ask, Refused, Snapshot, decide
 from router.flow.prompt_queue import prompt_queues
 from router.observe.metrics import RequestMetrics
 from tests.components.router.dispatch.test_orchestrator import FOREVER, Bench
 from tests.support.clock import FakeClock
+from tests.support.samples import router_settings
 
 IDLE = Snapshot(
     state="open",
@@ -35,7 +36,7 @@ IDLE = Snapshot(
     blocks_per_s=0.0,
     prompt_wait_s=None,
 )
-LIMITS = Limits(max_outstanding_requests=10, max_prompt_wait_s=30.0)
+LIMITS = router_settings(max_outstanding_requests=10, max_prompt_wait_s=30.0)
 SMALL = Ask(1, 64, 16)
 
 
