@@ -10,7 +10,7 @@ flow/               admission, queues and rates: which request may start, and wh
 fleet/              the workers: load, pairing, choice of a worker
 observe/            timelines and metrics
 shared/             several routers: the dispatcher, and the way to it
-garbage.py          when Python looks for cyclic garbage
+gc_schedule.py      when Python looks for cyclic garbage
 settings.py         the router's configuration
 client_identity.py  names clients by key or address
 """
