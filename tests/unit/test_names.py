@@ -10,19 +10,18 @@ from tests.unit.test_structure import modules
 SHARED_MODULES = {
     *(
         "calibration",
-        "choice",
         "client",
         "decisions",
         "errors",
-        "grid",
         "handler",
-        "heads",
         "host",
         "messages",
         "names",
+        "plan",
+        "policy",
+        "puller",
     ),
-    *("orders", "plan", "policy", "puller", "rates", "replay", "roles", "sampling", "server", "shape", "source"),
-    *("stream", "worker"),
+    *("rates", "replay", "roles", "sampling", "server", "shape", "source", "stream", "worker"),
 }
 SHARED_CLASSES = {
     *("Asked", "Bounds", "Decision", "Ended", "Grid", "Held", "Leader", "Limits", "Load", "Place", "Refused"),
