@@ -23,7 +23,7 @@ from tests.replay.null_server import make_app
 from tests.support.patience import eventually
 from tools.bench.modes.__main__ import run
 from tools.bench.modes.journal import Clock, Journal, RoundEnded, read_journal
-from tools.bench.modes.settings import ADAPTIVE, ARMS, Settings, save, saved
+from tools.bench.modes.settings import ADAPTIVE, VARIANTS, Settings, save, saved
 
 TTFT_S, TPOT_S = 0.1, 0.01
 """Far above what a busy machine adds."""
@@ -105,7 +105,7 @@ async def _stopped_after(rounds: int, settings: Settings, journal: Journal) -> N
 
 
 async def test_a_run_that_is_stopped_goes_on_and_its_map_says_what_the_modes_do(tmp_path: Path):
-    modes = Modes(ARMS)
+    modes = Modes(VARIANTS)
     async with served(modes) as url:
         save(_settings(url), tmp_path)
         await _stopped_after(ROUNDS_BEFORE_THE_STOP, _settings(url), Journal(tmp_path))
@@ -132,7 +132,7 @@ async def test_a_run_that_is_stopped_goes_on_and_its_map_says_what_the_modes_do(
 
 
 async def test_the_second_part_tells_attainment_by_phase(tmp_path: Path):
-    modes = Modes(ARMS)
+    modes = Modes(VARIANTS)
     async with served(modes) as url:
         settings = msgspec.structs.replace(_settings(url), part="shift", phase_s=2.0, share=0.4)
         await _run(settings, Journal(tmp_path))
@@ -145,7 +145,7 @@ async def test_the_second_part_tells_attainment_by_phase(tmp_path: Path):
 
 
 async def test_a_mode_that_the_deployment_does_not_know_is_refused_by_name(tmp_path: Path):
-    modes = Modes(ARMS[:2])
+    modes = Modes(VARIANTS[:2])
     async with served(modes) as url:
         with pytest.raises(LoadTestError, match=r"adaptive.*--variants"):
             await _run(_settings(url), Journal(tmp_path))

@@ -32,13 +32,13 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class World:
-    """What is true of the simulated arms; `b` differs from `a` by `tpot_ratio` and by `lost_share` of good requests."""
+    """What is true of both variants; `b` differs from `a` by `tpot_ratio` and by `lost_share` of good requests."""
 
     round_effect: float
     tpot_ratio: float = 1.0
     lost_points: float = 0.0
     attained: float = 0.9
-    """Share of requests that meet the limits in arm a; where TPOT decides it, arm b's follows from its ratio."""
+    """Share of requests that meet the SLOs in variant a; where TPOT decides it, b's follows from its ratio."""
 
 
 def simulate(world: World, comparisons: int, seed: int, pairs: int = LOOKS[-1]) -> Iterator[list[PairDifference]]:

@@ -1,7 +1,7 @@
 """The map of three modes over limits of TTFT and TPOT, on one running fleet.
 
     python -m tools.bench.modes --conversation-trace CONV.csv --code-trace CODE.csv
-    python -m tools.bench.modes --workloads poisson --arms colocated,disaggregated --budget-s 1200
+    python -m tools.bench.modes --workloads poisson --variants colocated,disaggregated --budget-s 1200
     python -m tools.bench.modes --part shift --out runs/bench-shift
     python -m tools.bench.modes --resume --out runs/bench-modes
 
@@ -29,7 +29,7 @@ from loadtest.run_folder import ROUNDS, free_folder
 from tools.bench.modes.fleet import ORDINALS_PER_ROUND, running
 from tools.bench.modes.journal import Clock, Journal, read_journal
 from tools.bench.modes.map import run_map
-from tools.bench.modes.settings import ARMS, FROM_FILES, WORKLOADS, Settings, save, saved
+from tools.bench.modes.settings import FROM_FILES, VARIANTS, WORKLOADS, Settings, save, saved
 from tools.bench.modes.shift import run_shift
 
 DEFAULTS = Settings()
@@ -40,7 +40,7 @@ UNFINISHED_ROUNDS = 4
 async def run(settings: Settings, journal: Journal, console: Console, clock: Clock) -> None:
     """Start the deployment, run the part that is asked for, and stop it."""
     async with running(settings, journal.folder, console) as fleet:
-        await fleet.check(settings.arms)
+        await fleet.check(settings.variants)
         fleet.next_ordinal = journal.next_ordinal + (UNFINISHED_ROUNDS * ORDINALS_PER_ROUND if journal.lines else 0)
         run_part = run_shift if settings.part == "shift" else run_map
         await run_part(fleet, settings, journal, clock, console)
@@ -53,7 +53,7 @@ def options() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--part", choices=("map", "shift"), default="map")
-    add("--arms", type=_words, default=ARMS, help=f"modes, by default {','.join(ARMS)}")
+    add("--variants", type=_words, default=VARIANTS, help=f"modes, by default {','.join(VARIANTS)}")
     add("--workloads", type=_words, default=WORKLOADS, help=f"by default {','.join(WORKLOADS)}")
     for name, file in FROM_FILES.items():
         add(f"--{name}-trace", metavar="FILE", help=f"{file} of github.com/Azure/AzurePublicDataset")

@@ -1,8 +1,8 @@
 """Makes the cells of a map of the rounds of one workload, and says which rate is worth a round. Pure functions.
 
-Goodput is the requests/s that met both limits: the rate times the share. An arm's figure is its highest over the rates
-that it was tried at, and its interval is that of the share there: the score interval, widened by the scatter between
-rounds (`loadtest.rate_search`). It says nothing of the choice of the rate.
+Goodput is the requests/s that met both limits: the rate times the share. A variant's figure is its highest over
+the rates that it was tried at, and its interval is that of the share there: the score interval, widened by the scatter
+between rounds (`loadtest.rate_search`). It says nothing of the choice of the rate.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NEARLY: Final = 0.8
 
 
 class AtRate(msgspec.Struct, frozen=True):
-    """What one arm served at one rate: requests that met the limits, and all."""
+    """What one variant served at one rate: requests that met the limits, and all."""
 
     rate: float
     met: int
@@ -33,7 +33,7 @@ class AtRate(msgspec.Struct, frozen=True):
 
 
 class Goodput(msgspec.Struct, frozen=True):
-    """The highest goodput of one arm, in requests/s, with its interval, and the rate that was offered then."""
+    """The highest goodput of one variant, in requests/s, with its interval, and the rate that was offered then."""
 
     requests_per_s: float
     low: float
@@ -43,42 +43,48 @@ class Goodput(msgspec.Struct, frozen=True):
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """One pair of limits; an arm without a round there has no goodput.
+    """One pair of limits; a variant without a round there has no goodput.
 
-    `ratio` is the adaptive mode's goodput over the better of the others'. `winner` is an arm whose goodput exceeds each
-    other one's by the interval of their ratio, `unclear`, or `unreachable` if no request was served within the limits.
+    `ratio` is the adaptive mode's goodput over the better of the others'. `winner` is a variant whose goodput exceeds
+    each other one's by the interval of their ratio, `unclear`, or `unreachable` if no request was served within the
+    limits.
     """
 
     limits: Limits
-    arms: dict[str, Goodput]
+    variants: dict[str, Goodput]
     best: str | None
     winner: str
     ratio: Ratio | None
 
-    def as_row(self, workload: str, arms: Iterable[str]) -> dict[str, Any]:
+    def as_row(self, workload: str, variants: Iterable[str]) -> dict[str, Any]:
         """Return the cell as an entry of `cells` in summary.json."""
         row: dict[str, Any] = msgspec.to_builtins(self)
-        served = row.pop("arms")
-        return {"workload": workload, **row.pop("limits"), **{arm: served.get(arm) for arm in arms}, **row}
+        served = row.pop("variants")
+        return {
+            "workload": workload,
+            **row.pop("limits"),
+            **{variant: served.get(variant) for variant in variants},
+            **row,
+        }
 
 
-def counted(rounds: Iterable[RoundEnded], arm: str, place: Place, limits: Limits) -> list[Round]:
-    """Count the requests within these limits in each round of an arm that serves this cell."""
+def counted(rounds: Iterable[RoundEnded], variant: str, place: Place, limits: Limits) -> list[Round]:
+    """Count the requests within these limits in each round of a variant that serves this cell."""
     return [
         Round(each.spec.rate, sum(one.meets(limits) for one in each.outcomes), len(each.outcomes))
         for each in rounds
-        if each.spec.arm == arm and each.spec.cell in (None, place)
+        if each.spec.variant == variant and each.spec.cell in (None, place)
     ]
 
 
-def cell_of(rounds: Sequence[RoundEnded], every_arm: Iterable[str], place: Place, limits: Limits) -> Cell:
+def cell_of(rounds: Sequence[RoundEnded], every_variant: Iterable[str], place: Place, limits: Limits) -> Cell:
     """Return one cell of the map of these rounds."""
-    found = {arm: goodput_of(counted(rounds, arm, place, limits)) for arm in every_arm}
-    arms = {arm: goodput for arm, goodput in found.items() if goodput is not None}
-    best = max(arms, key=lambda arm: arms[arm].requests_per_s, default=None)
-    if best is None or not arms[best].requests_per_s:
-        return Cell(limits, arms, None, UNREACHABLE, _ratio(arms))
-    return Cell(limits, arms, best, _winner(arms), _ratio(arms))
+    found = {variant: goodput_of(counted(rounds, variant, place, limits)) for variant in every_variant}
+    variants = {variant: goodput for variant, goodput in found.items() if goodput is not None}
+    best = max(variants, key=lambda variant: variants[variant].requests_per_s, default=None)
+    if best is None or not variants[best].requests_per_s:
+        return Cell(limits, variants, None, UNREACHABLE, _ratio(variants))
+    return Cell(limits, variants, best, _winner(variants), _ratio(variants))
 
 
 def goodput_of(rounds: Sequence[Round]) -> Goodput | None:
@@ -91,11 +97,11 @@ def goodput_of(rounds: Sequence[Round]) -> Goodput | None:
     return Goodput(best.rate * best.share, best.rate * best.low, best.rate * best.high, best.rate, at_rates)
 
 
-def _ratio(arms: Mapping[str, Goodput]) -> Ratio | None:
-    others = [goodput for arm, goodput in arms.items() if arm != ADAPTIVE]
-    if ADAPTIVE not in arms or not others:
+def _ratio(variants: Mapping[str, Goodput]) -> Ratio | None:
+    others = [goodput for variant, goodput in variants.items() if variant != ADAPTIVE]
+    if ADAPTIVE not in variants or not others:
         return None
-    return ratio_between(max(others, key=lambda one: one.requests_per_s), arms[ADAPTIVE])
+    return ratio_between(max(others, key=lambda one: one.requests_per_s), variants[ADAPTIVE])
 
 
 def ratio_between(one: Goodput, other: Goodput) -> Ratio:
@@ -109,11 +115,11 @@ def _as_knee(goodput: Goodput) -> MaxGoodputRate:
     return MaxGoodputRate("found" if rate else "below", rate, goodput.low or None, goodput.high)
 
 
-def _winner(arms: Mapping[str, Goodput]) -> str:
-    for arm, own in arms.items():
-        others = [goodput for name, goodput in arms.items() if name != arm]
+def _winner(variants: Mapping[str, Goodput]) -> str:
+    for variant, own in variants.items():
+        others = [goodput for name, goodput in variants.items() if name != variant]
         if others and all(ratio_between(other, own).is_above_one for other in others):
-            return arm
+            return variant
     return UNCLEAR
 
 

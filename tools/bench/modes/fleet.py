@@ -58,24 +58,26 @@ class Fleet:
     next_ordinal: int = 0
     quiet: Console = field(default_factory=lambda: Console(quiet=True))
 
-    async def check(self, arms: tuple[str, ...]) -> None:
+    async def check(self, variants: tuple[str, ...]) -> None:
         """Raise LoadTestError for a mode that this deployment cannot serve."""
-        for arm in arms:
-            obstacle = await self._arm(arm).obstacle()
+        for variant in variants:
+            obstacle = await self._variant(variant).obstacle()
             if obstacle is not None:
-                raise LoadTestError(f"this deployment cannot serve {arm} ({obstacle}): leave it out with --arms")
+                raise LoadTestError(
+                    f"this deployment cannot serve {variant} ({obstacle}): leave it out with --variants"
+                )
 
-    async def measure(self, arm: str, plan: ComparePlan) -> Unloaded:
+    async def measure(self, variant: str, plan: ComparePlan) -> Unloaded:
         """Measure what the idle server takes for the plan's requests in this mode."""
-        await self._arm(arm).ready()
+        await self._variant(variant).ready()
         per_round = len(load_trace(plan.trace).rows) + plan.warmup_requests
         index = math.ceil(self.next_ordinal / per_round)
         self.next_ordinal = (index + 1) * per_round + MEASURING_PROMPTS
         return await measure_unloaded(self.url, plan, self.quiet, round_index=index)
 
-    async def warm_up(self, arm: str, trace: Trace, plan: ComparePlan) -> None:
+    async def warm_up(self, variant: str, trace: Trace, plan: ComparePlan) -> None:
         """Let every worker make steps at the trace's sizes in this mode."""
-        await self._arm(arm).ready()
+        await self._variant(variant).ready()
         requests = RoundRequests(trace, ORDINALS_PER_ROUND)
         await warm_up_workers(self.url, plan, requests, self._new_round_index(), self.quiet)
 
@@ -87,7 +89,7 @@ class Fleet:
         The plan's limits judge lateness. It ends when every request has ended or was given up. Raises LoadTestError if
         the server cannot be reached.
         """
-        await self._arm(spec.arm).ready()
+        await self._variant(spec.variant).ready()
         number = journal.next_number
         labels: dict[str, str | int] = {"round": number, "workload": spec.workload, "block": spec.block}
         if limits is not None:
@@ -104,13 +106,13 @@ class Fleet:
                 self.quiet,
                 round_index=self._new_round_index(),
                 requests=RoundRequests(trace, ORDINALS_PER_ROUND),
-                record_file=RecordFile(self.folder / RECORDS, arm=spec.arm, **labels),
+                record_file=RecordFile(self.folder / RECORDS, variant=spec.variant, **labels),
             )
         except RestartedError as error:
             void: str | None = str(error)
         else:
             others = disturbance(before, await asyncio.to_thread(read_cpu)) if self.is_alone else None
-            disturbed = (*discard_reasons(replayed, others, plan.slos), *_not_disaggregated(spec.arm, replayed))
+            disturbed = (*discard_reasons(replayed, others, plan.slos), *_not_disaggregated(spec.variant, replayed))
             outcomes, void = tuple(outcome_of(record) for record in replayed.records), replayed.fleet_change
         took_s = time.monotonic() - began_s
         ended = RoundEnded(
@@ -119,7 +121,7 @@ class Fleet:
         journal.add(ended)
         return ended
 
-    def _arm(self, mode: str) -> SwitchedVariant:
+    def _variant(self, mode: str) -> SwitchedVariant:
         return SwitchedVariant(self.url, cast(Mode, mode), dict(self.admin))
 
     def _new_round_index(self) -> int:
@@ -146,8 +148,8 @@ def hopeless_after_s(loosest: Limits, longest_output_tokens: int) -> float:
     return (loosest.ttft_ms + loosest.tpot_ms * longest_output_tokens) / 1e3
 
 
-def _not_disaggregated(arm: str, replayed: ReplayResult) -> tuple[str, ...]:
-    if arm != DISAGGREGATED or not any(record.ok for record in replayed.records):
+def _not_disaggregated(variant: str, replayed: ReplayResult) -> tuple[str, ...]:
+    if variant != DISAGGREGATED or not any(record.ok for record in replayed.records):
         return ()
     try:
         require_disaggregated(replayed)
@@ -162,7 +164,7 @@ async def running(settings: Settings, folder: Path, console: Console) -> AsyncIt
     if settings.url is not None:
         yield await _fleet(settings.url, folder, {"url": settings.url, "versions": versions()}, is_alone=False)
         return
-    overrides = {"server.port": "0", "mode": settings.pure_arms[0]} | settings.overrides
+    overrides = {"server.port": "0", "mode": settings.pure_variants[0]} | settings.overrides
     config = load_config(settings.config, overrides).config
     await asyncio.to_thread(refuse_unfit_machine, config)
     keys_file = config.security.admin_keys_file

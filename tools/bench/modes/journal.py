@@ -88,7 +88,7 @@ class RoundSpec(msgspec.Struct, frozen=True):
 
     workload: str
     block: int
-    arm: str
+    variant: str
     rate: float
     window: int
     requests: int

@@ -75,10 +75,10 @@ async def run_map(fleet: Fleet, settings: Settings, journal: Journal, clock: Clo
             await Course(name, plan, settings, fleet, journal, clock, ends_s, console).run()
         finally:
             cells = {each: cells_of(each, journal, settings) for each in settings.workloads}
-            rows = [cell.as_row(each, settings.arms) for each, found in cells.items() for cell in found]
+            rows = [cell.as_row(each, settings.variants) for each, found in cells.items() for cell in found]
             means = {each: mean_ratio(found) for each, found in cells.items()}
             journal.write_summary({"cells": rows, "mean_ratio": means}, settings, fleet.setup)
-        console.print(table_of(cells[name], settings.arms, name))
+        console.print(table_of(cells[name], settings.variants, name))
         if means[name] is not None:
             sentence = f"{name}: adaptive / better of the others, geometric mean {means[name]:.3f}"
             console.print(sentence, highlight=False)
@@ -90,7 +90,7 @@ def cells_of(name: str, journal: Journal, settings: Settings) -> list[Cell]:
     if measured is None:
         return []
     places = {place: limits_at(settings, measured, place) for place in settings.cells}
-    return [cell_of(rounds, settings.arms, place, limits) for place, limits in places.items()]
+    return [cell_of(rounds, settings.variants, place, limits) for place, limits in places.items()]
 
 
 def limits_at(settings: Settings, measured: Measured, place: Place) -> Limits:
@@ -117,7 +117,7 @@ class Course:
         settings = self.settings
         measured = self.journal.measured(self.name)
         if measured is None:
-            unloaded = await self.fleet.measure(settings.pure_arms[0], self.plan)
+            unloaded = await self.fleet.measure(settings.pure_variants[0], self.plan)
             measured = Measured(self.name, unloaded, self.clock.spent_s)
             self.journal.add(measured)
         unloaded = measured.unloaded
@@ -131,8 +131,8 @@ class Course:
         )
         longest = max(row.output_tokens for row in load_trace(self.plan.trace).rows)
         plan = round_plan(self.plan, limits[min(limits)], hopeless_after_s(limits[max(limits)], longest))
-        for arm in settings.pure_arms:
-            await self.fleet.warm_up(arm, self._window(0, WARM_UP_REQUESTS, 1.0), plan)
+        for variant in settings.pure_variants:
+            await self.fleet.warm_up(variant, self._window(0, WARM_UP_REQUESTS, 1.0), plan)
         note = await self._blocks(rates, min(rates, key=lambda rate: abs(rate - middle)), limits, plan)
         self.journal.add(Ended(self.name, note, self.clock.spent_s))
 
@@ -143,7 +143,9 @@ class Course:
         number, tried, settings = 0, set[tuple[Place | None, float]](), self.settings
         for block in range(settings.most_blocks):
             windows = {rate: block * len(rates) + place for place, rate in enumerate(rates)}
-            specs = [self._spec(number, arm, rate, windows[rate]) for arm in settings.pure_arms for rate in rates]
+            specs = [
+                self._spec(number, variant, rate, windows[rate]) for variant in settings.pure_variants for rate in rates
+            ]
             specs += self._adaptive(number, windows, middle, limits)
             while specs:
                 tried |= {(spec.cell, spec.rate) for spec in specs}
@@ -155,20 +157,20 @@ class Course:
                 specs = [spec for spec in climbs if (spec.cell, spec.rate) not in tried]
         return None
 
-    def _spec(self, number: int, arm: str, rate: float, window: int, cell: Place | None = None) -> RoundSpec:
-        return RoundSpec(self.name, number, arm, rate, window, self.settings.requests, cell)
+    def _spec(self, number: int, variant: str, rate: float, window: int, cell: Place | None = None) -> RoundSpec:
+        return RoundSpec(self.name, number, variant, rate, window, self.settings.requests, cell)
 
     def _adaptive(
         self, number: int, windows: dict[float, int], middle: float, limits: dict[Place, Limits]
     ) -> list[RoundSpec]:
         """Return a round of the adaptive mode for each cell, at the rate that earlier rounds make worth one."""
-        if ADAPTIVE not in self.settings.arms:
+        if ADAPTIVE not in self.settings.variants:
             return []
         before = [each for each in self.journal.rounds(self.name) if each.spec.block < number]
         found = []
         for place, limit in limits.items():
-            of_arm = {arm: counted(before, arm, place, limit) for arm in self.settings.pure_arms}
-            others: dict[str, list[Round]] = {arm: each for arm, each in of_arm.items() if each}
+            of_variant = {variant: counted(before, variant, place, limit) for variant in self.settings.pure_variants}
+            others: dict[str, list[Round]] = {variant: each for variant, each in of_variant.items() if each}
             rate = next_cell_rate(list(windows), middle, counted(before, ADAPTIVE, place, limit), others)
             found.append(self._spec(number, ADAPTIVE, rate, windows[rate], place))
         return found
@@ -196,7 +198,7 @@ class Course:
     def _tell(self, ended: RoundEnded, limits: Limits) -> None:
         met = sum(one.meets(limits) for one in ended.outcomes)
         told = [
-            f"{ended.spec.arm} at {ended.spec.rate:.3g} requests/s: {met} of {len(ended.outcomes)} within "
+            f"{ended.spec.variant} at {ended.spec.rate:.3g} requests/s: {met} of {len(ended.outcomes)} within "
             f"{limits.ttft_ms:g} and {limits.tpot_ms:g} ms, {ended.took_s:.0f} s"
         ]
         told += [f"VOID: {ended.void}"] if ended.void else [f"disturbed: {each}" for each in ended.disturbed]
@@ -207,12 +209,18 @@ class Course:
         self.console.print(f"[{left} left] {self.name}: {sentence}", highlight=False, markup=False)
 
 
-def table_of(cells: Sequence[Cell], arms: Sequence[str], title: str) -> Table:
+def table_of(cells: Sequence[Cell], variants: Sequence[str], title: str) -> Table:
     """Return the table of one workload, a row for each pair of limits."""
-    columns = ["TTFT <= s", "TPOT <= ms", *(f"{arm}, requests/s" for arm in arms), "winner", "adaptive / better"]
+    columns = [
+        "TTFT <= s",
+        "TPOT <= ms",
+        *(f"{variant}, requests/s" for variant in variants),
+        "winner",
+        "adaptive / better",
+    ]
     table = Table(*columns, title=title)
     for cell in cells:
-        shown = [_goodput_text(cell.arms.get(arm)) for arm in arms]
+        shown = [_goodput_text(cell.variants.get(variant)) for variant in variants]
         limits = cell.limits
         table.add_row(f"{limits.ttft_ms / 1e3:.3g}", f"{limits.tpot_ms:g}", *shown, cell.winner, ratio_text(cell.ratio))
     return table

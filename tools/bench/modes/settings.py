@@ -12,7 +12,7 @@ from loadtest.plan import COLOCATED, DISAGGREGATED, ComparePlan
 from loadtest.run_folder import RUN
 
 ADAPTIVE: Final = "adaptive"
-ARMS: Final = (COLOCATED, DISAGGREGATED, ADAPTIVE)
+VARIANTS: Final = (COLOCATED, DISAGGREGATED, ADAPTIVE)
 WORKLOADS: Final = ("poisson", "conversation", "code")
 FROM_FILES: Final = {"conversation": "AzureLLMInferenceTrace_conv.csv", "code": "AzureLLMInferenceTrace_code.csv"}
 """Workloads that are slices of a trace, and what Azure/AzurePublicDataset calls its file."""
@@ -23,7 +23,7 @@ class Settings(msgspec.Struct, frozen=True):
     """The options of a run; times in seconds, rates in requests/s."""
 
     part: Literal["map", "shift"] = "map"
-    arms: tuple[str, ...] = ARMS
+    variants: tuple[str, ...] = VARIANTS
     workloads: tuple[str, ...] = WORKLOADS
     traces: dict[str, str] = {}
     """The file of each workload that is a slice of one."""
@@ -52,10 +52,10 @@ class Settings(msgspec.Struct, frozen=True):
 
     def check(self) -> None:
         """Raise LoadTestError, which names the option, for what no round could be run with."""
-        if unknown := [arm for arm in self.arms if arm not in ARMS]:
-            raise LoadTestError(f"--arms: {', '.join(unknown)} is no mode; the modes are {', '.join(ARMS)}")
-        if not self.pure_arms:
-            raise LoadTestError(f"--arms needs {COLOCATED} or {DISAGGREGATED}, which adaptive is compared with")
+        if unknown := [variant for variant in self.variants if variant not in VARIANTS]:
+            raise LoadTestError(f"--variants: {', '.join(unknown)} is no mode; the modes are {', '.join(VARIANTS)}")
+        if not self.pure_variants:
+            raise LoadTestError(f"--variants needs {COLOCATED} or {DISAGGREGATED}, which adaptive is compared with")
         if unknown := [name for name in self.workloads if name not in WORKLOADS]:
             raise LoadTestError(f"--workloads: {', '.join(unknown)} is none of {', '.join(WORKLOADS)}")
         for name in self.workloads if self.part == "map" else ():
@@ -66,9 +66,9 @@ class Settings(msgspec.Struct, frozen=True):
                 )
 
     @property
-    def pure_arms(self) -> tuple[str, ...]:
+    def pure_variants(self) -> tuple[str, ...]:
         """The modes that know no limits, so that one round of theirs serves all cells."""
-        return tuple(arm for arm in self.arms if arm != ADAPTIVE)
+        return tuple(variant for variant in self.variants if variant != ADAPTIVE)
 
     @property
     def cells(self) -> tuple[tuple[int, int], ...]:

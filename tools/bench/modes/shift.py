@@ -74,26 +74,26 @@ def slices(rates: Sequence[float], phase_s: float) -> dict[str, slice]:
 
 
 def attainments(
-    rounds: Sequence[RoundEnded], arms: Sequence[str], limits: Limits, parts: Mapping[str, slice]
+    rounds: Sequence[RoundEnded], variants: Sequence[str], limits: Limits, parts: Mapping[str, slice]
 ) -> dict[str, dict[str, Any]]:
-    """Return the share of each arm within the limits, by phase and overall, and adaptive minus the best other arm.
+    """Return the share of each variant within the limits, by phase and overall, and adaptive minus the best other.
 
-    The difference is over blocks that both arms finished, with the score interval of paired shares.
+    The difference is over blocks that both variants finished, with the score interval of paired shares.
     """
     found: dict[str, dict[str, Any]] = {}
     for part, where in parts.items():
         met = {
-            arm: {
+            variant: {
                 each.spec.block: [one.meets(limits) for one in each.outcomes[where]]
                 for each in rounds
-                if each.spec.arm == arm
+                if each.spec.variant == variant
             }
-            for arm in arms
+            for variant in variants
         }
-        found[part] = {arm: _share(list(by_block.values())) for arm, by_block in met.items()}
-        others = [arm for arm in arms if arm != ADAPTIVE and found[part][arm] is not None]
-        if ADAPTIVE in arms and found[part][ADAPTIVE] is not None and others:
-            best = max(others, key=lambda arm: found[part][arm]["attainment"])
+        found[part] = {variant: _share(list(by_block.values())) for variant, by_block in met.items()}
+        others = [variant for variant in variants if variant != ADAPTIVE and found[part][variant] is not None]
+        if ADAPTIVE in variants and found[part][ADAPTIVE] is not None and others:
+            best = max(others, key=lambda variant: found[part][variant]["attainment"])
             found[part]["difference"] = {"from": best} | _difference(met[best], met[ADAPTIVE])
     return found
 
@@ -124,7 +124,7 @@ async def run_shift(fleet: Fleet, settings: Settings, journal: Journal, clock: C
     )
     measured = journal.measured(NAME)
     if measured is None:
-        measured = Measured(NAME, await fleet.measure(settings.pure_arms[0], plan), clock.spent_s)
+        measured = Measured(NAME, await fleet.measure(settings.pure_variants[0], plan), clock.spent_s)
         journal.add(measured)
     unloaded = measured.unloaded
     limits, workers = limits_of(unloaded, TTFT_FACTOR, TPOT_FACTOR), sum(unloaded.workers.values()) or 1
@@ -135,36 +135,36 @@ async def run_shift(fleet: Fleet, settings: Settings, journal: Journal, clock: C
     )
     console.print(f"{told}; limits TTFT {limits.ttft_ms:g} ms, TPOT {limits.tpot_ms:g} ms", highlight=False)
     of_round = round_plan(plan, limits, hopeless_after_s(limits, max(phase.output_tokens for phase in PHASES)))
-    for arm in settings.pure_arms:
-        await fleet.warm_up(arm, shifting_trace(rates, settings.phase_s, settings.seed), of_round)
+    for variant in settings.pure_variants:
+        await fleet.warm_up(variant, shifting_trace(rates, settings.phase_s, settings.seed), of_round)
     note: str | None = None
     for block in range(1, settings.most_blocks + 1):
         trace = shifting_trace(rates, settings.phase_s, settings.seed + block)
-        for arm in shuffled(settings.arms, f"{settings.seed} shift {block}"):
-            spec = RoundSpec(NAME, block, arm, trace.mean_rate or 0.0, block, len(trace.rows))
+        for variant in shuffled(settings.variants, f"{settings.seed} shift {block}"):
+            spec = RoundSpec(NAME, block, variant, trace.mean_rate or 0.0, block, len(trace.rows))
             if journal.done(spec) is not None:
                 continue
             if trace.span_s > clock.left_s:
                 note = f"the time was up within block {block}: the rounds after it were left out"
                 break
-            ended = await fleet.round(spec, trace, of_round, limits if arm == ADAPTIVE else None, journal, clock)
+            ended = await fleet.round(spec, trace, of_round, limits if variant == ADAPTIVE else None, journal, clock)
             met = sum(one.meets(limits) for one in ended.outcomes)
-            sentence = f"block {block} {arm}: {met} of {len(trace.rows)} in time"
+            sentence = f"block {block} {variant}: {met} of {len(trace.rows)} in time"
             sentence += f"; VOID: {ended.void}" if ended.void else ""
             left = minutes_text(max(0.0, clock.left_s))
             console.print(f"[{left} left] {sentence}", highlight=False, markup=False)
-        phases = attainments(journal.rounds(NAME), settings.arms, limits, slices(rates, settings.phase_s))
+        phases = attainments(journal.rounds(NAME), settings.variants, limits, slices(rates, settings.phase_s))
         found = {"phases": phases, "limits": limits, "rates": rates}
         journal.write_summary(found, settings, fleet.setup)
         if note is not None:
             console.print(note, style="yellow", highlight=False)
             break
     journal.add(Ended(NAME, note, clock.spent_s))
-    console.print(_table(phases, settings.arms))
+    console.print(_table(phases, settings.variants))
 
 
-def _table(phases: Mapping[str, Mapping[str, Any]], arms: Sequence[str]) -> Table:
-    table = Table("phase", *arms, "adaptive - best other, points", title="requests within both limits")
+def _table(phases: Mapping[str, Mapping[str, Any]], variants: Sequence[str]) -> Table:
+    table = Table("phase", *variants, "adaptive - best other, points", title="requests within both limits")
     for phase, found in phases.items():
         difference = found.get("difference")
         shown = "-"
@@ -173,7 +173,7 @@ def _table(phases: Mapping[str, Mapping[str, Any]], arms: Sequence[str]) -> Tabl
                 f"{100 * difference['mean']:+.1f} ({100 * difference['low']:+.1f} to {100 * difference['high']:+.1f}) "
                 f"from {difference['from']}"
             )
-        table.add_row(phase, *(_share_text(found[arm]) for arm in arms), shown)
+        table.add_row(phase, *(_share_text(found[variant]) for variant in variants), shown)
     return table
 
 

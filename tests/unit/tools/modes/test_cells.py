@@ -30,13 +30,13 @@ WITHIN_ALL, SLOW_STEPS = Outcome(3000.0, 60.0), Outcome(3000.0, 90.0)
 FAILED = Outcome(None)
 
 
-def ended(arm: str, rate: float, outcomes, cell=None) -> RoundEnded:
-    spec = RoundSpec("poisson", 1, arm, rate, 0, len(outcomes), cell)
+def ended(variant: str, rate: float, outcomes, cell=None) -> RoundEnded:
+    spec = RoundSpec("poisson", 1, variant, rate, 0, len(outcomes), cell)
     return RoundEnded(0, spec, datetime(2026, 1, 1, tzinfo=UTC), 60.0, tuple(outcomes), (), None, 0.0, 0)
 
 
 def cells(rounds) -> dict:
-    return {place: cell_of(rounds, SETTINGS.arms, place, limits) for place, limits in LIMITS.items()}
+    return {place: cell_of(rounds, SETTINGS.variants, place, limits) for place, limits in LIMITS.items()}
 
 
 def test_limits_are_multiples_of_what_the_idle_server_took():
@@ -46,18 +46,18 @@ def test_limits_are_multiples_of_what_the_idle_server_took():
 
 def test_goodput_is_the_rate_times_the_share_in_time_and_failures_are_missed():
     found = cells([ended("colocated", 0.5, [WITHIN_ALL] * 6 + [SLOW_STEPS] * 2 + [FAILED] * 2)])
-    assert found[0, 0].arms["colocated"].requests_per_s == pytest.approx(0.3)
-    assert found[0, 1].arms["colocated"].requests_per_s == pytest.approx(0.4)
-    assert "disaggregated" not in found[0, 0].arms
+    assert found[0, 0].variants["colocated"].requests_per_s == pytest.approx(0.3)
+    assert found[0, 1].variants["colocated"].requests_per_s == pytest.approx(0.4)
+    assert "disaggregated" not in found[0, 0].variants
 
 
-def test_an_arm_has_its_best_rate_and_the_interval_of_that_rate():
+def test_a_variant_has_its_best_rate_and_the_interval_of_that_rate():
     rounds = [
         ended("colocated", 0.5, [WITHIN_ALL] * 10),
         ended("colocated", 1.0, [WITHIN_ALL] * 8 + [FAILED] * 2),
         ended("colocated", 2.0, [WITHIN_ALL] * 1 + [FAILED] * 9),
     ]
-    best = cells(rounds)[0, 0].arms["colocated"]
+    best = cells(rounds)[0, 0].variants["colocated"]
     assert (best.rate, best.requests_per_s) == (1.0, pytest.approx(0.8))
     assert best.low < 0.8 < best.high
     assert [(at.rate, at.met, at.total) for at in best.at_rates] == [(0.5, 10, 10), (1.0, 8, 10), (2.0, 1, 10)]
@@ -73,8 +73,8 @@ def test_the_interval_is_no_narrower_than_the_score_interval_of_the_share():
 
 def test_a_round_of_a_mode_without_limits_serves_every_cell_and_an_adaptive_one_its_own_only():
     found = cells([ended("colocated", 0.5, [WITHIN_ALL] * 4), ended(ADAPTIVE, 0.5, [WITHIN_ALL] * 4, cell=(1, 0))])
-    assert all("colocated" in cell.arms for cell in found.values())
-    assert [place for place, cell in found.items() if ADAPTIVE in cell.arms] == [(1, 0)]
+    assert all("colocated" in cell.variants for cell in found.values())
+    assert [place for place, cell in found.items() if ADAPTIVE in cell.variants] == [(1, 0)]
 
 
 def test_the_ratio_is_to_the_better_of_the_others():
@@ -121,8 +121,8 @@ def test_where_only_the_adaptive_mode_served_something_the_ratio_has_a_lower_end
     assert ratio.is_above_one
 
 
-def test_an_entry_of_the_summary_names_workload_limits_and_every_arm():
-    row = cells([ended("colocated", 0.5, [WITHIN_ALL] * 4)])[1, 1].as_row("poisson", SETTINGS.arms)
+def test_an_entry_of_the_summary_names_workload_limits_and_every_variant():
+    row = cells([ended("colocated", 0.5, [WITHIN_ALL] * 4)])[1, 1].as_row("poisson", SETTINGS.variants)
     assert (row["workload"], row["ttft_ms"], row["tpot_ms"]) == ("poisson", 10000.0, 100.0)
     assert {"requests_per_s", "low", "high", "rate"} <= row["colocated"].keys()
     assert row["disaggregated"] is None

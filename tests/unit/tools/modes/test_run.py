@@ -32,8 +32,8 @@ UNLOADED = Unloaded((768,), 16, 3.0, 3.0, 0.05, 8, 0.12, 16.0, {"colocated": 2})
 FINISHED = (Outcome(1.0, 2.0),)
 
 
-def _spec(arm: str = "colocated", cell=None, block: int = 1) -> RoundSpec:
-    return RoundSpec("poisson", block, arm, 0.5, 0, 2, cell)
+def _spec(variant: str = "colocated", cell=None, block: int = 1) -> RoundSpec:
+    return RoundSpec("poisson", block, variant, 0.5, 0, 2, cell)
 
 
 def _ended(spec: RoundSpec, number: int = 0, void: str | None = None, outcomes=FINISHED) -> RoundEnded:
@@ -89,8 +89,8 @@ def test_a_folder_without_a_run_cannot_be_resumed(tmp_path):
     [
         (("--code-trace", "nowhere.csv"), "give --conversation-trace"),
         (("--workloads", "code", "--code-trace", "nowhere.csv"), "give --code-trace"),
-        (("--arms", "adaptive"), "--arms"),
-        (("--arms", "colocated,quick"), "quick"),
+        (("--variants", "adaptive"), "--variants"),
+        (("--variants", "colocated,quick"), "quick"),
         (("--workloads", "chat"), "--workloads"),
     ],
 )
