@@ -55,13 +55,13 @@ class OneEngine:
         self._ids = count()
         self._answers: dict[str, list[int]] = {}
         self._told: dict[str, dict[str, Any]] = {}
-        self._notices: list[Any] = []
-        self._keep_notices(self._engine.engine_core.engine_core.scheduler.connector.scheduler)
+        self._events: list[Any] = []
+        self._keep_events(self._engine.engine_core.engine_core.scheduler.connector.scheduler)
 
-    def _keep_notices(self, side: Any) -> None:
+    def _keep_events(self, side: Any) -> None:
         """They travel with statistics, which nobody reads here."""
-        take = side.take_notices
-        side.take_notices = lambda: self._notices.extend(take()) or []
+        take = side.take_events
+        side.take_events = lambda: self._events.extend(take()) or []
 
     def whole(self, prompt: list[int], wish: Any) -> list[int]:
         """The answer without any hand-off."""
@@ -80,11 +80,11 @@ class OneEngine:
         """The same, with decode's leg begun after the prompt's first step, on the hand-off announced before it."""
         from engine.connector.messages import FIRST_TOKEN_FOLLOWS
 
-        self._notices.clear()
+        self._events.clear()
         prefill = self._prefill(prompt, wish)
-        while not self._notices:
+        while not self._events:
             self._step()
-        follows = {"handoff": self._notices[0]["handoff"], FIRST_TOKEN_FOLLOWS: True}
+        follows = {"handoff": self._events[0]["handoff"], FIRST_TOKEN_FOLLOWS: True}
         decode = self._decode(prompt, prompt[-1:], wish, **follows)
         return [*self._answer(prefill), *self._answer(decode)], self._told[decode]["result"]
 
