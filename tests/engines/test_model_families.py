@@ -44,9 +44,9 @@ def test_a_handed_over_answer_is_that_of_the_engine_alone(results: dict[str, dic
     assert len(result["answers"]) == (2 if family == SHORT else len(LENGTHS))
     for answer in result["answers"]:
         assert len(answer["whole"]) == NUM_OUTPUT_TOKENS
-        for token_ids, result in (answer["split"], answer["followed"]):
+        for token_ids, transfer in (answer["split"], answer["followed"]):
             assert (answer["length"], token_ids) == (answer["length"], answer["whole"])
-            assert (result["outcome"], result["num_bytes"] > 0) == ("ok", True)
+            assert (transfer["outcome"], transfer["num_bytes"] > 0) == ("ok", True)
     changed = [answer["length"] for answer in result["answers"] if answer["other"] != answer["whole"]]
     assert len(changed) >= 2, "attention hardly matters in this model: its answers show nothing"
 
