@@ -87,7 +87,7 @@ test-cluster: model ## `ray up` on three hosts made of namespaces, 12 streams, a
 	@$(BIN)/pytest -v --durations=10 tests/hosts
 
 starts:
-	@echo "make test takes 5 to 9 minutes on two cores, make test-all 20 to 40; this machine has $$(nproc)"
+	@echo "make test takes 5 to 9 minutes on two cores, make test-all 25 to 50; this machine has $$(nproc)"
 
 # The tests of the network wait, most of the time: a third process beside the two that compute.
 test-all: starts model ## all of `make test`, and faults, chaos, hostile clients, fuzzing, cut links, lost hosts, both number formats
