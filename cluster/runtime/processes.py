@@ -73,11 +73,21 @@ def end_processes(processes: Sequence[ProcessId], files: Sequence[str] = ()) -> 
     give_up_s = time.monotonic() + GONE_WITHIN_S
     while (left := [one.pid for one in found if _runs(one)]) and time.monotonic() < give_up_s:
         time.sleep(0.02)
-    for file in files:
-        Path(file).unlink(missing_ok=True)
+    ended = {one.pid for one in found if not _runs(one)}
+    ended |= {process.pid for process in processes if not psutil.pid_exists(process.pid)}
+    for file in (*map(Path, files), *(file for pid in ended for file in _shared_memory_of(pid))):
+        file.unlink(missing_ok=True)
     for folder in {process.folder for process in processes} - {""}:
         shutil.rmtree(folder, ignore_errors=True)
     return left
+
+
+def _shared_memory_of(pid: int) -> list[Path]:
+    """List what CUDA and torch leave in /dev/shm when a process that shared GPU memory ends, killed or not.
+
+    Both put the pid into the name: CUDA in hexadecimal (seen with driver 580.159), torch as its reference counters.
+    """
+    return [found for name in (f"torch_{pid}_*", f"cuda.shm.*.{pid:x}.*") for found in Path("/dev/shm").glob(name)]
 
 
 def _with_descendants(process: ProcessId) -> list[psutil.Process]:

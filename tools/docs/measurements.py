@@ -18,6 +18,7 @@ RESULTS = REPOSITORY / "docs" / "results"
 PAGE = REPOSITORY / "docs" / "measurements.md"
 SECTIONS = (
     "modes.json",
+    "h200-2026-11-27.json",
     "h100-2026-11-26.json",
     "transfer.json",
     "router.json",
@@ -41,7 +42,7 @@ tool has been deleted since, use `617c68f`. Values side by side are runs; bracke
 MACHINES = """\
 ## Machines
 
-All but the H100 are two cores of a virtual machine, whose full processor name was not kept. The H100 has 16 cores.
+All but the GPUs' are two cores of a virtual machine, whose full processor name was not kept. Beside a GPU are 16 cores.
 
 """
 FOOT = """\

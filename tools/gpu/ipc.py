@@ -5,9 +5,11 @@ The export, its checks and the copy are the product's own. In a dry run the same
 
 from __future__ import annotations
 
+import gc
 import queue
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -48,6 +50,8 @@ def check(machine: Machine, copy_bytes_per_s: float) -> Iterator[Row]:
     if isinstance(answer, str):
         yield Row(SECTION, "the other process", note=answer, ok=False)
         return
+    if not machine.dry:
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
     copied, seconds = answer
     size = layers * len(scattered) * ROW_BYTES
     right = all(torch.equal(one, cache[:, scattered].cpu()) for one in copied)
@@ -86,6 +90,10 @@ def _answer(answers: Any, other: Any) -> Any:
     return f"no answer within {ANSWER_S:.0f} s"
 
 
+def _copy(pool: Any, opened: Any, ids: list[int], targets: list[int]) -> None:
+    sum(pool.copies_from(opened, ids, targets))
+
+
 def _other_process(questions: Any, answers: Any, machine: Machine) -> None:
     """Open the cache, copy blocks into a cache of our own on the same device, answer with what is there then."""
     try:
@@ -99,11 +107,16 @@ def _other_process(questions: Any, answers: Any, machine: Machine) -> None:
         for way, may_use_kernel in (("", True), (", torch", False)):
             pool = pool_of(own, may_use_kernel=may_use_kernel)
             for what, ids in (("adjacent", adjacent), ("scattered", scattered)):
-                one = lambda pool=pool, ids=ids: sum(pool.copies_from(opened, ids, targets))  # noqa: E731
+                one = partial(_copy, pool, opened, ids, targets)
                 seconds[f"{what} blocks into the own cache{way}"] = wall_seconds(machine, one)
             copied.append(own[:, targets].cpu())
             own.zero_()
             machine.synchronize()
+        # Closed before the first process frees it: else torch warns, and has aborted at that process's end.
+        del opened, pool, one
+        gc.collect()
+        if not machine.dry:
+            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
         answers.put((torch.stack(copied), seconds))
         questions.get()
     except Exception as error:  # noqa: BLE001  whatever it is, the first process reports it

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import psutil
+import pytest
 
 from cluster.runtime.processes import ProcessId, _runs, end_processes, semaphores_of, this_process
 from tests.support.patience import PATIENCE_S
@@ -78,6 +79,32 @@ def test_a_semaphore_of_a_process_whose_tracker_was_killed_too_does_not_stay():
         assert end_processes([ProcessId.of(psutil.Process(process.pid))], [semaphore]) == []
         assert not Path(semaphore).exists()
         process.wait(PATIENCE_S)
+
+
+SHARES_GPU_MEMORY = """
+import os, time
+for name in (f"torch_{os.getpid()}_519115585_0", f"cuda.shm.0.{os.getpid():x}.1"):
+    open(f"/dev/shm/{name}", "x").close()
+print(1, flush=True)
+"""
+
+
+@pytest.mark.parametrize("ends_by_itself", [False, True])
+def test_files_with_which_a_process_shared_gpu_memory_go_with_it(ends_by_itself):
+    code = SHARES_GPU_MEMORY + ("" if ends_by_itself else "time.sleep(60)")
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        one = ProcessId.of(psutil.Process(process.pid))
+        process.stdout.readline()
+        files = [Path(f"/dev/shm/torch_{one.pid}_519115585_0"), Path(f"/dev/shm/cuda.shm.0.{one.pid:x}.1")]
+        assert all(file.exists() for file in files)
+        if ends_by_itself:
+            process.wait(PATIENCE_S)
+        else:
+            end_processes([replace(one, started_s=one.started_s - 3600.0)])
+            assert all(file.exists() for file in files), "the number is now another process's"
+        assert end_processes([one]) == []
+    assert not any(file.exists() for file in files)
 
 
 def test_the_temporary_files_of_a_process_go_with_it(tmp_path):
