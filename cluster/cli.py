@@ -17,21 +17,21 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from cluster.commands.plan_options import with_plan
-from cluster.commands.server_url import server_url
-from cluster.config.api_keys import ApiKeyError
-from cluster.config.grid import read_grid
-from cluster.config.loader import ConfigError, LoadedConfig, explain, load_config
-from cluster.deployments import background
-from cluster.deployments.background import DETACHED
-from cluster.deployments.names import AlreadyRunning, NoFolder
-from cluster.doctor import checks as doctor_checks
-from cluster.model_store import ModelError, prepare_model
-from contracts.former_names import FormerName, warn_of_former_name
-from contracts.vocabulary import Mode
-from loadtest.errors import LoadTestError
-from loadtest.plan import ComparePlan, ReplayPlan
-from roofline.errors import RooflineError
+from ridgeline.cluster.commands.plan_options import with_plan
+from ridgeline.cluster.commands.server_url import server_url
+from ridgeline.cluster.config.api_keys import ApiKeyError
+from ridgeline.cluster.config.grid import read_grid
+from ridgeline.cluster.config.loader import ConfigError, LoadedConfig, explain, load_config
+from ridgeline.cluster.deployments import background
+from ridgeline.cluster.deployments.background import DETACHED
+from ridgeline.cluster.deployments.names import AlreadyRunning, NoFolder
+from ridgeline.cluster.doctor import checks as doctor_checks
+from ridgeline.cluster.model_store import ModelError, prepare_model
+from ridgeline.contracts.former_names import FormerName, warn_of_former_name
+from ridgeline.contracts.vocabulary import Mode
+from ridgeline.loadtest.errors import LoadTestError
+from ridgeline.loadtest.plan import ComparePlan, ReplayPlan
+from ridgeline.roofline.errors import RooflineError
 
 FORMER_COMMANDS = {"orders": "operations"}
 """The present name of each command that was renamed in this version."""
@@ -123,9 +123,9 @@ def load(config: Path | None, settings: list[str] | None, *, both_modes: bool = 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
     """Run a command's coroutine; known failures become sentences, everything else a traceback."""
-    from cluster.commands.serve import Unfit
-    from cluster.runtime.deployment import DeploymentFailed
-    from cluster.runtime.plan import PlacementError
+    from ridgeline.cluster.commands.serve import Unfit
+    from ridgeline.cluster.runtime.deployment import DeploymentFailed
+    from ridgeline.cluster.runtime.plan import PlacementError
 
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it prints a line per request
     try:
@@ -187,7 +187,7 @@ def serve(
         with known_failures():
             background.detach(loaded.config.name, arguments, console)
         return
-    from cluster.commands.serve import serve as serve_until_stopped
+    from ridgeline.cluster.commands.serve import serve as serve_until_stopped
 
     run(serve_until_stopped(loaded.config, console, detached=detached_child))
 
@@ -254,7 +254,7 @@ def roofline(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Print shapes, arithmetic intensities, ridge and floors of a model on a device."""
-    from cluster.commands.roofline import show
+    from ridgeline.cluster.commands.roofline import show
 
     try:
         show(console, str(model), hardware, dtype, cores, as_json=as_json)
@@ -282,7 +282,7 @@ def transfer(
     json_file: Annotated[Path | None, typer.Option("--json", help="file for all figures and rounds")] = None,
 ) -> None:
     """Move KV blocks between two processes by each transport: GB/s, latency and CPU time, compared with memcpy."""
-    from cluster.commands.bench import BadBench, MeasureError, MeasureSettings, bench_transfer
+    from ridgeline.cluster.commands.bench import BadBench, MeasureError, MeasureSettings, bench_transfer
 
     chosen: dict[str, Any] = {"transports": transports, "layouts": layouts}
     settings = MeasureSettings(
@@ -311,7 +311,7 @@ def top(
 
     A key for /metrics is read from RIDGELINE_METRICS_KEY, an API key from RIDGELINE_API_KEY.
     """
-    from cluster.commands.top import watch
+    from ridgeline.cluster.commands.top import watch
 
     run(watch(url, interval_s, count, console))
 
@@ -329,7 +329,7 @@ def drain(
     admin_key_file: AdminKeyOption = None,
 ) -> None:
     """Let one worker finish what it does and leave for good."""
-    from cluster.commands.operators.drain import drain as drain_worker
+    from ridgeline.cluster.commands.operators.drain import drain as drain_worker
 
     run(drain_worker(url, worker, timeout_s, force=force, admin_key_file=admin_key_file, console=console))
 
@@ -343,7 +343,7 @@ def mode(
     admin_key_file: AdminKeyOption = None,
 ) -> None:
     """Print the mode of a running server, or change it while it serves; no request is lost."""
-    from cluster.commands.operators.mode import mode as tell_or_change
+    from ridgeline.cluster.commands.operators.mode import mode as tell_or_change
 
     run(tell_or_change(url, wanted, admin_key_file=admin_key_file, console=console))
 
@@ -355,7 +355,7 @@ def decisions(
     admin_key_file: AdminKeyOption = None,
 ) -> None:
     """Explain the latest choices of workers in mode adaptive: reason, alternatives, what was predicted and seen."""
-    from cluster.commands.operators.decisions import decisions as explain
+    from ridgeline.cluster.commands.operators.decisions import decisions as explain
 
     run(explain(url, last, admin_key_file=admin_key_file, console=console))
 
@@ -371,8 +371,8 @@ def scale(
     admin_key_file: AdminKeyOption = None,
 ) -> None:
     """Give pools of a running server more workers or fewer; no request is lost."""
-    from cluster.commands.operators.scale import scale as scale_workers
-    from cluster.commands.operators.scale import wanted_workers
+    from ridgeline.cluster.commands.operators.scale import scale as scale_workers
+    from ridgeline.cluster.commands.operators.scale import wanted_workers
 
     try:
         wanted = wanted_workers(workers)
@@ -390,7 +390,7 @@ def restart(
     admin_key_file: AdminKeyOption = None,
 ) -> None:
     """Start every worker of a running server again, one after the other; no request is lost."""
-    from cluster.commands.operators.scale import restart as restart_workers
+    from ridgeline.cluster.commands.operators.scale import restart as restart_workers
 
     run(restart_workers(url, timeout_s, admin_key_file=admin_key_file, console=console))
 
@@ -404,7 +404,7 @@ def list_operations(context: typer.Context, url: UrlOption = LOCAL_URL, admin_ke
         if given := [option for option, source in sources.items() if source and source.name == "COMMANDLINE"]:
             fail([f"say {' and '.join(given)} after {context.invoked_subcommand}"], 2)
         return
-    from cluster.commands.operators.scale import operations as show_operations
+    from ridgeline.cluster.commands.operators.scale import operations as show_operations
 
     run(show_operations(url, admin_key_file=admin_key_file, console=console))
 
@@ -419,7 +419,7 @@ def cancel(
 
     Serving workers stay. A worker that already drains leaves, or comes back if the operation was a restart.
     """
-    from cluster.commands.operators.scale import cancel as cancel_operation
+    from ridgeline.cluster.commands.operators.scale import cancel as cancel_operation
 
     run(cancel_operation(url, operation, admin_key_file=admin_key_file, console=console))
 
@@ -435,7 +435,7 @@ def replay(
 
     The server's API key is read from RIDGELINE_API_KEY, its key for /metrics from RIDGELINE_METRICS_KEY.
     """
-    from cluster.commands.replay import replay_command
+    from ridgeline.cluster.commands.replay import replay_command
 
     run(replay_command(url, plan, out, console))
 
@@ -454,7 +454,7 @@ def compare(
     settings: SetOption = None,
 ) -> None:
     """Compare two modes, or a mode and another server, on the same requests in pairs of rounds."""
-    from cluster.commands.loadtest import compare_command, refusals, refusals_of_grid, resume_command
+    from ridgeline.cluster.commands.loadtest import compare_command, refusals, refusals_of_grid, resume_command
 
     if resume is not None and out is None:
         again = load(config, settings, both_modes=True).config if config or settings else None
@@ -479,7 +479,7 @@ def report(
     folders: Annotated[list[Path], typer.Argument(help="one run, or two to see them side by side", metavar="DIR...")],
 ) -> None:
     """Write report.html of a finished comparison again, or show two side by side."""
-    from cluster.commands.report import report as report_runs
+    from ridgeline.cluster.commands.report import report as report_runs
 
     try:
         report_runs(folders, console)

@@ -10,10 +10,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.node_gpus import Gpu, NoGpus, read_gpus
-from roofline.calibration import load_or_calibrate_host
-from roofline.hardware import Hardware, hardware_of_gpu
-from router.settings import PoolHardware
+from ridgeline.cluster.node_gpus import Gpu, NoGpus, read_gpus
+from ridgeline.roofline.calibration import load_or_calibrate_host
+from ridgeline.roofline.hardware import Hardware, hardware_of_gpu
+from ridgeline.router.settings import PoolHardware
 
 
 class UnknownHardware(RuntimeError):

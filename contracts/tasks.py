@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from contracts.handoff import KvHandoff, TransferResult
-from contracts.vocabulary import ErrorKind, FirstToken, Leg
+from ridgeline.contracts.handoff import KvHandoff, TransferResult
+from ridgeline.contracts.vocabulary import ErrorKind, FirstToken, Leg
 
 
 class GenerateTask(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 
 import msgspec
 
-from contracts.handoff import KvLayout
-from contracts.tasks import GenerateTask
-from contracts.vocabulary import Mode, Pool
+from ridgeline.contracts.handoff import KvLayout
+from ridgeline.contracts.tasks import GenerateTask
+from ridgeline.contracts.vocabulary import Mode, Pool
 
 
 class StepModel(msgspec.Struct, frozen=True, kw_only=True):

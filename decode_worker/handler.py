@@ -11,13 +11,13 @@ from contextlib import aclosing
 
 import msgspec
 
-from contracts.errors import HandoffLost
-from contracts.handoff import KvHandoff
-from contracts.tasks import GenerateTask, TokenDelta
-from engine.connector.events import TransferEvent, with_event
-from engine.connector.messages import FIRST_TOKEN_FOLLOWS, PREFIX_CACHE_SKIPPED
-from engine.request import sampling
-from engine.vllm_engine import VllmEngine
+from ridgeline.contracts.errors import HandoffLost
+from ridgeline.contracts.handoff import KvHandoff
+from ridgeline.contracts.tasks import GenerateTask, TokenDelta
+from ridgeline.engine.connector.events import TransferEvent, with_event
+from ridgeline.engine.connector.messages import FIRST_TOKEN_FOLLOWS, PREFIX_CACHE_SKIPPED
+from ridgeline.engine.request import sampling
+from ridgeline.engine.vllm_engine import VllmEngine
 
 
 class DecodeHandler:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from contracts.vocabulary import Pool
-from kv_transfer.options import TransferOptions
+from ridgeline.contracts.vocabulary import Pool
+from ridgeline.kv_transfer.options import TransferOptions
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any, Final
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 
-from engine.tag_grammars import as_lark
+from ridgeline.engine.tag_grammars import as_lark
 
 logger = logging.getLogger(__name__)
 

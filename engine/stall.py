@@ -20,7 +20,7 @@ import math
 import time
 from collections.abc import Callable
 
-from engine.activity import Doing
+from ridgeline.engine.activity import Doing
 
 LONGEST_STEPS = 3.0
 """An engine is given so many times its longest step."""

@@ -19,14 +19,14 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from contracts.stages import mark
-from decode_worker.pacing.bound import Prompt, most_prefill_tokens
-from decode_worker.pacing.clock import StepClock
-from decode_worker.pacing.model import StepFit, StepLoad
-from decode_worker.pacing.slack import DecodeSteps, TpotSlack
-from engine.connector.messages import FORETOLD, STEP_MODEL
-from engine.request.sampling import FORCED, SURE_TOKENS, TPOT_LIMIT
-from engine.stall import FORETOLD_FROM_S
+from ridgeline.contracts.stages import mark
+from ridgeline.decode_worker.pacing.bound import Prompt, most_prefill_tokens
+from ridgeline.decode_worker.pacing.clock import StepClock
+from ridgeline.decode_worker.pacing.model import StepFit, StepLoad
+from ridgeline.decode_worker.pacing.slack import DecodeSteps, TpotSlack
+from ridgeline.engine.connector.messages import FORETOLD, STEP_MODEL
+from ridgeline.engine.request.sampling import FORCED, SURE_TOKENS, TPOT_LIMIT
+from ridgeline.engine.stall import FORETOLD_FROM_S
 
 GROWTH: Final = 2
 """A bounded step has at most this many times the prompt tokens of the longest one that has been measured."""

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from engine.passed_args import words
+from ridgeline.engine.passed_args import words
 
 
 def engine_values(args: Mapping[str, Any]) -> dict[str, Any]:

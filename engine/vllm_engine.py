@@ -26,27 +26,27 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from contracts.errors import EngineFailed, InvalidTask
-from contracts.handoff import KvHandoff, KvLayout, TransferResult
-from contracts.tasks import LegTiming, TokenDelta
-from contracts.workers import StepModel
-from engine.activity import Activity, Doing
-from engine.config import EngineConfig
-from engine.connector.events import TransferEvents
-from engine.connector.messages import FORETOLD, STALE_HANDOFFS, STEP_MODEL, TRANSFER_EVENTS
-from engine.connector.transferable_models import UnsupportedModel, why_unsupported
-from engine.grammars import choose_backend
-from engine.request import logprobs
-from engine.root_cause import CauseFile, output_place, sentence_of
-from engine.stall import StallWatch
-from engine.step_scheduler import bound_steps
-from engine.vllm_arguments import engine_values
-from engine.vllm_workarounds.bounded_grammars import bound_validation
-from engine.vllm_workarounds.engine_process import cause_file, prepare_engine_processes
-from engine.vllm_workarounds.forked import fork_engines
-from engine.vllm_workarounds.one_tokenizer import one_tokenizer
-from engine.vllm_workarounds.step_limits import LIMIT_STEPS
-from kv_transfer.service import PairedTransport
+from ridgeline.contracts.errors import EngineFailed, InvalidTask
+from ridgeline.contracts.handoff import KvHandoff, KvLayout, TransferResult
+from ridgeline.contracts.tasks import LegTiming, TokenDelta
+from ridgeline.contracts.workers import StepModel
+from ridgeline.engine.activity import Activity, Doing
+from ridgeline.engine.config import EngineConfig
+from ridgeline.engine.connector.events import TransferEvents
+from ridgeline.engine.connector.messages import FORETOLD, STALE_HANDOFFS, STEP_MODEL, TRANSFER_EVENTS
+from ridgeline.engine.connector.transferable_models import UnsupportedModel, why_unsupported
+from ridgeline.engine.grammars import choose_backend
+from ridgeline.engine.request import logprobs
+from ridgeline.engine.root_cause import CauseFile, output_place, sentence_of
+from ridgeline.engine.stall import StallWatch
+from ridgeline.engine.step_scheduler import bound_steps
+from ridgeline.engine.vllm_arguments import engine_values
+from ridgeline.engine.vllm_workarounds.bounded_grammars import bound_validation
+from ridgeline.engine.vllm_workarounds.engine_process import cause_file, prepare_engine_processes
+from ridgeline.engine.vllm_workarounds.forked import fork_engines
+from ridgeline.engine.vllm_workarounds.one_tokenizer import one_tokenizer
+from ridgeline.engine.vllm_workarounds.step_limits import LIMIT_STEPS
+from ridgeline.kv_transfer.service import PairedTransport
 
 PAIR_S = 20.0
 PAIR_POLL_S = 0.02
@@ -350,10 +350,10 @@ def _engine_args(config: EngineConfig) -> dict[str, Any]:
         "disable_log_stats": True,
         # The default multiprocess executor spins at 100 % of a core while idle; on a CPU that core is the engine's.
         "distributed_executor_backend": "uni" if config.tensor_parallel_size == 1 else "mp",
-        "worker_extension_cls": "engine.worker_extension.RidgelineWorkerExtension",
+        "worker_extension_cls": "ridgeline.engine.worker_extension.RidgelineWorkerExtension",
         "kv_transfer_config": KVTransferConfig(
             kv_connector="RidgelineConnector",
-            kv_connector_module_path="engine.connector.kv_connector",
+            kv_connector_module_path="ridgeline.engine.connector.kv_connector",
             kv_role="kv_both",
             engine_id=f"{config.worker_id}-{config.incarnation}",
             # A failed transfer costs a local prefill, not the request; it is counted by reason.
@@ -369,7 +369,7 @@ def _engine_args(config: EngineConfig) -> dict[str, Any]:
     if config.on_cpu:
         # On GPUs vLLM may use its second model runner, whose processors have another interface that has not run here
         # yet.
-        args["logits_processors"] = ["engine.request.forced_tokens:ForcedTokens"]
+        args["logits_processors"] = ["ridgeline.engine.request.forced_tokens:ForcedTokens"]
     if config.kv_cache_bytes_per_rank is not None:
         args["kv_cache_memory_bytes"] = config.kv_cache_bytes_per_rank
     return args

@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-from engine.connector.kv_connector import RidgelineConnector
-from engine.request.asked_logprobs import keep_rows_apart
-from engine.vllm_workarounds.gloo_device import share_gloo_device
-from engine.vllm_workarounds.seeded_chunks import put_generators_back
+from ridgeline.engine.connector.kv_connector import RidgelineConnector
+from ridgeline.engine.request.asked_logprobs import keep_rows_apart
+from ridgeline.engine.vllm_workarounds.gloo_device import share_gloo_device
+from ridgeline.engine.vllm_workarounds.seeded_chunks import put_generators_back
 
 share_gloo_device()  # vLLM imports this module before it makes its process groups, and calls nothing of it until later
 

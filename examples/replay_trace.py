@@ -13,9 +13,9 @@ import asyncio
 
 from rich.console import Console
 
-from loadtest.plan import ReplayPlan, Slo
-from loadtest.report.summary import summarise
-from loadtest.run.replay import run_replay
+from ridgeline.loadtest.plan import ReplayPlan, Slo
+from ridgeline.loadtest.report.summary import summarise
+from ridgeline.loadtest.run.replay import run_replay
 
 
 async def main() -> None:

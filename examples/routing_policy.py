@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from router.fleet.policy import Demand, Scorer, WorkerLoad, least_prompt_tokens, pick
+from ridgeline.router.fleet.policy import Demand, Scorer, WorkerLoad, least_prompt_tokens, pick
 
 LONG_PROMPT_TOKENS = 1000
 WORKERS = ("worker-0", "worker-1", "worker-2")

@@ -13,12 +13,12 @@ from typing import Any, Final
 import grpc
 import msgspec
 
-from contracts import errors
-from contracts.handoff import KvHandoff, shown_id
-from contracts.rpc.channel import open_channel
-from contracts.rpc.tls import TlsFiles
-from kv_transfer.interfaces import SourceControl, SourceDescription
-from kv_transfer.wire import grpc_methods
+from ridgeline.contracts import errors
+from ridgeline.contracts.handoff import KvHandoff, shown_id
+from ridgeline.contracts.rpc.channel import open_channel
+from ridgeline.contracts.rpc.tls import TlsFiles
+from ridgeline.kv_transfer.interfaces import SourceControl, SourceDescription
+from ridgeline.kv_transfer.wire import grpc_methods
 
 log = logging.getLogger(__name__)
 

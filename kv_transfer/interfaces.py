@@ -21,9 +21,9 @@ from typing import Any, Final
 
 import msgspec
 
-from contracts import errors
-from contracts.handoff import HandoffId, KvLayout, TransferResult
-from kv_transfer.memory.blocks import BlockPool
+from ridgeline.contracts import errors
+from ridgeline.contracts.handoff import HandoffId, KvLayout, TransferResult
+from ridgeline.kv_transfer.memory.blocks import BlockPool
 
 UNSUPPORTED: Final = "unsupported_reason"
 """The one field of an offer that cannot be made: a sentence that says why."""

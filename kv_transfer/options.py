@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from contracts.rpc.tls import TlsFiles
-from kv_transfer.names import TransportName, WireDtype
+from ridgeline.contracts.rpc.tls import TlsFiles
+from ridgeline.kv_transfer.names import TransportName, WireDtype
 
 
 @dataclass(frozen=True, slots=True)

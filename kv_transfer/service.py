@@ -18,18 +18,18 @@ from typing import Any, Final
 
 import torch
 
-from contracts import errors
-from contracts.handoff import KvHandoff, KvLayout, TransferResult
-from contracts.stages import mark
-from decode_worker.kv_fetch.heartbeat import Heartbeats
-from decode_worker.kv_fetch.results import Completed, CompletionBoard, TransferStats
-from kv_transfer.control import release_with_retries
-from kv_transfer.memory.blocks import BlockPool
-from kv_transfer.memory.device import OnLost
-from kv_transfer.memory.shared import SharedOffer
-from kv_transfer.options import TransferOptions
-from kv_transfer.transports import Exports, RankCache, exports, make_transport
-from prefill_worker.kv_source.lease import LeaseTable
+from ridgeline.contracts import errors
+from ridgeline.contracts.handoff import KvHandoff, KvLayout, TransferResult
+from ridgeline.contracts.stages import mark
+from ridgeline.decode_worker.kv_fetch.heartbeat import Heartbeats
+from ridgeline.decode_worker.kv_fetch.results import Completed, CompletionBoard, TransferStats
+from ridgeline.kv_transfer.control import release_with_retries
+from ridgeline.kv_transfer.memory.blocks import BlockPool
+from ridgeline.kv_transfer.memory.device import OnLost
+from ridgeline.kv_transfer.memory.shared import SharedOffer
+from ridgeline.kv_transfer.options import TransferOptions
+from ridgeline.kv_transfer.transports import Exports, RankCache, exports, make_transport
+from ridgeline.prefill_worker.kv_source.lease import LeaseTable
 
 log = logging.getLogger(__name__)
 

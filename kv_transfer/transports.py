@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from contracts.handoff import KvLayout
-from decode_worker.kv_fetch.fetcher import KvFetcher
-from kv_transfer.interfaces import UNSUPPORTED, KvSource, Puller, SourceControl
-from kv_transfer.memory.blocks import BlockPool
-from kv_transfer.memory.ipc import CannotExport, IpcExport, export, export_shared
-from kv_transfer.memory.shared import SharedOffer
-from kv_transfer.names import TRANSPORT_NAMES, TransportName
-from kv_transfer.options import TransferOptions
-from kv_transfer.testing.faults import FaultPlan, FaultyPuller
-from kv_transfer.wire.frames import largest_frame_bytes
-from prefill_worker.kv_source.lease import LeaseTable
+from ridgeline.contracts.handoff import KvLayout
+from ridgeline.decode_worker.kv_fetch.fetcher import KvFetcher
+from ridgeline.kv_transfer.interfaces import UNSUPPORTED, KvSource, Puller, SourceControl
+from ridgeline.kv_transfer.memory.blocks import BlockPool
+from ridgeline.kv_transfer.memory.ipc import CannotExport, IpcExport, export, export_shared
+from ridgeline.kv_transfer.memory.shared import SharedOffer
+from ridgeline.kv_transfer.names import TRANSPORT_NAMES, TransportName
+from ridgeline.kv_transfer.options import TransferOptions
+from ridgeline.kv_transfer.testing.faults import FaultPlan, FaultyPuller
+from ridgeline.kv_transfer.wire.frames import largest_frame_bytes
+from ridgeline.prefill_worker.kv_source.lease import LeaseTable
 
 if TYPE_CHECKING:
-    from kv_transfer.control import GrpcControl
-    from prefill_worker.kv_source.grpc_source import SourceExtension
+    from ridgeline.kv_transfer.control import GrpcControl
+    from ridgeline.prefill_worker.kv_source.grpc_source import SourceExtension
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +75,12 @@ def exports(layers: Sequence[torch.Tensor], shared: SharedOffer | None, transpor
 
 def puller_classes() -> Sequence[type[Puller]]:
     """Return the pullers' classes. Importing them imports torch."""
-    from decode_worker.kv_fetch.grpc_puller import GrpcPuller
-    from decode_worker.kv_fetch.ipc_puller import IpcPuller
-    from decode_worker.kv_fetch.shm_puller import ShmPuller
-    from kv_transfer.collective.puller import CollectivePuller
-    from kv_transfer.nixl.puller import NixlPuller
-    from kv_transfer.testing.memory_transport import MemoryPuller
+    from ridgeline.decode_worker.kv_fetch.grpc_puller import GrpcPuller
+    from ridgeline.decode_worker.kv_fetch.ipc_puller import IpcPuller
+    from ridgeline.decode_worker.kv_fetch.shm_puller import ShmPuller
+    from ridgeline.kv_transfer.collective.puller import CollectivePuller
+    from ridgeline.kv_transfer.nixl.puller import NixlPuller
+    from ridgeline.kv_transfer.testing.memory_transport import MemoryPuller
 
     return ShmPuller, IpcPuller, CollectivePuller, GrpcPuller, NixlPuller, MemoryPuller
 
@@ -116,20 +116,20 @@ def make_transport(cache: RankCache, options: TransferOptions) -> tuple[KvSource
 
 
 def _memory(cache: RankCache, _options: TransferOptions) -> tuple[KvSource, SourceControl, list[Puller]]:
-    from kv_transfer.testing.memory_transport import MemoryControl, MemoryKvSource, MemoryPuller
+    from ridgeline.kv_transfer.testing.memory_transport import MemoryControl, MemoryKvSource, MemoryPuller
 
     source = MemoryKvSource(cache.pool, cache.leases, cache.layout)
     return source, MemoryControl(), [MemoryPuller()]
 
 
 def _grpc(cache: RankCache, options: TransferOptions) -> tuple[KvSource, SourceControl, list[Puller]]:
-    from decode_worker.kv_fetch.grpc_puller import GrpcPuller
-    from decode_worker.kv_fetch.ipc_puller import IpcPuller
-    from decode_worker.kv_fetch.shm_puller import ShmPuller
-    from kv_transfer.collective.puller import CollectivePuller
-    from kv_transfer.collective.source import CollectiveSource
-    from kv_transfer.control import GrpcControl
-    from prefill_worker.kv_source.grpc_source import GrpcKvSource
+    from ridgeline.decode_worker.kv_fetch.grpc_puller import GrpcPuller
+    from ridgeline.decode_worker.kv_fetch.ipc_puller import IpcPuller
+    from ridgeline.decode_worker.kv_fetch.shm_puller import ShmPuller
+    from ridgeline.kv_transfer.collective.puller import CollectivePuller
+    from ridgeline.kv_transfer.collective.source import CollectiveSource
+    from ridgeline.kv_transfer.control import GrpcControl
+    from ridgeline.prefill_worker.kv_source.grpc_source import GrpcKvSource
 
     control = GrpcControl(largest_frame_bytes(cache.layout), options.tls)
     extensions: list[SourceExtension] = []
@@ -160,9 +160,9 @@ def _grpc(cache: RankCache, options: TransferOptions) -> tuple[KvSource, SourceC
 
 
 def _nixl(cache: RankCache, control: GrpcControl) -> tuple[SourceExtension, Puller]:
-    from kv_transfer.nixl.library import NixlFailed
-    from kv_transfer.nixl.puller import NixlPuller
-    from kv_transfer.nixl.source import NixlSource
+    from ridgeline.kv_transfer.nixl.library import NixlFailed
+    from ridgeline.kv_transfer.nixl.puller import NixlPuller
+    from ridgeline.kv_transfer.nixl.source import NixlSource
 
     try:
         return NixlSource(cache.pool), NixlPuller(control, cache.pool)

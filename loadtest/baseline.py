@@ -9,13 +9,13 @@ from typing import Any
 
 import httpx
 
-from loadtest.errors import LoadTestError, ServerError
-from loadtest.plan import ComparePlan
-from loadtest.run.client.stream import Completion, LoadClient, encode_body
-from loadtest.run.machine import listeners
-from loadtest.run.server import ModelCard, Servers, first_model, open_http
-from loadtest.trace.prompts import load_text_tokens
-from loadtest.variants import Devices, Reached
+from ridgeline.loadtest.errors import LoadTestError, ServerError
+from ridgeline.loadtest.plan import ComparePlan
+from ridgeline.loadtest.run.client.stream import Completion, LoadClient, encode_body
+from ridgeline.loadtest.run.machine import listeners
+from ridgeline.loadtest.run.server import ModelCard, Servers, first_model, open_http
+from ridgeline.loadtest.trace.prompts import load_text_tokens
+from ridgeline.loadtest.variants import Devices, Reached
 
 KEY_VARIABLE, FORMER_KEY_VARIABLE = "RIDGELINE_BASELINE_API_KEY", "RIDGELINE_OPPONENT_API_KEY"
 RESET_PATH = "/reset_prefix_cache"

@@ -15,21 +15,21 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from loadtest.errors import LoadTestError, ServerError
-from loadtest.plan import ComparePlan
-from loadtest.preparation import Prepared, prepare
-from loadtest.report.page import write_report
-from loadtest.report.rounds import Interruption, interruptions_summary, summarise_comparison
-from loadtest.report.tables import print_comparison
-from loadtest.run.calibration import Workers
-from loadtest.run_folder import RECORDS, REPORT, SUMMARY, TUNING, Past, RunFolder, Settled, Setup, new_folder
-from loadtest.statistics.looks import looks_until
-from loadtest.statistics.outcome import Conclusion, conclude
-from loadtest.statistics.pairs import PairDifference, pair_difference
-from loadtest.trace.windows import PairTraces
-from loadtest.tuning import Candidates, tune
-from loadtest.valid_rounds import RoundRunner, new_runner
-from loadtest.variants import Variant
+from ridgeline.loadtest.errors import LoadTestError, ServerError
+from ridgeline.loadtest.plan import ComparePlan
+from ridgeline.loadtest.preparation import Prepared, prepare
+from ridgeline.loadtest.report.page import write_report
+from ridgeline.loadtest.report.rounds import Interruption, interruptions_summary, summarise_comparison
+from ridgeline.loadtest.report.tables import print_comparison
+from ridgeline.loadtest.run.calibration import Workers
+from ridgeline.loadtest.run_folder import RECORDS, REPORT, SUMMARY, TUNING, Past, RunFolder, Settled, Setup, new_folder
+from ridgeline.loadtest.statistics.looks import looks_until
+from ridgeline.loadtest.statistics.outcome import Conclusion, conclude
+from ridgeline.loadtest.statistics.pairs import PairDifference, pair_difference
+from ridgeline.loadtest.trace.windows import PairTraces
+from ridgeline.loadtest.tuning import Candidates, tune
+from ridgeline.loadtest.valid_rounds import RoundRunner, new_runner
+from ridgeline.loadtest.variants import Variant
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,17 +15,17 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from loadtest.errors import ServerError
-from loadtest.plan import MOST_PAIRS_OF_A_SEARCH, ComparePlan
-from loadtest.preparation import Prepared, prepare
-from loadtest.rate_search import Bounds, Round, least_requests, search
-from loadtest.report.rates import print_rates, summarise_rates, write_rate_report
-from loadtest.run.calibration import Workers
-from loadtest.run.replay import ReplayResult
-from loadtest.run_folder import RECORDS, REPORT, SUMMARY, RunFolder, new_folder
-from loadtest.trace.windows import PairTraces
-from loadtest.valid_rounds import RoundRunner, new_runner
-from loadtest.variants import Variant
+from ridgeline.loadtest.errors import ServerError
+from ridgeline.loadtest.plan import MOST_PAIRS_OF_A_SEARCH, ComparePlan
+from ridgeline.loadtest.preparation import Prepared, prepare
+from ridgeline.loadtest.rate_search import Bounds, Round, least_requests, search
+from ridgeline.loadtest.report.rates import print_rates, summarise_rates, write_rate_report
+from ridgeline.loadtest.run.calibration import Workers
+from ridgeline.loadtest.run.replay import ReplayResult
+from ridgeline.loadtest.run_folder import RECORDS, REPORT, SUMMARY, RunFolder, new_folder
+from ridgeline.loadtest.trace.windows import PairTraces
+from ridgeline.loadtest.valid_rounds import RoundRunner, new_runner
+from ridgeline.loadtest.variants import Variant
 
 GIVEN_UP_AFTER = 2.0
 """A request is given up after this many times the time that the longest one has within its SLOs."""

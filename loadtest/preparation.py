@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import msgspec
 from rich.console import Console
 
-from loadtest.plan import ComparePlan
-from loadtest.run.calibration import (
+from ridgeline.loadtest.plan import ComparePlan
+from ridgeline.loadtest.run.calibration import (
     Load,
     Schedule,
     Workers,
@@ -21,11 +21,11 @@ from loadtest.run.calibration import (
     settle,
     workers_of,
 )
-from loadtest.run.server import as_servers, first_model
-from loadtest.run.unloaded import measure_unloaded, sizes_of
-from loadtest.run.warm_up import MOST_REQUESTS, MOST_WAVES
-from loadtest.trace.windows import PairTraces
-from loadtest.variants import Variant
+from ridgeline.loadtest.run.server import as_servers, first_model
+from ridgeline.loadtest.run.unloaded import measure_unloaded, sizes_of
+from ridgeline.loadtest.run.warm_up import MOST_REQUESTS, MOST_WAVES
+from ridgeline.loadtest.trace.windows import PairTraces
+from ridgeline.loadtest.variants import Variant
 
 STARTS_IN_A_PAIR = 1.5
 """Mean starts in a pair, if each variant needs one: every second pair begins with the one that is running."""

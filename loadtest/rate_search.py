@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from loadtest.statistics.student import critical_t
+from ridgeline.loadtest.statistics.student import critical_t
 
 LEVEL = 0.05
 LEAST_SHARE_OF_SCATTER = 0.5

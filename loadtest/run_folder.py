@@ -13,17 +13,17 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from loadtest.errors import LoadTestError
-from loadtest.plan import ComparePlan
-from loadtest.report.rounds import Interruption, Round
-from loadtest.run.calibration import Load
-from loadtest.run.client.process import ClientLoad
-from loadtest.run.machine import Disturbance
-from loadtest.run.records import RequestRecord
-from loadtest.run.replay import ReplayResult
-from loadtest.run.server_metrics import MetricsDelta, SampleKey
-from loadtest.statistics.outcome import Side
-from loadtest.trace.windows import PairTraces
+from ridgeline.loadtest.errors import LoadTestError
+from ridgeline.loadtest.plan import ComparePlan
+from ridgeline.loadtest.report.rounds import Interruption, Round
+from ridgeline.loadtest.run.calibration import Load
+from ridgeline.loadtest.run.client.process import ClientLoad
+from ridgeline.loadtest.run.machine import Disturbance
+from ridgeline.loadtest.run.records import RequestRecord
+from ridgeline.loadtest.run.replay import ReplayResult
+from ridgeline.loadtest.run.server_metrics import MetricsDelta, SampleKey
+from ridgeline.loadtest.statistics.outcome import Side
+from ridgeline.loadtest.trace.windows import PairTraces
 
 RUN, ROUNDS, RECORDS, SUMMARY, REPORT = "run.json", "rounds.jsonl", "records.jsonl", "summary.json", "report.html"
 TUNING = "tuning.jsonl"

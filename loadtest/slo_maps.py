@@ -19,12 +19,12 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from loadtest.plan import Slo
-from loadtest.rate_search import MaxGoodputRate, Round, max_goodput_rate, ratio_of
-from loadtest.run.records import RequestRecord
-from loadtest.run.unloaded import Unloaded
-from loadtest.statistics.outcome import Conclusion
-from loadtest.statistics.pairs import PairDifference, attainment_difference
+from ridgeline.loadtest.plan import Slo
+from ridgeline.loadtest.rate_search import MaxGoodputRate, Round, max_goodput_rate, ratio_of
+from ridgeline.loadtest.run.records import RequestRecord
+from ridgeline.loadtest.run.unloaded import Unloaded
+from ridgeline.loadtest.statistics.outcome import Conclusion
+from ridgeline.loadtest.statistics.pairs import PairDifference, attainment_difference
 
 TTFT_FACTORS = (1.5, 2.0, 3.0, 5.0, 8.0, 12.0)
 TPOT_FACTORS = (1.1, 1.25, 1.5, 2.0, 2.5, 4.0)

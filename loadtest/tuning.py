@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from loadtest.plan import ComparePlan
-from loadtest.preparation import Prepared
-from loadtest.report.rounds import Round, labels_of, round_summary
-from loadtest.report.summary import summarise
-from loadtest.statistics.outcome import Side
-from loadtest.valid_rounds import SIDES, new_runner
-from loadtest.variants import Variant
+from ridgeline.loadtest.plan import ComparePlan
+from ridgeline.loadtest.preparation import Prepared
+from ridgeline.loadtest.report.rounds import Round, labels_of, round_summary
+from ridgeline.loadtest.report.summary import summarise
+from ridgeline.loadtest.statistics.outcome import Side
+from ridgeline.loadtest.valid_rounds import SIDES, new_runner
+from ridgeline.loadtest.variants import Variant
 
 
 class Score(msgspec.Struct, frozen=True):

@@ -15,22 +15,22 @@ from typing import get_args
 
 from rich.console import Console
 
-from loadtest.errors import NotDisaggregatedError, RestartedError, ServerError
-from loadtest.plan import ADAPTIVE, DISAGGREGATED, ComparePlan
-from loadtest.preparation import Prepared
-from loadtest.report.pools import disaggregated_fraction, recomputes
-from loadtest.report.rounds import Round, VariantLabel, labels_of
-from loadtest.run.machine import Disturbance, disturbance, read_cpu
-from loadtest.run.records import RecordFile
-from loadtest.run.replay import ReplayResult, RoundRequests, run_replay
-from loadtest.run.server import Servers, with_slo_headers
-from loadtest.run.server_metrics import until_whole
-from loadtest.run.validity import discard_reasons
-from loadtest.run.warm_up import warm_up_workers
-from loadtest.run_folder import Past, RunFolder
-from loadtest.statistics.outcome import Side
-from loadtest.trace.trace import Trace
-from loadtest.variants import Variant
+from ridgeline.loadtest.errors import NotDisaggregatedError, RestartedError, ServerError
+from ridgeline.loadtest.plan import ADAPTIVE, DISAGGREGATED, ComparePlan
+from ridgeline.loadtest.preparation import Prepared
+from ridgeline.loadtest.report.pools import disaggregated_fraction, recomputes
+from ridgeline.loadtest.report.rounds import Round, VariantLabel, labels_of
+from ridgeline.loadtest.run.machine import Disturbance, disturbance, read_cpu
+from ridgeline.loadtest.run.records import RecordFile
+from ridgeline.loadtest.run.replay import ReplayResult, RoundRequests, run_replay
+from ridgeline.loadtest.run.server import Servers, with_slo_headers
+from ridgeline.loadtest.run.server_metrics import until_whole
+from ridgeline.loadtest.run.validity import discard_reasons
+from ridgeline.loadtest.run.warm_up import warm_up_workers
+from ridgeline.loadtest.run_folder import Past, RunFolder
+from ridgeline.loadtest.statistics.outcome import Side
+from ridgeline.loadtest.trace.trace import Trace
+from ridgeline.loadtest.variants import Variant
 
 MIN_DISAGGREGATED_FRACTION = 0.99
 MOST_REPEATS = 2

@@ -10,9 +10,9 @@ from typing import Any, Literal, Protocol
 import httpx
 import msgspec
 
-from loadtest.errors import ServerError
-from loadtest.plan import Mode
-from loadtest.run.server import Servers
+from ridgeline.loadtest.errors import ServerError
+from ridgeline.loadtest.plan import Mode
+from ridgeline.loadtest.run.server import Servers
 
 Serve = Callable[[Mode], AbstractAsyncContextManager[str]]
 """Starts a deployment in a mode, yields its base URL, and stops it."""

@@ -7,11 +7,11 @@ from contextlib import aclosing
 
 import msgspec
 
-from contracts.handoff import new_handoff_id
-from contracts.tasks import GenerateTask, TokenDelta
-from engine.connector.events import TransferEvent, with_event
-from engine.request import sampling
-from engine.vllm_engine import VllmEngine
+from ridgeline.contracts.handoff import new_handoff_id
+from ridgeline.contracts.tasks import GenerateTask, TokenDelta
+from ridgeline.engine.connector.events import TransferEvent, with_event
+from ridgeline.engine.request import sampling
+from ridgeline.engine.vllm_engine import VllmEngine
 
 
 class PrefillHandler:

@@ -6,8 +6,8 @@ can check it by hand. Times are lower bounds and rates upper bounds: no kernel r
 
 from typing import Literal
 
-from roofline.cost import StepCost
-from roofline.hardware import Hardware
+from ridgeline.roofline.cost import StepCost
+from ridgeline.roofline.hardware import Hardware
 
 Bound = Literal["compute", "memory"]
 

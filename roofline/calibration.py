@@ -18,8 +18,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from roofline.hardware import Hardware
-from roofline.quantisation import dtype_bytes
+from ridgeline.roofline.hardware import Hardware
+from ridgeline.roofline.quantisation import dtype_bytes
 
 _CACHE_FORMAT = 2
 _GEMM_BUDGET_S = 2.5

@@ -24,7 +24,7 @@ Not counted: activations (a fused kernel keeps them in cache), embedding rows, F
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from roofline.model_shape import ModelShape
+from ridgeline.roofline.model_shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True)

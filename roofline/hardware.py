@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from roofline.errors import UnknownNameError
+from ridgeline.roofline.errors import UnknownNameError
 
 
 @dataclass(frozen=True)

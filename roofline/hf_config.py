@@ -12,7 +12,7 @@ attention (Mamba, linear attention) are refused, because their cache does not gr
 from collections.abc import Mapping
 from typing import Any
 
-from roofline.errors import ModelConfigError
+from ridgeline.roofline.errors import ModelConfigError
 
 _UNGATED_MLP_MODEL_TYPES = frozenset({"gpt_neox", "nemotron", "phi", "starcoder2"})
 _ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})

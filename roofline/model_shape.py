@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roofline.errors import ModelConfigError, UnknownNameError
-from roofline.hf_config import shape_fields
-from roofline.known_models import KNOWN_MODELS
-from roofline.quantisation import weight_bytes_per_param as weight_bytes_per_param_of
+from ridgeline.roofline.errors import ModelConfigError, UnknownNameError
+from ridgeline.roofline.hf_config import shape_fields
+from ridgeline.roofline.known_models import KNOWN_MODELS
+from ridgeline.roofline.quantisation import weight_bytes_per_param as weight_bytes_per_param_of
 
 _CHECKPOINT_SUFFIXES = ("-hf", "-instruct", "-chat", "-base")
 

@@ -7,8 +7,8 @@ is therefore an error rather than a default.
 from collections.abc import Mapping
 from typing import Any
 
-from roofline.errors import ModelConfigError
-from roofline.hf_config import text_config
+from ridgeline.roofline.errors import ModelConfigError
+from ridgeline.roofline.hf_config import text_config
 
 _DTYPE_BYTES: Mapping[str, float] = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "float8_e4m3fn": 1.0}
 _METHOD_BYTES: Mapping[str, float] = {"fp8": 1.0, "fbgemm_fp8": 1.0, "modelopt": 1.0, "mxfp4": 0.5 + 1 / 32}

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from roofline.analysis import Bound, bound, step_floor_s
-from roofline.cost import StepCost, StepCostModel
-from roofline.hardware import Hardware
-from roofline.model_shape import ModelShape
+from ridgeline.roofline.analysis import Bound, bound, step_floor_s
+from ridgeline.roofline.cost import StepCost, StepCostModel
+from ridgeline.roofline.hardware import Hardware
+from ridgeline.roofline.model_shape import ModelShape
 
 PREFILL_TOKENS = (128, 512, 2048, 8192, 32768)
 DECODE_BATCHES = (1, 8, 32, 128, 512)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from contracts.rpc.address import IpAddress, ip_address
+from ridgeline.contracts.rpc.address import IpAddress, ip_address
 
 ANONYMOUS: Final = "anonymous"
 CLIENT_HASH_CHARACTERS: Final = 12

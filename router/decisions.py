@@ -9,19 +9,19 @@ from typing import Protocol
 
 from prometheus_client import CollectorRegistry
 
-from contracts.vocabulary import Pool
-from router.dispatch.modes import AnyModes, Modes
-from router.fleet.fleet import Fleet
-from router.flow.admission import Admission, Holdings, Wait
-from router.flow.fair_queue import Waiting
-from router.flow.learned import Learned
-from router.flow.placement import LocalPlacement, Placement
-from router.flow.prompt_queue import QueueNow, prompt_queues
-from router.observe.collectors import QueueView
-from router.settings import RouterSettings
-from router.shared.holdings import Changes
-from router.shared.link import Link, NoDispatcher
-from router.shared.messages import (
+from ridgeline.contracts.vocabulary import Pool
+from ridgeline.router.dispatch.modes import AnyModes, Modes
+from ridgeline.router.fleet.fleet import Fleet
+from ridgeline.router.flow.admission import Admission, Holdings, Wait
+from ridgeline.router.flow.fair_queue import Waiting
+from ridgeline.router.flow.learned import Learned
+from ridgeline.router.flow.placement import LocalPlacement, Placement
+from ridgeline.router.flow.prompt_queue import QueueNow, prompt_queues
+from ridgeline.router.observe.collectors import QueueView
+from ridgeline.router.settings import RouterSettings
+from ridgeline.router.shared.holdings import Changes
+from ridgeline.router.shared.link import Link, NoDispatcher
+from ridgeline.router.shared.messages import (
     Complete,
     Count,
     Counted,
@@ -36,9 +36,9 @@ from router.shared.messages import (
     Sums,
     Up,
 )
-from router.shared.shared_metrics import SharedMetrics
-from router.shared.shared_modes import SharedModes
-from router.shared.shared_placement import SharedPlacement
+from ridgeline.router.shared.shared_metrics import SharedMetrics
+from ridgeline.router.shared.shared_modes import SharedModes
+from ridgeline.router.shared.shared_placement import SharedPlacement
 
 JOIN_WITHIN_S = 30.0
 HOLDINGS_EVERY_S = 0.1

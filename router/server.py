@@ -16,36 +16,36 @@ from typing import Any
 import uvicorn
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from contracts.errors import EngineError
-from contracts.rpc.address import http_url, join_host_port
-from contracts.vocabulary import Pool
-from contracts.workers import WorkerDescription
-from router.decisions import OwnDecisions, SharedDecisions
-from router.dispatch.orchestrator import Orchestrator
-from router.dispatch.releaser import HandoffReleaser
-from router.fleet.fleet import Fleet
-from router.fleet.pairing import KvPair, PairingRefused
-from router.fleet.policy import pools_of
-from router.fleet.roles import role_table
-from router.flow.admission import LOOK_EVERY_S, Admission
-from router.flow.held_bodies import HeldBodies
-from router.front.admin import admin_routes
-from router.front.app import build_app, frontend_config, server_args
-from router.front.engine_client import RouterEngineClient
-from router.front.health import HealthProbe, Readiness, probe_prompt_tokens
-from router.front.http.types import Asgi
-from router.front.idle_times import OUTPUT_TOKENS, measure, too_short
-from router.front.metrics_page import metrics_endpoint
-from router.front.middleware.http_protocol import BoundedHeads
-from router.front.middleware.ingress import Gates
-from router.front.operations import OperationLog
-from router.front.vllm_workarounds import unread
-from router.observe.collectors import QueueCollector, WorkerCollector
-from router.observe.fleet_use import FleetUse, fleet_use
-from router.observe.loop_lag import LoopLag
-from router.observe.metrics import InFlight, LimitedLatency, RequestMetrics, Within
-from router.settings import PoolHardware, RouterSettings, SharedWith
-from router.shared.link import NoDispatcher
+from ridgeline.contracts.errors import EngineError
+from ridgeline.contracts.rpc.address import http_url, join_host_port
+from ridgeline.contracts.vocabulary import Pool
+from ridgeline.contracts.workers import WorkerDescription
+from ridgeline.router.decisions import OwnDecisions, SharedDecisions
+from ridgeline.router.dispatch.orchestrator import Orchestrator
+from ridgeline.router.dispatch.releaser import HandoffReleaser
+from ridgeline.router.fleet.fleet import Fleet
+from ridgeline.router.fleet.pairing import KvPair, PairingRefused
+from ridgeline.router.fleet.policy import pools_of
+from ridgeline.router.fleet.roles import role_table
+from ridgeline.router.flow.admission import LOOK_EVERY_S, Admission
+from ridgeline.router.flow.held_bodies import HeldBodies
+from ridgeline.router.front.admin import admin_routes
+from ridgeline.router.front.app import build_app, frontend_config, server_args
+from ridgeline.router.front.engine_client import RouterEngineClient
+from ridgeline.router.front.health import HealthProbe, Readiness, probe_prompt_tokens
+from ridgeline.router.front.http.types import Asgi
+from ridgeline.router.front.idle_times import OUTPUT_TOKENS, measure, too_short
+from ridgeline.router.front.metrics_page import metrics_endpoint
+from ridgeline.router.front.middleware.http_protocol import BoundedHeads
+from ridgeline.router.front.middleware.ingress import Gates
+from ridgeline.router.front.operations import OperationLog
+from ridgeline.router.front.vllm_workarounds import unread
+from ridgeline.router.observe.collectors import QueueCollector, WorkerCollector
+from ridgeline.router.observe.fleet_use import FleetUse, fleet_use
+from ridgeline.router.observe.loop_lag import LoopLag
+from ridgeline.router.observe.metrics import InFlight, LimitedLatency, RequestMetrics, Within
+from ridgeline.router.settings import PoolHardware, RouterSettings, SharedWith
+from ridgeline.router.shared.link import NoDispatcher
 
 DRAIN_POLL_S = 0.05
 LAST_WORDS_S = 2

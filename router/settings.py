@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from contracts.rpc.tls import TlsFiles
-from contracts.vocabulary import Mode, Pool, RebalanceMode
-from contracts.workers import Role
-from router.client_identity import IpNetwork
+from ridgeline.contracts.rpc.tls import TlsFiles
+from ridgeline.contracts.vocabulary import Mode, Pool, RebalanceMode
+from ridgeline.contracts.workers import Role
+from ridgeline.router.client_identity import IpNetwork
 
 SHORTEST_LIMIT_MS = 0.1
 LONGEST_LIMIT_MS = 3_600_000.0

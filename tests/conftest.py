@@ -14,9 +14,9 @@ from collections.abc import Callable
 
 import pytest
 
-from cluster.config.models import RidgelineConfig
-from cluster.doctor.checks import resolve_dtype
-from cluster.doctor.facts import read_cpu_flags
+from ridgeline.cluster.config.models import RidgelineConfig
+from ridgeline.cluster.doctor.checks import resolve_dtype
+from ridgeline.cluster.doctor.facts import read_cpu_flags
 
 INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "bf16")
 """Flags of the CPU on which vLLM's kernels, and so the rounding of every logit, depend."""

@@ -14,6 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 UNIT = ROOT / "tests" / "unit"
+OUTSIDE = ("tests", "tools", "examples")
+"""Folders that are no part of the package `ridgeline`."""
 STRUCTURE = "tests/unit/test_structure.py"
 DOCUMENTS = ("tests/unit/test_docs.py", "tests/unit/test_symptoms.py")
 
@@ -53,6 +55,7 @@ def unit_tests_of(paths: Iterable[str], *, with_layout: bool = True) -> list[str
 def module_name(path: Path) -> str:
     """Return the name by which others import this file."""
     parts = path.with_suffix("").parts
+    parts = parts if parts[0] in OUTSIDE else ("ridgeline", *parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 

@@ -15,13 +15,13 @@ import grpc
 import grpc.aio
 import msgspec
 
-from contracts.errors import EngineFailed, HandoffLost, InvalidTask, TaskRejected, WorkerDraining, WorkerLost
-from contracts.handoff import UNREADABLE, KvHandoff
-from contracts.rpc.channel import open_aio_channel, why_refused
-from contracts.rpc.tls import TlsFiles
-from contracts.stages import mark
-from contracts.tasks import GenerateTask, StepBatch, TokenDelta
-from contracts.workers import (
+from ridgeline.contracts.errors import EngineFailed, HandoffLost, InvalidTask, TaskRejected, WorkerDraining, WorkerLost
+from ridgeline.contracts.handoff import UNREADABLE, KvHandoff
+from ridgeline.contracts.rpc.channel import open_aio_channel, why_refused
+from ridgeline.contracts.rpc.tls import TlsFiles
+from ridgeline.contracts.stages import mark
+from ridgeline.contracts.tasks import GenerateTask, StepBatch, TokenDelta
+from ridgeline.contracts.workers import (
     AbortRequest,
     Ack,
     AttachRequest,

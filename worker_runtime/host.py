@@ -18,14 +18,14 @@ from typing import Any, Protocol
 import grpc.aio
 import msgspec
 
-from contracts.errors import EngineFailed, HandoffLost, InvalidTask
-from contracts.handoff import KvHandoff
-from contracts.rpc.address import join_host_port
-from contracts.rpc.channel import add_port
-from contracts.stages import mark
-from contracts.tasks import GenerateTask, TokenDelta
-from contracts.vocabulary import ErrorKind, Health, Leg
-from contracts.workers import (
+from ridgeline.contracts.errors import EngineFailed, HandoffLost, InvalidTask
+from ridgeline.contracts.handoff import KvHandoff
+from ridgeline.contracts.rpc.address import join_host_port
+from ridgeline.contracts.rpc.channel import add_port
+from ridgeline.contracts.stages import mark
+from ridgeline.contracts.tasks import GenerateTask, TokenDelta
+from ridgeline.contracts.vocabulary import ErrorKind, Health, Leg
+from ridgeline.contracts.workers import (
     MIN_FITTED_STEPS,
     AbortRequest,
     Ack,
@@ -39,10 +39,10 @@ from contracts.workers import (
     WorkerDescription,
     WorkerStatus,
 )
-from engine.config import HostSettings
-from engine.vllm_engine import VllmEngine
-from kv_transfer.memory.shared import host_identity
-from worker_runtime.client import (
+from ridgeline.engine.config import HostSettings
+from ridgeline.engine.vllm_engine import VllmEngine
+from ridgeline.kv_transfer.memory.shared import host_identity
+from ridgeline.worker_runtime.client import (
     MAX_MESSAGE_BYTES,
     OPTIONS,
     SERVICE,
@@ -52,7 +52,7 @@ from worker_runtime.client import (
     stream_handler,
     unary_handler,
 )
-from worker_runtime.draining import kv_unneeded
+from ridgeline.worker_runtime.draining import kv_unneeded
 
 logger = logging.getLogger(__name__)
 HEALTH_LOOK_S = 0.5

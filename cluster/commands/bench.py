@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cluster.doctor.facts import memory_available_bytes
-from kv_transfer.bench.measure import MeasureError, MeasureReport, MeasureSettings, measure, usable_cores
+from ridgeline.cluster.doctor.facts import memory_available_bytes
+from ridgeline.kv_transfer.bench.measure import MeasureError, MeasureReport, MeasureSettings, measure, usable_cores
 
 __all__ = ["BadBench", "MeasureError", "MeasureSettings", "bench_transfer", "render"]
 

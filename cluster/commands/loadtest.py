@@ -13,29 +13,29 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cluster.commands.serve import Unfit, refuse_unfit_machine, say_with_time, started
-from cluster.commands.setup import setup_of, versions
-from cluster.config.api_keys import first_admin_key
-from cluster.config.autoscale import AutoscaleConfig
-from cluster.config.grid import CandidateConfig, CandidateConfigs, both_variants, candidate_of
-from cluster.config.models import MIB, PoolConfig, RidgelineConfig
-from cluster.runtime.ray_start import ray_runtime
-from contracts.vocabulary import Mode
-from loadtest.baseline import BaselineVariant, baseline_of
-from loadtest.compare import Comparison, compare, resume
-from loadtest.errors import LoadTestError
-from loadtest.find_rate import FoundRates, find_rate
-from loadtest.plan import COLOCATED, DISAGGREGATED, ComparePlan
-from loadtest.run.calibration import Workers
-from loadtest.run.machine import busy_note
-from loadtest.run.replay import check_client
-from loadtest.run.unloaded import sizes_of
-from loadtest.run_folder import Past, RunFolder
-from loadtest.statistics.outcome import Side
-from loadtest.trace.shape import fit_context
-from loadtest.trace.windows import PairTraces
-from loadtest.tuning import Candidate, Candidates
-from loadtest.variants import Deployments, Devices, SwitchedVariant, Variant
+from ridgeline.cluster.commands.serve import Unfit, refuse_unfit_machine, say_with_time, started
+from ridgeline.cluster.commands.setup import setup_of, versions
+from ridgeline.cluster.config.api_keys import first_admin_key
+from ridgeline.cluster.config.autoscale import AutoscaleConfig
+from ridgeline.cluster.config.grid import CandidateConfig, CandidateConfigs, both_variants, candidate_of
+from ridgeline.cluster.config.models import MIB, PoolConfig, RidgelineConfig
+from ridgeline.cluster.runtime.ray_start import ray_runtime
+from ridgeline.contracts.vocabulary import Mode
+from ridgeline.loadtest.baseline import BaselineVariant, baseline_of
+from ridgeline.loadtest.compare import Comparison, compare, resume
+from ridgeline.loadtest.errors import LoadTestError
+from ridgeline.loadtest.find_rate import FoundRates, find_rate
+from ridgeline.loadtest.plan import COLOCATED, DISAGGREGATED, ComparePlan
+from ridgeline.loadtest.run.calibration import Workers
+from ridgeline.loadtest.run.machine import busy_note
+from ridgeline.loadtest.run.replay import check_client
+from ridgeline.loadtest.run.unloaded import sizes_of
+from ridgeline.loadtest.run_folder import Past, RunFolder
+from ridgeline.loadtest.statistics.outcome import Side
+from ridgeline.loadtest.trace.shape import fit_context
+from ridgeline.loadtest.trace.windows import PairTraces
+from ridgeline.loadtest.tuning import Candidate, Candidates
+from ridgeline.loadtest.variants import Deployments, Devices, SwitchedVariant, Variant
 
 
 async def resume_command(folder: Path, given: ComparePlan, config: RidgelineConfig | None, console: Console) -> None:

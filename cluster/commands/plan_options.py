@@ -10,7 +10,7 @@ import typer
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from loadtest.plan import NumberOrAuto, ReplayPlan
+from ridgeline.loadtest.plan import NumberOrAuto, ReplayPlan
 
 Refuse = Callable[[list[str]], None]
 """Ends the command with the given sentences."""

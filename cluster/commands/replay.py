@@ -10,13 +10,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from loadtest.plan import ReplayPlan
-from loadtest.report.replay_output import report_replay
-from loadtest.run.calibration import given_load, settle, workers_of
-from loadtest.run.records import RecordFile
-from loadtest.run.replay import check_client, run_replay
-from loadtest.run.unloaded import measure_unloaded, sizes_of
-from loadtest.run_folder import RunFolder, new_folder
+from ridgeline.loadtest.plan import ReplayPlan
+from ridgeline.loadtest.report.replay_output import report_replay
+from ridgeline.loadtest.run.calibration import given_load, settle, workers_of
+from ridgeline.loadtest.run.records import RecordFile
+from ridgeline.loadtest.run.replay import check_client, run_replay
+from ridgeline.loadtest.run.unloaded import measure_unloaded, sizes_of
+from ridgeline.loadtest.run_folder import RunFolder, new_folder
 
 
 async def replay_command(url: str, plan: ReplayPlan, out: Path | None, console: Console) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from loadtest.errors import LoadTestError
-from loadtest.report.saved import print_side_by_side, report_again
+from ridgeline.loadtest.errors import LoadTestError
+from ridgeline.loadtest.report.saved import print_side_by_side, report_again
 
 
 def report(folders: list[Path], console: Console) -> None:

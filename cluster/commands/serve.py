@@ -19,16 +19,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cluster.config.api_keys import open_to_all
-from cluster.config.models import RidgelineConfig
-from cluster.deployments.names import Held, Place
-from cluster.doctor import checks
-from cluster.doctor.gpus import halved
-from cluster.runtime.deployment import Deployment, deploy
-from cluster.runtime.environment import server_variables
-from cluster.runtime.plan import make_plan
-from cluster.runtime.ray_start import ray_runtime
-from router.fleet.pairing import KvPair
+from ridgeline.cluster.config.api_keys import open_to_all
+from ridgeline.cluster.config.models import RidgelineConfig
+from ridgeline.cluster.deployments.names import Held, Place
+from ridgeline.cluster.doctor import checks
+from ridgeline.cluster.doctor.gpus import halved
+from ridgeline.cluster.runtime.deployment import Deployment, deploy
+from ridgeline.cluster.runtime.environment import server_variables
+from ridgeline.cluster.runtime.plan import make_plan
+from ridgeline.cluster.runtime.ray_start import ray_runtime
+from ridgeline.router.fleet.pairing import KvPair
 
 
 class Unfit(RuntimeError):

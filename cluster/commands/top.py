@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from loadtest.errors import RestartedError, ServerError
-from loadtest.report.pools import describe_pools
-from loadtest.run.server import key_headers
-from loadtest.run.server_metrics import MetricsDelta, Scrape, difference, scrape
+from ridgeline.loadtest.errors import RestartedError, ServerError
+from ridgeline.loadtest.report.pools import describe_pools
+from ridgeline.loadtest.run.server import key_headers
+from ridgeline.loadtest.run.server_metrics import MetricsDelta, Scrape, difference, scrape
 
 _SUMMED = ("running", "waiting", "kv_blocks_free")
 _COLUMNS = ("pool", "workers", "running", "waiting", "KV blocks free", "busy", "tok/s", "AI", "ridge", "MFU", "MBU")

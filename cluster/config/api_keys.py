@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from contracts.rpc.address import is_loopback
-from router.client_identity import MAX_KEY_BYTES, hash_key
+from ridgeline.contracts.rpc.address import is_loopback
+from ridgeline.router.client_identity import MAX_KEY_BYTES, hash_key
 
 KEYS_VARIABLE: Final = "RIDGELINE_API_KEYS"
 MAKE_ONE: Final = "make one with `openssl rand -hex 32`"

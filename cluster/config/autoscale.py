@@ -10,8 +10,8 @@ from typing import ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
-from cluster.config.section import Section
-from contracts.vocabulary import Mode, Pool
+from ridgeline.cluster.config.section import Section
+from ridgeline.contracts.vocabulary import Mode, Pool
 
 MOST_WORKERS = 1000
 TURN_OFF = "or set autoscale.mode to none"

@@ -8,9 +8,9 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
-from cluster.config.loader import ConfigError, invalid_yaml, read_yaml, value_of
-from cluster.config.models import RidgelineConfig, conflicts
-from contracts.vocabulary import Mode
+from ridgeline.cluster.config.loader import ConfigError, invalid_yaml, read_yaml, value_of
+from ridgeline.cluster.config.models import RidgelineConfig, conflicts
+from ridgeline.contracts.vocabulary import Mode
 
 AS_CONFIGURED = "as-configured"
 MAY_CHANGE: dict[Mode, tuple[str, ...]] = {

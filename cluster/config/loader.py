@@ -16,12 +16,12 @@ import yaml
 from pydantic import ValidationError
 from rich.table import Table
 
-from cluster.config.autoscale import autoscale_conflicts
-from cluster.config.gpu_defaults import GPU_ORIGIN, fill_adaptive, gpu_defaults
-from cluster.config.models import RidgelineConfig, conflicts
-from cluster.config.section import Section
-from contracts.former_names import warn_of_former_name
-from contracts.vocabulary import Mode, Pool
+from ridgeline.cluster.config.autoscale import autoscale_conflicts
+from ridgeline.cluster.config.gpu_defaults import GPU_ORIGIN, fill_adaptive, gpu_defaults
+from ridgeline.cluster.config.models import RidgelineConfig, conflicts
+from ridgeline.cluster.config.section import Section
+from ridgeline.contracts.former_names import warn_of_former_name
+from ridgeline.contracts.vocabulary import Mode, Pool
 
 DEFAULT_ORIGIN = "default"
 FLAG_ORIGIN = "flag"

@@ -11,14 +11,14 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, IPvAnyNetwork, PlainValidator, TypeAdapter
 
-from cluster.config.autoscale import AutoscaleConfig
-from cluster.config.section import Section
-from cluster.node_address import network_of
-from contracts.rpc.tls import TlsFiles
-from contracts.vocabulary import Mode, Pool, RebalanceMode
-from engine import passed_args
-from kv_transfer.names import AUTO, LONGEST_FETCH_DEADLINE_S, MAX_GROUPS, SettableTransport, WireDtype
-from router.settings import LONGEST_LIMIT_MS, SHORTEST_LIMIT_MS
+from ridgeline.cluster.config.autoscale import AutoscaleConfig
+from ridgeline.cluster.config.section import Section
+from ridgeline.cluster.node_address import network_of
+from ridgeline.contracts.rpc.tls import TlsFiles
+from ridgeline.contracts.vocabulary import Mode, Pool, RebalanceMode
+from ridgeline.engine import passed_args
+from ridgeline.kv_transfer.names import AUTO, LONGEST_FETCH_DEADLINE_S, MAX_GROUPS, SettableTransport, WireDtype
+from ridgeline.router.settings import LONGEST_LIMIT_MS, SHORTEST_LIMIT_MS
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 
@@ -696,7 +696,9 @@ def _collective_conflicts(config: RidgelineConfig) -> list[str]:
 def _copies_raw(transport: str) -> bool:
     if transport == "auto":
         return False
-    from kv_transfer.transports import puller_class  # imports torch, which a command line has no other use for
+    from ridgeline.kv_transfer.transports import (
+        puller_class,  # imports torch, which a command line has no other use for
+    )
 
     return puller_class(transport).copies_raw
 
@@ -704,7 +706,7 @@ def _copies_raw(transport: str) -> bool:
 def _covered_by_tls(transport: str) -> bool:
     if transport in ("auto", *AUTO):
         return True
-    from kv_transfer.transports import puller_class
+    from ridgeline.kv_transfer.transports import puller_class
 
     return puller_class(transport).covered_by_tls
 

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from contracts.former_names import warn_of_former_name
+from ridgeline.contracts.former_names import warn_of_former_name
 
 
 class Section(BaseModel):

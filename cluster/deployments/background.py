@@ -13,8 +13,8 @@ import httpx
 from rich.console import Console
 from rich.table import Column, Table
 
-from cluster.deployments.names import AlreadyRunning, Place, State, running, taken
-from cluster.runtime.environment import search_path
+from ridgeline.cluster.deployments.names import AlreadyRunning, Place, State, running, taken
+from ridgeline.cluster.runtime.environment import search_path
 
 LOOK_EVERY_S = 0.2
 SAY_EVERY_S = 10.0
@@ -37,7 +37,7 @@ def detach(name: str, arguments: Sequence[str], console: Console) -> None:
     place.make_folder()
     with place.log.open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "cluster.cli", "serve", *arguments, DETACHED],
+            [sys.executable, "-P", "-m", "ridgeline.cluster.cli", "serve", *arguments, DETACHED],
             env={**os.environ, "PYTHONPATH": search_path()},
             stdin=subprocess.DEVNULL,
             stdout=log,

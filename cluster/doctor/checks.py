@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from cluster.config.models import PoolConfig, RidgelineConfig
-from cluster.doctor.facts import HostFacts, read_cpu_flags, read_host_facts
-from cluster.doctor.gpus import gpu_count, gpu_devices, gpu_software
-from cluster.doctor.model_support import model_conflicts
-from cluster.doctor.software import (
+from ridgeline.cluster.config.models import PoolConfig, RidgelineConfig
+from ridgeline.cluster.doctor.facts import HostFacts, read_cpu_flags, read_host_facts
+from ridgeline.cluster.doctor.gpus import gpu_count, gpu_devices, gpu_software
+from ridgeline.cluster.doctor.model_support import model_conflicts
+from ridgeline.cluster.doctor.software import (
     CheckResult,
     engine_package,
     model,
@@ -27,7 +27,7 @@ from cluster.doctor.software import (
     torch_companions,
     transport_package,
 )
-from contracts.vocabulary import Pool
+from ridgeline.contracts.vocabulary import Pool
 
 __all__ = ["CheckResult", "checks", "failures", "node_checks", "report", "resolve_dtype"]
 

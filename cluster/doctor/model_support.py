@@ -6,11 +6,11 @@ model that is still on the hub, `engine.vllm_engine` makes the same checks befor
 
 from __future__ import annotations
 
-from cluster.config.models import RidgelineConfig
-from cluster.doctor.architectures import architecture_reason
-from cluster.doctor.facts import ModelFacts
-from cluster.doctor.heads import head_conflicts
-from engine.connector.transferable_models import why_unsupported
+from ridgeline.cluster.config.models import RidgelineConfig
+from ridgeline.cluster.doctor.architectures import architecture_reason
+from ridgeline.cluster.doctor.facts import ModelFacts
+from ridgeline.cluster.doctor.heads import head_conflicts
+from ridgeline.engine.connector.transferable_models import why_unsupported
 
 
 def model_conflicts(config: RidgelineConfig, model: ModelFacts) -> list[str]:

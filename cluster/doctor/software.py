@@ -6,12 +6,12 @@ Why apart: these apply on every machine that runs the `ridgeline` command, also 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from cluster.config.api_keys import ApiKeyError, key_hashes, open_to_all
-from cluster.config.models import RidgelineConfig
-from cluster.doctor.facts import HostFacts
-from contracts.rpc.address import join_host_port
-from contracts.rpc.tls import TlsFileError, TlsFiles
-from kv_transfer.names import NIXL_PACKAGES
+from ridgeline.cluster.config.api_keys import ApiKeyError, key_hashes, open_to_all
+from ridgeline.cluster.config.models import RidgelineConfig
+from ridgeline.cluster.doctor.facts import HostFacts
+from ridgeline.contracts.rpc.address import join_host_port
+from ridgeline.contracts.rpc.tls import TlsFileError, TlsFiles
+from ridgeline.kv_transfer.names import NIXL_PACKAGES
 
 FEWEST_OPEN_FILES = 1024
 COMFORTABLE_OPEN_FILES = 4096

@@ -17,14 +17,14 @@ from typing import Any
 
 import ray
 
-from cluster.doctor.facts import read_cpu_flags
-from cluster.node_cores import taken_cores, this_machine
-from cluster.runtime.environment import forget_server_variables
-from cluster.runtime.processes import ProcessId, end_processes, this_process
-from cluster.runtime.ray_workarounds.sigterm import on_sigterm
-from cluster.runtime.service_process.calls import ServiceClient, ServiceGone
-from cluster.runtime.service_process.launch import start_service
-from contracts.vocabulary import Health
+from ridgeline.cluster.doctor.facts import read_cpu_flags
+from ridgeline.cluster.node_cores import taken_cores, this_machine
+from ridgeline.cluster.runtime.environment import forget_server_variables
+from ridgeline.cluster.runtime.processes import ProcessId, end_processes, this_process
+from ridgeline.cluster.runtime.ray_workarounds.sigterm import on_sigterm
+from ridgeline.cluster.runtime.service_process.calls import ServiceClient, ServiceGone
+from ridgeline.cluster.runtime.service_process.launch import start_service
+from ridgeline.contracts.vocabulary import Health
 
 WITHOUT_SERVICE = 143
 """Exit status of an actor that gets SIGTERM while it has no service: 128 + 15."""

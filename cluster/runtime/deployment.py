@@ -16,20 +16,20 @@ from typing import Any, TypeVar
 
 import ray
 
-from cluster.config.models import SloConfig
-from cluster.runtime.actors import NodePlace
-from cluster.runtime.autoscale.loop import Autoscaler
-from cluster.runtime.handles.actor import DeploymentFailed, NoPlace
-from cluster.runtime.handles.routing import DispatcherHandle, RouterHandle
-from cluster.runtime.handles.worker import WorkerHandle
-from cluster.runtime.operation_queue import OperationQueue
-from cluster.runtime.operation_steps import OperationSteps
-from cluster.runtime.plan import CoreTable, PlacementError, Plan, dtype_of_nodes
-from cluster.runtime.services import WorkerReady
-from cluster.runtime.supervisor import Say, Supervisor
-from contracts.vocabulary import Pool
-from router.fleet.pairing import KvPair
-from router.settings import PoolHardware
+from ridgeline.cluster.config.models import SloConfig
+from ridgeline.cluster.runtime.actors import NodePlace
+from ridgeline.cluster.runtime.autoscale.loop import Autoscaler
+from ridgeline.cluster.runtime.handles.actor import DeploymentFailed, NoPlace
+from ridgeline.cluster.runtime.handles.routing import DispatcherHandle, RouterHandle
+from ridgeline.cluster.runtime.handles.worker import WorkerHandle
+from ridgeline.cluster.runtime.operation_queue import OperationQueue
+from ridgeline.cluster.runtime.operation_steps import OperationSteps
+from ridgeline.cluster.runtime.plan import CoreTable, PlacementError, Plan, dtype_of_nodes
+from ridgeline.cluster.runtime.services import WorkerReady
+from ridgeline.cluster.runtime.supervisor import Say, Supervisor
+from ridgeline.contracts.vocabulary import Pool
+from ridgeline.router.fleet.pairing import KvPair
+from ridgeline.router.settings import PoolHardware
 
 __all__ = ["Deployment", "DeploymentFailed", "Row", "deploy"]
 

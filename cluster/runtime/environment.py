@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from cluster.config.api_keys import KEYS_VARIABLE
+from ridgeline.cluster.config.api_keys import KEYS_VARIABLE
 
 KEY_VARIABLES: Final = frozenset({KEYS_VARIABLE, "RIDGELINE_API_KEY", "RIDGELINE_ADMIN_KEY_FILE"})
 """Variables that hold keys; only the commands they were given to may read them."""
@@ -98,7 +98,7 @@ def search_path() -> str:
     library, also for an empty entry, as `PYTHONPATH=$PYTHONPATH:/my/folder` makes one: a file named queue.py or
     router.py in it would be imported.
     """
-    here, ours = Path.cwd(), Path(__file__).parents[2]
+    here, ours = Path.cwd(), Path(__file__).resolve().parents[2]
     named = {Path(path).absolute() for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path}
     found = [Path(path).absolute() for path in sys.path if path]
     return os.pathsep.join(str(path) for path in found if path != here or here in named | {ours})

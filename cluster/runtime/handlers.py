@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from contracts.vocabulary import Leg
-from decode_worker.handler import DecodeHandler
-from prefill_worker.handler import PrefillHandler
-from worker_runtime.host import Handler
+from ridgeline.contracts.vocabulary import Leg
+from ridgeline.decode_worker.handler import DecodeHandler
+from ridgeline.prefill_worker.handler import PrefillHandler
+from ridgeline.worker_runtime.host import Handler
 
 HANDLERS: Final[Mapping[Leg, Handler]] = {"prefill": PrefillHandler(), "decode": DecodeHandler()}
 """Handlers keep nothing, so workers may share one. A whole replica runs a request as decode does without a hand-off."""

@@ -12,10 +12,10 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from cluster.runtime.handles.actor import DeploymentFailed
-from cluster.runtime.plan import PlacementError
-from cluster.runtime.supervisor import Say
-from router.front.operations import News, Operation, OperationState, Progress, Taken, forget_old
+from ridgeline.cluster.runtime.handles.actor import DeploymentFailed
+from ridgeline.cluster.runtime.plan import PlacementError
+from ridgeline.cluster.runtime.supervisor import Say
+from ridgeline.router.front.operations import News, Operation, OperationState, Progress, Taken, forget_old
 
 ASK_S = 5.0
 """How long a router is asked for operations at a time."""

@@ -11,13 +11,13 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
-from cluster.runtime.handles.actor import DeploymentFailed, NoPlace, NotReached
-from cluster.runtime.operation_queue import Note, OperationFailed
-from cluster.runtime.plan import PlacementError
-from cluster.runtime.supervisor import Supervisor
-from contracts.vocabulary import Pool
-from router.front.operations import Operation
-from router.observe.fleet_use import Member, Members
+from ridgeline.cluster.runtime.handles.actor import DeploymentFailed, NoPlace, NotReached
+from ridgeline.cluster.runtime.operation_queue import Note, OperationFailed
+from ridgeline.cluster.runtime.plan import PlacementError
+from ridgeline.cluster.runtime.supervisor import Supervisor
+from ridgeline.contracts.vocabulary import Pool
+from ridgeline.router.front.operations import Operation
+from ridgeline.router.observe.fleet_use import Member, Members
 
 RETRY_S = 0.5
 LOOK_S = 0.2

@@ -9,20 +9,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from cluster.config.api_keys import KeyHashes, key_hashes
-from cluster.config.models import MOST_ROUTERS, PoolConfig, RidgelineConfig
-from cluster.doctor.checks import resolve_dtype
-from cluster.doctor.facts import read_model_facts
-from cluster.doctor.model_support import model_conflicts
-from cluster.model_store import ModelError, prepare_model
-from cluster.runtime.actors import NodePlace
-from cluster.runtime.roles import ModeRoles, limits_for_all, mode_roles, worker_ids
-from contracts.vocabulary import Pool
-from engine import passed_args
-from engine.config import EngineConfig, HostSettings
-from kv_transfer.options import TransferOptions
-from roofline.quantisation import multiplies_in_fp8
-from router.settings import RouterSettings
+from ridgeline.cluster.config.api_keys import KeyHashes, key_hashes
+from ridgeline.cluster.config.models import MOST_ROUTERS, PoolConfig, RidgelineConfig
+from ridgeline.cluster.doctor.checks import resolve_dtype
+from ridgeline.cluster.doctor.facts import read_model_facts
+from ridgeline.cluster.doctor.model_support import model_conflicts
+from ridgeline.cluster.model_store import ModelError, prepare_model
+from ridgeline.cluster.runtime.actors import NodePlace
+from ridgeline.cluster.runtime.roles import ModeRoles, limits_for_all, mode_roles, worker_ids
+from ridgeline.contracts.vocabulary import Pool
+from ridgeline.engine import passed_args
+from ridgeline.engine.config import EngineConfig, HostSettings
+from ridgeline.kv_transfer.options import TransferOptions
+from ridgeline.roofline.quantisation import multiplies_in_fp8
+from ridgeline.router.settings import RouterSettings
 
 TEXT_ONLY: Final[dict[str, Any]] = {"language_model_only": True}
 """Images are refused, so that engines of models that could see need not load what sees. Others ignore it."""

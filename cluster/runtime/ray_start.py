@@ -18,15 +18,15 @@ from ray._private import ray_constants, services
 from ray.exceptions import RayError
 from ray.job_config import JobConfig
 
-from cluster.config.models import RidgelineConfig
-from cluster.runtime.actors import engine_environment
-from cluster.runtime.environment import apart_from_the_shell, server_variables_hidden
-from cluster.runtime.handles.actor import LOOPBACK, DeploymentFailed
-from cluster.runtime.ray_workarounds.fewer_processes import fewer_processes
-from cluster.runtime.ray_workarounds.ray_messages import ray_messages_in_a_file
-from cluster.runtime.service_process.launch import PRELOADED, preloaded_parent
-from cluster.runtime.services import IMPORTED
-from cluster.socket_folders import ray_folder
+from ridgeline.cluster.config.models import RidgelineConfig
+from ridgeline.cluster.runtime.actors import engine_environment
+from ridgeline.cluster.runtime.environment import apart_from_the_shell, server_variables_hidden
+from ridgeline.cluster.runtime.handles.actor import LOOPBACK, DeploymentFailed
+from ridgeline.cluster.runtime.ray_workarounds.fewer_processes import fewer_processes
+from ridgeline.cluster.runtime.ray_workarounds.ray_messages import ray_messages_in_a_file
+from ridgeline.cluster.runtime.service_process.launch import PRELOADED, preloaded_parent
+from ridgeline.cluster.runtime.services import IMPORTED
+from ridgeline.cluster.socket_folders import ray_folder
 
 STARTS = 2
 END_WITHIN_S = 5.0

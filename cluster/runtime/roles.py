@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
-from cluster.config.models import PoolConfig, RidgelineConfig, conflicts
-from cluster.doctor.facts import ModelFacts
-from cluster.doctor.model_support import model_conflicts
-from contracts.vocabulary import Mode, Pool
-from contracts.workers import Role
+from ridgeline.cluster.config.models import PoolConfig, RidgelineConfig, conflicts
+from ridgeline.cluster.doctor.facts import ModelFacts
+from ridgeline.cluster.doctor.model_support import model_conflicts
+from ridgeline.contracts.vocabulary import Mode, Pool
+from ridgeline.contracts.workers import Role
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 KEPT = ("cores_per_worker", "gpus_per_worker", "tensor_parallel", "kv_cache_bytes", "resources", "engine_args")

@@ -19,31 +19,31 @@ from typing import Any
 
 import psutil
 
-from cluster.config.models import RidgelineConfig
-from cluster.node_address import address_here
-from cluster.node_cores import hold_cores_soon
-from cluster.runtime.processes import ProcessId, is_tracker, semaphores_of
-from contracts.errors import WorkerLost
-from contracts.vocabulary import Health, Pool
-from engine.config import EngineConfig, HostSettings
-from engine.vllm_workarounds.forked import CPU_ENGINE_MODULES
-from router.fleet.pairing import KvPair
-from router.front.operations import News, Progress, Taken
-from router.gc_schedule import GcSchedule
-from router.observe.fleet_use import FleetUse, Members, members
-from router.observe.metrics import LimitedLatency, Within
-from router.settings import PoolHardware, RouterSettings, SharedWith
+from ridgeline.cluster.config.models import RidgelineConfig
+from ridgeline.cluster.node_address import address_here
+from ridgeline.cluster.node_cores import hold_cores_soon
+from ridgeline.cluster.runtime.processes import ProcessId, is_tracker, semaphores_of
+from ridgeline.contracts.errors import WorkerLost
+from ridgeline.contracts.vocabulary import Health, Pool
+from ridgeline.engine.config import EngineConfig, HostSettings
+from ridgeline.engine.vllm_workarounds.forked import CPU_ENGINE_MODULES
+from ridgeline.router.fleet.pairing import KvPair
+from ridgeline.router.front.operations import News, Progress, Taken
+from ridgeline.router.gc_schedule import GcSchedule
+from ridgeline.router.observe.fleet_use import FleetUse, Members, members
+from ridgeline.router.observe.metrics import LimitedLatency, Within
+from ridgeline.router.settings import PoolHardware, RouterSettings, SharedWith
 
 IMPORTED = (
-    "cluster.runtime.handlers",
-    "cluster.runtime.services",
-    "engine.connector.kv_connector",
-    "engine.request.forced_tokens",
-    "engine.vllm_engine",
-    "engine.worker_extension",
-    "router.server",
-    "router.shared.dispatcher",
-    "worker_runtime.host",
+    "ridgeline.cluster.runtime.handlers",
+    "ridgeline.cluster.runtime.services",
+    "ridgeline.engine.connector.kv_connector",
+    "ridgeline.engine.request.forced_tokens",
+    "ridgeline.engine.vllm_engine",
+    "ridgeline.engine.worker_extension",
+    "ridgeline.router.server",
+    "ridgeline.router.shared.dispatcher",
+    "ridgeline.worker_runtime.host",
     *CPU_ENGINE_MODULES,
 )
 """What services with engines on CPUs import, sooner or later. What is missing here costs time, no more."""
@@ -87,7 +87,7 @@ class _Service:
 
         Raises ModelError, which names the node.
         """
-        from cluster.model_store import ModelError, prepare_model
+        from ridgeline.cluster.model_store import ModelError, prepare_model
 
         try:
             return str(await asyncio.to_thread(prepare_model, path_or_name))
@@ -106,13 +106,13 @@ class WorkerService(_Service):
 
     async def unfit(self, config: RidgelineConfig, workers: dict[Pool, int]) -> list[str]:
         """Return why this node cannot run so many workers of each pool; each sentence names the fix."""
-        from cluster.doctor.checks import failures, node_checks
+        from ridgeline.cluster.doctor.checks import failures, node_checks
 
         return failures(node_checks(config, workers))
 
     async def hardware(self, dtype: str, cores: int, gpus: int, fp8: bool) -> PoolHardware | str:
         """Return the peaks of a worker on this node, or why none are known; measures a CPU if nobody has yet."""
-        from cluster.node_hardware import worker_hardware
+        from ridgeline.cluster.node_hardware import worker_hardware
 
         return worker_hardware(dtype, cores, gpus, fp8=fp8)
 
@@ -123,10 +123,10 @@ class WorkerService(_Service):
 
         If it `holds_cores`, no other worker of this node gets them until its processes have ended.
         """
-        from cluster.runtime.handlers import HANDLERS
-        from engine.vllm_engine import VllmEngine
-        from engine.vllm_workarounds.cores import BIND_VARIABLE, bind_list
-        from worker_runtime.host import WorkerHost
+        from ridgeline.cluster.runtime.handlers import HANDLERS
+        from ridgeline.engine.vllm_engine import VllmEngine
+        from ridgeline.engine.vllm_workarounds.cores import BIND_VARIABLE, bind_list
+        from ridgeline.worker_runtime.host import WorkerHost
 
         config = replace(config, transfer=replace(config.transfer, host=address_here(config.transfer.host)))
         config = replace(config, device=device_of(cores, os.environ.get("CUDA_VISIBLE_DEVICES", "")))
@@ -303,7 +303,7 @@ class RouterService(_RoutingService):
 
     def _make(self, settings: RouterSettings) -> Any:
         """Import vLLM's server and load the tokenizer."""
-        from router.server import Router
+        from ridgeline.router.server import Router
 
         return Router(settings)
 
@@ -349,7 +349,7 @@ class DispatcherService(_RoutingService):
     TITLE = "dispatcher"
 
     def _make(self, settings: RouterSettings) -> Any:
-        from router.shared.dispatcher import Dispatcher
+        from ridgeline.router.shared.dispatcher import Dispatcher
 
         return Dispatcher(settings)
 

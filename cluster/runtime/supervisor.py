@@ -15,12 +15,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Literal, Protocol, TypeVar
 
-from cluster.config.models import SupervisionConfig
-from cluster.runtime.handles.actor import CoresBusy, DeploymentFailed, NoPlace
-from cluster.runtime.supervision.reach import Verdict, judge
-from cluster.runtime.supervision.registration import Registration
-from cluster.runtime.supervision.restart_budget import LONGEST_REST_S, RestartBudget
-from contracts.vocabulary import Health, Pool, RestartReason
+from ridgeline.cluster.config.models import SupervisionConfig
+from ridgeline.cluster.runtime.handles.actor import CoresBusy, DeploymentFailed, NoPlace
+from ridgeline.cluster.runtime.supervision.reach import Verdict, judge
+from ridgeline.cluster.runtime.supervision.registration import Registration
+from ridgeline.cluster.runtime.supervision.restart_budget import LONGEST_REST_S, RestartBudget
+from ridgeline.contracts.vocabulary import Health, Pool, RestartReason
 
 POLL_S = 0.5
 LONGEST_ROUTER_REST_S = 30.0

@@ -13,7 +13,7 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
-from contracts.rpc.tls import SERVER_NAME, TlsFiles
+from ridgeline.contracts.rpc.tls import SERVER_NAME, TlsFiles
 
 GrpcOptions = Sequence[tuple[str, Any]]
 NO_PROXY: Final = (("grpc.enable_http_proxy", 0),)

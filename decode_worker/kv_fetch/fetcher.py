@@ -11,14 +11,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from contracts import errors
-from contracts.handoff import KvHandoff, KvLayout, TransferResult, explain_mismatch
-from decode_worker.kv_fetch.ranks import RankPart, parts_for_rank, readers_per_source
-from kv_transfer.interfaces import FetchProgress, FetchRequest, Pull, Puller, SourceControl, SourceDescription
-from kv_transfer.memory.blocks import BlockPool
-from kv_transfer.names import AUTO, LONGEST_FETCH_DEADLINE_S
-from kv_transfer.options import TransferOptions
-from kv_transfer.wire.codec import make_codec
+from ridgeline.contracts import errors
+from ridgeline.contracts.handoff import KvHandoff, KvLayout, TransferResult, explain_mismatch
+from ridgeline.decode_worker.kv_fetch.ranks import RankPart, parts_for_rank, readers_per_source
+from ridgeline.kv_transfer.interfaces import FetchProgress, FetchRequest, Pull, Puller, SourceControl, SourceDescription
+from ridgeline.kv_transfer.memory.blocks import BlockPool
+from ridgeline.kv_transfer.names import AUTO, LONGEST_FETCH_DEADLINE_S
+from ridgeline.kv_transfer.options import TransferOptions
+from ridgeline.kv_transfer.wire.codec import make_codec
 
 FOLLOW_LIMIT_S: Final = LONGEST_FETCH_DEADLINE_S
 """Longest duration of a fetch that overlaps its prefill. A dead source is noticed much sooner, by its connection."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from decode_worker.kv_fetch.stream import SourceStream
-from decode_worker.kv_fetch.threads import FetchThreads
-from kv_transfer.control import GrpcControl
-from kv_transfer.interfaces import Pull, Puller, SourceDescription
-from kv_transfer.memory.glibc import keep_freed_memory
-from kv_transfer.wire import grpc_methods
-from kv_transfer.wire.codec import make_codec
-from kv_transfer.wire.frames import FrameReader
+from ridgeline.decode_worker.kv_fetch.stream import SourceStream
+from ridgeline.decode_worker.kv_fetch.threads import FetchThreads
+from ridgeline.kv_transfer.control import GrpcControl
+from ridgeline.kv_transfer.interfaces import Pull, Puller, SourceDescription
+from ridgeline.kv_transfer.memory.glibc import keep_freed_memory
+from ridgeline.kv_transfer.wire import grpc_methods
+from ridgeline.kv_transfer.wire.codec import make_codec
+from ridgeline.kv_transfer.wire.frames import FrameReader
 
 
 class GrpcPuller(Puller):

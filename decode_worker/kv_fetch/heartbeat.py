@@ -6,9 +6,9 @@ import asyncio
 import logging
 from typing import Final
 
-from contracts import errors
-from contracts.handoff import KvHandoff, shown_id
-from decode_worker.kv_fetch.fetcher import KvFetcher
+from ridgeline.contracts import errors
+from ridgeline.contracts.handoff import KvHandoff, shown_id
+from ridgeline.decode_worker.kv_fetch.fetcher import KvFetcher
 
 log = logging.getLogger(__name__)
 

@@ -23,13 +23,13 @@ from typing import Any
 import msgspec
 import torch
 
-from contracts import errors
-from decode_worker.kv_fetch.pinned import Copy, PinnedPuller, Readable, copy_out_of
-from kv_transfer.control import GrpcControl
-from kv_transfer.interfaces import Pull, SourceDescription
-from kv_transfer.memory.blocks import CannotOpen
-from kv_transfer.memory.ipc import IpcOffer, OpenedPool, is_on
-from kv_transfer.memory.shared import require_same_host
+from ridgeline.contracts import errors
+from ridgeline.decode_worker.kv_fetch.pinned import Copy, PinnedPuller, Readable, copy_out_of
+from ridgeline.kv_transfer.control import GrpcControl
+from ridgeline.kv_transfer.interfaces import Pull, SourceDescription
+from ridgeline.kv_transfer.memory.blocks import CannotOpen
+from ridgeline.kv_transfer.memory.ipc import IpcOffer, OpenedPool, is_on
+from ridgeline.kv_transfer.memory.shared import require_same_host
 
 log = logging.getLogger(__name__)
 

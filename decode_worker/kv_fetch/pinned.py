@@ -22,13 +22,13 @@ from typing import Any, ClassVar, Final, Generic, TypeVar
 
 import msgspec
 
-from contracts import errors
-from decode_worker.kv_fetch.stream import SourceStream
-from decode_worker.kv_fetch.threads import FetchThreads
-from kv_transfer.control import GrpcControl
-from kv_transfer.interfaces import UNSUPPORTED, Pull, Puller, SourceDescription
-from kv_transfer.memory.blocks import BlockPool, CannotOpen
-from kv_transfer.wire import grpc_methods
+from ridgeline.contracts import errors
+from ridgeline.decode_worker.kv_fetch.stream import SourceStream
+from ridgeline.decode_worker.kv_fetch.threads import FetchThreads
+from ridgeline.kv_transfer.control import GrpcControl
+from ridgeline.kv_transfer.interfaces import UNSUPPORTED, Pull, Puller, SourceDescription
+from ridgeline.kv_transfer.memory.blocks import BlockPool, CannotOpen
+from ridgeline.kv_transfer.wire import grpc_methods
 
 _decode_pinned: Final = msgspec.msgpack.Decoder(grpc_methods.PinnedBlocks).decode
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from contracts.handoff import TransferResult
+from ridgeline.contracts.handoff import TransferResult
 
 
 @dataclass(frozen=True, slots=True)

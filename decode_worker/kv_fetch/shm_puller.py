@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
-from decode_worker.kv_fetch.pinned import Copy, PinnedPuller, copy_out_of
-from kv_transfer.control import GrpcControl
-from kv_transfer.interfaces import Pull
-from kv_transfer.memory.shared import MappedPool, SharedOffer
+from ridgeline.decode_worker.kv_fetch.pinned import Copy, PinnedPuller, copy_out_of
+from ridgeline.kv_transfer.control import GrpcControl
+from ridgeline.kv_transfer.interfaces import Pull
+from ridgeline.kv_transfer.memory.shared import MappedPool, SharedOffer
 
 
 class ShmPuller(PinnedPuller[MappedPool]):

@@ -10,10 +10,10 @@ from typing import Any, Final
 import grpc
 import msgspec
 
-from contracts import errors
-from contracts.stages import mark
-from kv_transfer.interfaces import Pull
-from kv_transfer.wire import grpc_methods
+from ridgeline.contracts import errors
+from ridgeline.contracts.stages import mark
+from ridgeline.kv_transfer.interfaces import Pull
+from ridgeline.kv_transfer.wire import grpc_methods
 
 BUSY_RETRY_S: Final = 0.05
 

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Final
 
-from kv_transfer.interfaces import Pull
+from ridgeline.kv_transfer.interfaces import Pull
 
 MAX_CONCURRENT_FETCHES: Final = 8
 """Concurrent pulls of complete hand-offs; each holds at most one frame in memory."""

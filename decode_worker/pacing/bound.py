@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from contracts.workers import LEAST_PROMPT_SHARE, StepModel
+from ridgeline.contracts.workers import LEAST_PROMPT_SHARE, StepModel
 
 
 @dataclass(frozen=True)

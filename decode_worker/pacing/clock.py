@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from decode_worker.pacing.model import StepLoad
+from ridgeline.decode_worker.pacing.model import StepLoad
 
 
 class StepClock:

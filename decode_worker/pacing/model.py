@@ -13,8 +13,8 @@ from typing import Final
 
 import numpy as np
 
-from contracts.workers import MIN_FITTED_STEPS, StepModel
-from decode_worker.pacing.weights import Array, non_negative
+from ridgeline.contracts.workers import MIN_FITTED_STEPS, StepModel
+from ridgeline.decode_worker.pacing.weights import Array, non_negative
 
 KEPT: Final = 0.99
 """What an older step counts for, relative to the next one of its kind: the latest hundred count."""

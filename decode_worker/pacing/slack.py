@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from contracts.workers import DECODE_STEP_MARGIN, FUTURE_SLACK_USED, LOST_LIMITS, MOST_LIMITS, TPOT_LIMIT_USED
+from ridgeline.contracts.workers import DECODE_STEP_MARGIN, FUTURE_SLACK_USED, LOST_LIMITS, MOST_LIMITS, TPOT_LIMIT_USED
 
 CATCH_UP: Final = 0.75
 """A sequence without slack asks for steps that are down to this part of what its limit leaves. Steps take longer than

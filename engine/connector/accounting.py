@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Literal
 
-from roofline.cost import StepCost, StepCostModel
+from ridgeline.roofline.cost import StepCost, StepCostModel
 
 StepKind = Literal["prefill", "decode", "mixed"]
 

@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from engine.connector.messages import Extend
+from ridgeline.engine.connector.messages import Extend
 
 MOST_PARTIAL: Final = 16
 """Prompts that can be fetched before they are computed, at a time. Each has a stream and a thread at both ends, of

@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 
 import msgspec
 
-from contracts.handoff import KvHandoff
-from contracts.tasks import TokenDelta
+from ridgeline.contracts.handoff import KvHandoff
+from ridgeline.contracts.tasks import TokenDelta
 
 
 class TransferEvent(msgspec.Struct, frozen=True, kw_only=True):

@@ -30,22 +30,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.outputs import KVConnectorOutput
 
-from engine.connector.accounting import StepAccountant
-from engine.connector.layout import kv_layout
-from engine.connector.messages import CounterStats, Publish, StepInstructions, TransferResults
-from engine.connector.scheduler_side import IDLE_WAIT_S, POLL_S, SchedulerSide
-from engine.connector.step_cost import step_cost_model
-from engine.connector.transferable_cache import by_manager_block, require_servable
-from engine.connector.worker_side import WorkerSide
-from engine.vllm_workarounds.bounded_grammars import bound_grammars
-from engine.vllm_workarounds.core_loop import join_loop, send_at_once, wake
-from engine.vllm_workarounds.cores import helpers_on_all_cores_of
-from engine.vllm_workarounds.engine_process import cause_file, end_process
-from engine.vllm_workarounds.orphan_watch import exit_with_parent
-from engine.vllm_workarounds.queue_names import forget_queue_names
-from engine.vllm_workarounds.step_limits import add_limit_steps
-from kv_transfer.memory.shared import KvCacheAllocation
-from kv_transfer.options import TransferOptions
+from ridgeline.engine.connector.accounting import StepAccountant
+from ridgeline.engine.connector.layout import kv_layout
+from ridgeline.engine.connector.messages import CounterStats, Publish, StepInstructions, TransferResults
+from ridgeline.engine.connector.scheduler_side import IDLE_WAIT_S, POLL_S, SchedulerSide
+from ridgeline.engine.connector.step_cost import step_cost_model
+from ridgeline.engine.connector.transferable_cache import by_manager_block, require_servable
+from ridgeline.engine.connector.worker_side import WorkerSide
+from ridgeline.engine.vllm_workarounds.bounded_grammars import bound_grammars
+from ridgeline.engine.vllm_workarounds.core_loop import join_loop, send_at_once, wake
+from ridgeline.engine.vllm_workarounds.cores import helpers_on_all_cores_of
+from ridgeline.engine.vllm_workarounds.engine_process import cause_file, end_process
+from ridgeline.engine.vllm_workarounds.orphan_watch import exit_with_parent
+from ridgeline.engine.vllm_workarounds.queue_names import forget_queue_names
+from ridgeline.engine.vllm_workarounds.step_limits import add_limit_steps
+from ridgeline.kv_transfer.memory.shared import KvCacheAllocation
+from ridgeline.kv_transfer.options import TransferOptions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

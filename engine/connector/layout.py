@@ -11,8 +11,8 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 
-from contracts.handoff import KvLayout
-from engine.connector.transferable_cache import heads_are_runs
+from ridgeline.contracts.handoff import KvLayout
+from ridgeline.engine.connector.transferable_cache import heads_are_runs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

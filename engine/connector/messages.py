@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from contracts.handoff import KvHandoff, TransferResult
+from ridgeline.contracts.handoff import KvHandoff, TransferResult
 
 FIRST_TOKEN_FOLLOWS = "first_token_follows"
 """Key in a decode leg's instructions: the last token of its prompt is a placeholder for the first token, which comes

@@ -15,13 +15,13 @@ import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.v1.request import RequestStatus
 
-from contracts import errors
-from contracts.handoff import KvHandoff, TransferResult
-from contracts.stages import mark
-from engine.connector.accounting import StepAccountant
-from engine.connector.chunks import PartialExports
-from engine.connector.events import TransferEvent
-from engine.connector.messages import (
+from ridgeline.contracts import errors
+from ridgeline.contracts.handoff import KvHandoff, TransferResult
+from ridgeline.contracts.stages import mark
+from ridgeline.engine.connector.accounting import StepAccountant
+from ridgeline.engine.connector.chunks import PartialExports
+from ridgeline.engine.connector.events import TransferEvent
+from ridgeline.engine.connector.messages import (
     FIRST_TOKEN_FOLLOWS,
     PREFIX_CACHE_SKIPPED,
     TRANSFER_EVENTS,

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from roofline.cost import StepCostModel
-from roofline.errors import ModelConfigError
-from roofline.model_shape import ModelShape
-from roofline.quantisation import weight_bytes_per_param
+from ridgeline.roofline.cost import StepCostModel
+from ridgeline.roofline.errors import ModelConfigError
+from ridgeline.roofline.model_shape import ModelShape
+from ridgeline.roofline.quantisation import weight_bytes_per_param
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
     group_kernel_blocks,
 )
 
-from engine.connector.transferable_models import ONLY_COLOCATED, UnsupportedModel
+from ridgeline.engine.connector.transferable_models import ONLY_COLOCATED, UnsupportedModel
 
 EVERY_TOKEN: Final = (FullAttentionSpec, MLAAttentionSpec)
 NEAREST_TOKENS: Final = (SlidingWindowSpec, ChunkedLocalAttentionSpec)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from contracts.handoff import KvHandoff, KvLayout, TransferResult, new_handoff_id
-from engine.connector.messages import (
+from ridgeline.contracts.handoff import KvHandoff, KvLayout, TransferResult, new_handoff_id
+from ridgeline.engine.connector.messages import (
     BYTES,
     STALE_HANDOFFS,
     CounterStats,
@@ -25,10 +25,10 @@ from engine.connector.messages import (
     StepInstructions,
     TransferResults,
 )
-from kv_transfer.memory.device import OnLost
-from kv_transfer.memory.shared import SharedOffer
-from kv_transfer.options import TransferOptions
-from kv_transfer.service import PairedTransport, TransferService
+from ridgeline.kv_transfer.memory.device import OnLost
+from ridgeline.kv_transfer.memory.shared import SharedOffer
+from ridgeline.kv_transfer.options import TransferOptions
+from ridgeline.kv_transfer.service import PairedTransport, TransferService
 
 RANK_WAIT_S = 0.02
 """The time that a step without work waits for a transfer to end, where this rank is not in the step loop's process and

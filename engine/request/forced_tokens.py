@@ -16,7 +16,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-from engine.request.sampling import FORCED
+from ridgeline.engine.request.sampling import FORCED
 
 
 class ForcedTokens(LogitsProcessor):  # type: ignore[misc] # vLLM is untyped here

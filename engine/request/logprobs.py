@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
-from contracts.tasks import PositionLogprobs
+from ridgeline.contracts.tasks import PositionLogprobs
 
 
 def pack_position(by_token: Mapping[int, Any], chosen: int) -> PositionLogprobs:

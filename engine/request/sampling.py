@@ -10,8 +10,8 @@ import msgspec
 from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from contracts.errors import InvalidTask
-from contracts.handoff import UNREADABLE
+from ridgeline.contracts.errors import InvalidTask
+from ridgeline.contracts.handoff import UNREADABLE
 
 FORCED = "forced_token_ids"
 """Key in `extra_args` that `engine.request.forced_tokens` reads; clients cannot set it."""

@@ -31,7 +31,7 @@ from vllm.v1.structured_output.backend_types import StructuredOutputGrammar, Str
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend, validate_xgrammar_grammar
 from vllm.v1.structured_output.request import get_structured_output_key
 
-from engine.grammars import MOST_PARTS, tag_as_lark, tag_parts
+from ridgeline.engine.grammars import MOST_PARTS, tag_as_lark, tag_parts
 
 if TYPE_CHECKING:
     import torch

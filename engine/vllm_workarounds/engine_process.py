@@ -22,8 +22,8 @@ from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
-from engine.root_cause import CauseFile
-from engine.vllm_workarounds.amx import ask_for_tiles
+from ridgeline.engine.root_cause import CauseFile
+from ridgeline.engine.vllm_workarounds.amx import ask_for_tiles
 
 logger = init_logger(f"vllm.{__name__}")
 _run_engine_core = EngineCoreProc.run_engine_core

@@ -22,12 +22,12 @@ from typing import Any, Final, get_args
 import numpy as np
 import torch
 
-from contracts.handoff import KvHandoff
-from kv_transfer.bench.source_process import BLOCK_TOKENS, Cache, CacheShape, MeasureError, SourceProcess
-from kv_transfer.memory.shared import SMALLEST_BYTES
-from kv_transfer.names import TRANSPORT_NAMES, TransportName
-from kv_transfer.nixl.library import why_missing as nixl_missing
-from kv_transfer.service import TransferService
+from ridgeline.contracts.handoff import KvHandoff
+from ridgeline.kv_transfer.bench.source_process import BLOCK_TOKENS, Cache, CacheShape, MeasureError, SourceProcess
+from ridgeline.kv_transfer.memory.shared import SMALLEST_BYTES
+from ridgeline.kv_transfer.names import TRANSPORT_NAMES, TransportName
+from ridgeline.kv_transfer.nixl.library import why_missing as nixl_missing
+from ridgeline.kv_transfer.service import TransferService
 
 __all__ = ["MeasureError", "MeasureReport", "MeasureSettings", "TransferFigures", "measure"]
 

@@ -20,11 +20,11 @@ from typing import Any, Final
 
 import torch
 
-from contracts.handoff import KvHandoff, KvLayout, new_handoff_id
-from kv_transfer.memory.shared import KvCacheAllocation
-from kv_transfer.names import TransportName
-from kv_transfer.options import TransferOptions
-from kv_transfer.service import TransferService
+from ridgeline.contracts.handoff import KvHandoff, KvLayout, new_handoff_id
+from ridgeline.kv_transfer.memory.shared import KvCacheAllocation
+from ridgeline.kv_transfer.names import TransportName
+from ridgeline.kv_transfer.options import TransferOptions
+from ridgeline.kv_transfer.service import TransferService
 
 BLOCK_TOKENS: Final = 32
 LEASE_S: Final = 30.0

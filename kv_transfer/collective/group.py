@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import distributed
 
-from contracts import errors
-from contracts.rpc.address import join_host_port
-from kv_transfer.memory.device import TRANSFER_PRIORITY
+from ridgeline.contracts import errors
+from ridgeline.contracts.rpc.address import join_host_port
+from ridgeline.kv_transfer.memory.device import TRANSFER_PRIORITY
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, TCPStore

@@ -23,12 +23,12 @@ import grpc
 import msgspec
 import torch
 
-from contracts import errors
-from contracts.rpc.address import split_host_port
-from decode_worker.kv_fetch.stream import SourceStream, read_last_events
-from decode_worker.kv_fetch.threads import run_in_thread
-from kv_transfer.collective.group import FETCHER_RANK, FORM_S, PairGroup, backend_for, join_store
-from kv_transfer.collective.wire import (
+from ridgeline.contracts import errors
+from ridgeline.contracts.rpc.address import split_host_port
+from ridgeline.decode_worker.kv_fetch.stream import SourceStream, read_last_events
+from ridgeline.decode_worker.kv_fetch.threads import run_in_thread
+from ridgeline.kv_transfer.collective.group import FETCHER_RANK, FORM_S, PairGroup, backend_for, join_store
+from ridgeline.kv_transfer.collective.wire import (
     COLLECT,
     FORMED,
     JOIN,
@@ -41,10 +41,10 @@ from kv_transfer.collective.wire import (
     most_blocks,
     offered,
 )
-from kv_transfer.control import CONTROL_DEADLINE_S, GrpcControl
-from kv_transfer.interfaces import Pull, Puller, SourceDescription
-from kv_transfer.memory.glibc import keep_freed_memory
-from kv_transfer.wire import grpc_methods
+from ridgeline.kv_transfer.control import CONTROL_DEADLINE_S, GrpcControl
+from ridgeline.kv_transfer.interfaces import Pull, Puller, SourceDescription
+from ridgeline.kv_transfer.memory.glibc import keep_freed_memory
+from ridgeline.kv_transfer.wire import grpc_methods
 
 MAX_CONCURRENT_FETCHES: Final = 8
 FORMING_THREADS: Final = 4

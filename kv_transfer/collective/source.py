@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import grpc
 import msgspec
 
-from contracts import errors
-from contracts.handoff import new_handoff_id
-from kv_transfer.collective.group import SOURCE_RANK, PairGroup, SendWindow, backend_for, host_store
-from kv_transfer.collective.wire import (
+from ridgeline.contracts import errors
+from ridgeline.contracts.handoff import new_handoff_id
+from ridgeline.kv_transfer.collective.group import SOURCE_RANK, PairGroup, SendWindow, backend_for, host_store
+from ridgeline.kv_transfer.collective.wire import (
     COLLECT,
     FORMED,
     JOIN,
@@ -34,11 +34,11 @@ from kv_transfer.collective.wire import (
     most_blocks,
     offered,
 )
-from kv_transfer.memory.blocks import BlockPool
-from kv_transfer.names import MAX_GROUPS
-from kv_transfer.wire import grpc_methods
-from prefill_worker.kv_source.block_server import BlockRead, BlockServer, Segment, Wanted
-from prefill_worker.kv_source.grpc_source import FetchSlot, SourceExtension, parse
+from ridgeline.kv_transfer.memory.blocks import BlockPool
+from ridgeline.kv_transfer.names import MAX_GROUPS
+from ridgeline.kv_transfer.wire import grpc_methods
+from ridgeline.prefill_worker.kv_source.block_server import BlockRead, BlockServer, Segment, Wanted
+from ridgeline.prefill_worker.kv_source.grpc_source import FetchSlot, SourceExtension, parse
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore

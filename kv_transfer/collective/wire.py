@@ -12,8 +12,8 @@ from typing import Annotated, Final
 
 import msgspec
 
-from kv_transfer.interfaces import FetchRequest
-from kv_transfer.memory.blocks import BlockPool
+from ridgeline.kv_transfer.interfaces import FetchRequest
+from ridgeline.kv_transfer.memory.blocks import BlockPool
 
 JOIN: Final = "CollectiveJoin"
 COLLECT: Final = "CollectiveFetch"

@@ -14,8 +14,8 @@ from typing import Final
 import numpy as np
 import torch
 
-from kv_transfer.memory.device import DeviceMemory, OnLost
-from kv_transfer.memory.host import BlockMemory, ByteMatrix, HostMemory, Span, runs
+from ridgeline.kv_transfer.memory.device import DeviceMemory, OnLost
+from ridgeline.kv_transfer.memory.host import BlockMemory, ByteMatrix, HostMemory, Span, runs
 
 COPY_STEP_BYTES: Final = 8 << 20
 

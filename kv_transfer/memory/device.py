@@ -27,9 +27,9 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from kv_transfer.memory import rows
-from kv_transfer.memory.host import BlockMemory, ByteMatrix, HostMemory, Span
-from kv_transfer.memory.rows import Layers, Rows, dense
+from ridgeline.kv_transfer.memory import rows
+from ridgeline.kv_transfer.memory.host import BlockMemory, ByteMatrix, HostMemory, Span
+from ridgeline.kv_transfer.memory.rows import Layers, Rows, dense
 
 STREAMS: Final = 4
 """Enough to keep both copy engines and a kernel busy; more threads than that share them."""

@@ -28,10 +28,10 @@ from weakref import WeakValueDictionary
 import msgspec
 import torch
 
-from contracts import errors
-from kv_transfer.memory.blocks import BlockPool, CannotOpen, byte_rows
-from kv_transfer.memory.device import DeviceMemory
-from kv_transfer.memory.shared import (
+from ridgeline.contracts import errors
+from ridgeline.kv_transfer.memory.blocks import BlockPool, CannotOpen, byte_rows
+from ridgeline.kv_transfer.memory.device import DeviceMemory
+from ridgeline.kv_transfer.memory.shared import (
     SharedMemory,
     SharedOffer,
     host_identity,

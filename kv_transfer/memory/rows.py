@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from contracts import errors
+from ridgeline.contracts import errors
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ def kernel_for(device: torch.device, unit: int) -> Launch | None:
 
 def _tried(device: torch.device, unit: int) -> Launch | None:
     try:
-        from kv_transfer.memory import row_kernel
+        from ridgeline.kv_transfer.memory import row_kernel
 
         if not row_kernel.serves(device):
             return None

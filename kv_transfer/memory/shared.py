@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from kv_transfer.memory.blocks import BlockPool, CannotOpen, byte_rows
-from kv_transfer.memory.host import HostMemory
+from ridgeline.kv_transfer.memory.blocks import BlockPool, CannotOpen, byte_rows
+from ridgeline.kv_transfer.memory.host import HostMemory
 
 SMALLEST_BYTES: Final = 1 << 20
 """Smallest allocation that `serving_torch_zeros` serves; smaller tensors are not the cache."""

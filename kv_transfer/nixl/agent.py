@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kv_transfer.nixl.library import NixlFailed, failures, load
+from ridgeline.kv_transfer.nixl.library import NixlFailed, failures, load
 
 BACKEND: Final = "UCX"
 ANSWER_POLL_US: Final = 3000

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kv_transfer.names import NIXL_PACKAGES
+from ridgeline.kv_transfer.names import NIXL_PACKAGES
 
 
 class NixlFailed(Exception):

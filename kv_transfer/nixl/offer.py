@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.memory.blocks import BlockPool, CannotOpen
-from kv_transfer.nixl.agent import Descriptors, descriptors
+from ridgeline.kv_transfer.memory.blocks import BlockPool, CannotOpen
+from ridgeline.kv_transfer.nixl.agent import Descriptors, descriptors
 
 Numbers = npt.NDArray[np.uint64]
 Address = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]

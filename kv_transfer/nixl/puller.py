@@ -15,16 +15,16 @@ from typing import Any, Final
 
 import msgspec
 
-from contracts import errors
-from contracts.handoff import new_handoff_id
-from decode_worker.kv_fetch.pinned import Copy, PinnedPuller, Readable
-from kv_transfer.control import GrpcControl
-from kv_transfer.interfaces import Pull
-from kv_transfer.memory.blocks import BlockPool
-from kv_transfer.nixl.agent import Agent, Read
-from kv_transfer.nixl.library import NixlFailed
-from kv_transfer.nixl.offer import BlockAddresses, NixlOffer
-from kv_transfer.nixl.staging import PIECE_BYTES, Room, Staging
+from ridgeline.contracts import errors
+from ridgeline.contracts.handoff import new_handoff_id
+from ridgeline.decode_worker.kv_fetch.pinned import Copy, PinnedPuller, Readable
+from ridgeline.kv_transfer.control import GrpcControl
+from ridgeline.kv_transfer.interfaces import Pull
+from ridgeline.kv_transfer.memory.blocks import BlockPool
+from ridgeline.kv_transfer.nixl.agent import Agent, Read
+from ridgeline.kv_transfer.nixl.library import NixlFailed
+from ridgeline.kv_transfer.nixl.offer import BlockAddresses, NixlOffer
+from ridgeline.kv_transfer.nixl.staging import PIECE_BYTES, Room, Staging
 
 STALLED_S: Final = 5.0
 """A piece that takes longer has lost its source; a cancelled pull waits for its piece, so no longer than this."""

@@ -12,12 +12,12 @@ from typing import Any, ClassVar
 import grpc
 import msgspec
 
-from contracts.handoff import new_handoff_id
-from kv_transfer.memory.blocks import BlockPool
-from kv_transfer.nixl.agent import Agent, descriptors, merged
-from kv_transfer.nixl.offer import NixlOffer
-from prefill_worker.kv_source.block_server import BlockServer
-from prefill_worker.kv_source.grpc_source import FetchSlot, SourceExtension
+from ridgeline.contracts.handoff import new_handoff_id
+from ridgeline.kv_transfer.memory.blocks import BlockPool
+from ridgeline.kv_transfer.nixl.agent import Agent, descriptors, merged
+from ridgeline.kv_transfer.nixl.offer import NixlOffer
+from ridgeline.prefill_worker.kv_source.block_server import BlockServer
+from ridgeline.prefill_worker.kv_source.grpc_source import FetchSlot, SourceExtension
 
 
 class NixlSource(SourceExtension):

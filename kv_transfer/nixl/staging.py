@@ -13,9 +13,9 @@ from typing import Final
 import numpy as np
 import torch
 
-from contracts import errors
-from kv_transfer.nixl.agent import Agent, Descriptors, Read, descriptors
-from kv_transfer.nixl.library import NixlFailed
+from ridgeline.contracts import errors
+from ridgeline.kv_transfer.nixl.agent import Agent, Descriptors, Read, descriptors
+from ridgeline.kv_transfer.nixl.library import NixlFailed
 
 PIECE_BYTES: Final = 8 << 20
 """Bytes of one read: large beside the work for one, small enough that it takes milliseconds."""

@@ -14,8 +14,8 @@ import time
 from dataclasses import dataclass, fields
 from typing import Final, Literal
 
-from contracts import errors
-from kv_transfer.interfaces import Pull, Puller, SourceDescription
+from ridgeline.contracts import errors
+from ridgeline.kv_transfer.interfaces import Pull, Puller, SourceDescription
 
 FaultKind = Literal["none", "delay", "drop", "corrupt", "cut"]
 _PROBABILITIES: Final[tuple[FaultKind, ...]] = ("delay", "drop", "corrupt", "cut")

@@ -9,15 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Final
 
-from contracts import errors
-from contracts.handoff import KvLayout
-from decode_worker.kv_fetch.threads import run_in_thread
-from kv_transfer.interfaces import KvSource, Pull, Puller, SourceControl, SourceDescription
-from kv_transfer.memory.blocks import BlockPool
-from kv_transfer.wire.codec import make_codec
-from kv_transfer.wire.frames import FrameReader
-from prefill_worker.kv_source.block_server import BlockServer
-from prefill_worker.kv_source.lease import LeaseTable
+from ridgeline.contracts import errors
+from ridgeline.contracts.handoff import KvLayout
+from ridgeline.decode_worker.kv_fetch.threads import run_in_thread
+from ridgeline.kv_transfer.interfaces import KvSource, Pull, Puller, SourceControl, SourceDescription
+from ridgeline.kv_transfer.memory.blocks import BlockPool
+from ridgeline.kv_transfer.wire.codec import make_codec
+from ridgeline.kv_transfer.wire.frames import FrameReader
+from ridgeline.prefill_worker.kv_source.block_server import BlockServer
+from ridgeline.prefill_worker.kv_source.lease import LeaseTable
 
 _servers: Final[dict[str, BlockServer]] = {}
 _ports: Final = itertools.count(1)

@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from contracts.handoff import KvLayout
-from kv_transfer.names import WIRE_DTYPES, WireDtype
+from ridgeline.contracts.handoff import KvLayout
+from ridgeline.kv_transfer.names import WIRE_DTYPES, WireDtype
 
 SMALLEST_PEAK: Final = 2.0**-110
 """Below this, a scale or its inverse is not a normal float32; no model's keys or values are that small."""

@@ -14,11 +14,11 @@ from typing import Final
 
 import xxhash
 
-from contracts import errors
-from contracts.handoff import WIRE_VERSION, KvLayout
-from kv_transfer.interfaces import FetchProgress
-from kv_transfer.memory.blocks import BlockPool
-from kv_transfer.wire.codec import Codec, Raw
+from ridgeline.contracts import errors
+from ridgeline.contracts.handoff import WIRE_VERSION, KvLayout
+from ridgeline.kv_transfer.interfaces import FetchProgress
+from ridgeline.kv_transfer.memory.blocks import BlockPool
+from ridgeline.kv_transfer.wire.codec import Codec, Raw
 
 MAGIC: Final = 0x524B5631
 _PREFIX: Final = struct.Struct("<IHHIIIIQ")

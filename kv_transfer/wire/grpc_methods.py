@@ -15,9 +15,9 @@ from typing import Annotated, Any, Final, NoReturn, TypeVar
 import grpc
 import msgspec
 
-from contracts import errors
-from contracts.handoff import UNREADABLE, HandoffId
-from contracts.rpc.channel import GrpcOptions, why_refused
+from ridgeline.contracts import errors
+from ridgeline.contracts.handoff import UNREADABLE, HandoffId
+from ridgeline.contracts.rpc.channel import GrpcOptions, why_refused
 
 SERVICE: Final = "ridgeline.KvTransfer"
 FETCH: Final = "Fetch"

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from loadtest.report.pools import ratio
-from loadtest.variants import Devices
+from ridgeline.loadtest.report.pools import ratio
+from ridgeline.loadtest.variants import Devices
 
 DEVICE_FORMULAS = {
     "requests_per_device": "completed / (window x devices)",

@@ -9,10 +9,10 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from loadtest.plan import Slo
-from loadtest.report import plots
-from loadtest.report.pools import ratio
-from loadtest.report.tables import (
+from ridgeline.loadtest.plan import Slo
+from ridgeline.loadtest.report import plots
+from ridgeline.loadtest.report.pools import ratio
+from ridgeline.loadtest.report.tables import (
     DASH,
     DEVICE_ROWS,
     POOL_ROWS,

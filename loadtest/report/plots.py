@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from loadtest.plan import Slo
-from loadtest.report.summary import attainment, latency_series
-from loadtest.report.wording import NAMES
-from loadtest.run.records import RequestRecord
+from ridgeline.loadtest.plan import Slo
+from ridgeline.loadtest.report.summary import attainment, latency_series
+from ridgeline.loadtest.report.wording import NAMES
+from ridgeline.loadtest.run.records import RequestRecord
 
 VARIANT_COLORS = ("#d9730d", "#1f6feb", "#2da44e")
 STAGE_COLORS = {

@@ -6,7 +6,7 @@ Peaks are per worker, as the server publishes them; a pool's busy seconds are su
 from collections.abc import Iterable
 from typing import Any
 
-from loadtest.run.server_metrics import MetricsDelta
+from ridgeline.loadtest.run.server_metrics import MetricsDelta
 
 STEP_KINDS = ("prefill", "decode", "mixed")
 BOUND_FROM = 0.5

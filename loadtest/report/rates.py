@@ -11,19 +11,19 @@ import msgspec
 from plotly.offline import get_plotlyjs
 from rich.console import Console
 
-from loadtest.plan import ComparePlan, Slo
-from loadtest.rate_search import MaxGoodputRate, Ratio, bands, max_goodput_rate, ratio_of
-from loadtest.rate_search import Round as Counted
-from loadtest.report import plots
-from loadtest.report.page import TEMPLATE_FILE, html_table, limits_table, plot_card
-from loadtest.report.rounds import Round, VariantLabel
-from loadtest.report.tables import format_figure, print_table
-from loadtest.run.calibration import Load
-from loadtest.run.machine import describe_machine
-from loadtest.run.records import RequestRecord
-from loadtest.slo_maps import grid_of, rate_map
-from loadtest.statistics.outcome import Side
-from loadtest.variants import Devices
+from ridgeline.loadtest.plan import ComparePlan, Slo
+from ridgeline.loadtest.rate_search import MaxGoodputRate, Ratio, bands, max_goodput_rate, ratio_of
+from ridgeline.loadtest.rate_search import Round as Counted
+from ridgeline.loadtest.report import plots
+from ridgeline.loadtest.report.page import TEMPLATE_FILE, html_table, limits_table, plot_card
+from ridgeline.loadtest.report.rounds import Round, VariantLabel
+from ridgeline.loadtest.report.tables import format_figure, print_table
+from ridgeline.loadtest.run.calibration import Load
+from ridgeline.loadtest.run.machine import describe_machine
+from ridgeline.loadtest.run.records import RequestRecord
+from ridgeline.loadtest.slo_maps import grid_of, rate_map
+from ridgeline.loadtest.statistics.outcome import Side
+from ridgeline.loadtest.variants import Devices
 
 RATE_FORMULAS = {
     "max_goodput_rate": "rate at which the share of requests within every SLO falls to the target, on the line through "

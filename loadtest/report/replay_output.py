@@ -6,13 +6,19 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from loadtest.plan import ReplayPlan
-from loadtest.report.pools import POOL_FORMULAS, describe_pools, disaggregated_fraction, recomputes, stage_seconds
-from loadtest.report.summary import FORMULAS, summarise
-from loadtest.report.tables import print_replay
-from loadtest.run.calibration import Load
-from loadtest.run.machine import describe_machine
-from loadtest.run.replay import ReplayResult
+from ridgeline.loadtest.plan import ReplayPlan
+from ridgeline.loadtest.report.pools import (
+    POOL_FORMULAS,
+    describe_pools,
+    disaggregated_fraction,
+    recomputes,
+    stage_seconds,
+)
+from ridgeline.loadtest.report.summary import FORMULAS, summarise
+from ridgeline.loadtest.report.tables import print_replay
+from ridgeline.loadtest.run.calibration import Load
+from ridgeline.loadtest.run.machine import describe_machine
+from ridgeline.loadtest.run.replay import ReplayResult
 
 
 def replay_summary(result: ReplayResult, plan: ReplayPlan, load: Load) -> dict[str, Any]:

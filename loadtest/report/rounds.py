@@ -7,9 +7,9 @@ from typing import Any, get_args
 
 import msgspec
 
-from loadtest.plan import DISAGGREGATED, ComparePlan
-from loadtest.report.devices import DEVICE_FORMULAS, per_device
-from loadtest.report.pools import (
+from ridgeline.loadtest.plan import DISAGGREGATED, ComparePlan
+from ridgeline.loadtest.report.devices import DEVICE_FORMULAS, per_device
+from ridgeline.loadtest.report.pools import (
     POOL_FORMULAS,
     describe_pools,
     disaggregated_fraction,
@@ -17,17 +17,17 @@ from loadtest.report.pools import (
     recomputes,
     stage_seconds,
 )
-from loadtest.report.summary import FORMULAS, summarise
-from loadtest.report.wording import gap_tails, say
-from loadtest.run.calibration import Load
-from loadtest.run.machine import Disturbance, describe_machine
-from loadtest.run.records import RequestRecord
-from loadtest.run.replay import ReplayResult
-from loadtest.run.server_metrics import MetricsDelta, add_up
-from loadtest.slo_maps import grid_of, winner_map
-from loadtest.statistics.outcome import Conclusion, Side, conclude
-from loadtest.statistics.pairs import PairDifference
-from loadtest.variants import Devices
+from ridgeline.loadtest.report.summary import FORMULAS, summarise
+from ridgeline.loadtest.report.wording import gap_tails, say
+from ridgeline.loadtest.run.calibration import Load
+from ridgeline.loadtest.run.machine import Disturbance, describe_machine
+from ridgeline.loadtest.run.records import RequestRecord
+from ridgeline.loadtest.run.replay import ReplayResult
+from ridgeline.loadtest.run.server_metrics import MetricsDelta, add_up
+from ridgeline.loadtest.slo_maps import grid_of, winner_map
+from ridgeline.loadtest.statistics.outcome import Conclusion, Side, conclude
+from ridgeline.loadtest.statistics.pairs import PairDifference
+from ridgeline.loadtest.variants import Devices
 
 VariantLabel = str
 Records = dict[VariantLabel, tuple[RequestRecord, ...]]

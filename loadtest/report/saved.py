@@ -6,13 +6,13 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from loadtest.errors import LoadTestError
-from loadtest.plan import ComparePlan
-from loadtest.report.page import write_report
-from loadtest.report.rates import print_rates, write_rate_report
-from loadtest.report.tables import ROWS, figure_text, print_comparison, print_table
-from loadtest.run.records import RequestRecord
-from loadtest.run_folder import REPORT, RUN, SUMMARY, RunFolder, differences_of
+from ridgeline.loadtest.errors import LoadTestError
+from ridgeline.loadtest.plan import ComparePlan
+from ridgeline.loadtest.report.page import write_report
+from ridgeline.loadtest.report.rates import print_rates, write_rate_report
+from ridgeline.loadtest.report.tables import ROWS, figure_text, print_comparison, print_table
+from ridgeline.loadtest.run.records import RequestRecord
+from ridgeline.loadtest.run_folder import REPORT, RUN, SUMMARY, RunFolder, differences_of
 
 NOT_PAIRED = (
     "Rounds of different runs are not paired: they ran at other times, on a machine in another state, so no verdict is "

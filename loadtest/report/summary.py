@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from loadtest.plan import Slo
-from loadtest.run.records import RequestRecord
-from loadtest.statistics.looks import ALPHA
-from loadtest.statistics.proportions import wilson_interval
+from ridgeline.loadtest.plan import Slo
+from ridgeline.loadtest.run.records import RequestRecord
+from ridgeline.loadtest.statistics.looks import ALPHA
+from ridgeline.loadtest.statistics.proportions import wilson_interval
 
 PERCENTILES = (50, 90, 99)
 FORMULAS = {

@@ -7,12 +7,12 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from loadtest.plan import Slo
-from loadtest.run.records import RequestRecord
-from loadtest.statistics.looks import ALPHA, LEAST_PAIRS
-from loadtest.statistics.outcome import Conclusion, Secondary, Side
-from loadtest.statistics.paired_tests import Estimate
-from loadtest.statistics.pairs import Latency
+from ridgeline.loadtest.plan import Slo
+from ridgeline.loadtest.run.records import RequestRecord
+from ridgeline.loadtest.statistics.looks import ALPHA, LEAST_PAIRS
+from ridgeline.loadtest.statistics.outcome import Conclusion, Secondary, Side
+from ridgeline.loadtest.statistics.paired_tests import Estimate
+from ridgeline.loadtest.statistics.pairs import Latency
 
 NAMES: Final[dict[Latency, str]] = {
     "ttft": "TTFT",

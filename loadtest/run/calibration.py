@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from loadtest.plan import AUTO, ComparePlan, ReplayPlan, Slo
-from loadtest.run.replay import WARMUP_OUTPUT_TOKENS
-from loadtest.run.unloaded import Unloaded
-from loadtest.trace.trace import Trace
+from ridgeline.loadtest.plan import AUTO, ComparePlan, ReplayPlan, Slo
+from ridgeline.loadtest.run.replay import WARMUP_OUTPUT_TOKENS
+from ridgeline.loadtest.run.unloaded import Unloaded
+from ridgeline.loadtest.trace.trace import Trace
 
 RATE_SHARE = 0.8
 TTFT_FACTOR, TPOT_FACTOR = 5.0, 2.5

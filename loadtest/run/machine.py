@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import msgspec
 import psutil
 
-from loadtest.errors import LoadTestError
+from ridgeline.loadtest.errors import LoadTestError
 
 WATCH_S = 0.5
 BUSY_PERCENT = 20.0

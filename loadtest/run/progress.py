@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from loadtest.run.records import RequestRecord
+from ridgeline.loadtest.run.records import RequestRecord
 
 LINE_EVERY_S = 5.0
 

@@ -13,20 +13,20 @@ from dataclasses import dataclass
 import numpy as np
 from rich.console import Console
 
-from loadtest.errors import LoadTestError, ServerError
-from loadtest.plan import ReplayPlan
-from loadtest.run.client.driver import client_process
-from loadtest.run.client.process import ClientLoad, Job
-from loadtest.run.client.stream import Completion, Endpoint, LoadClient, encode_body
-from loadtest.run.machine import parse_cores
-from loadtest.run.progress import ReplayProgress, shown
-from loadtest.run.records import RecordFile, RequestRecord
-from loadtest.run.server import ModelCard, Servers, as_servers, first_model
-from loadtest.run.server_metrics import MetricsDelta, difference, fleet_change, scrape_settled
-from loadtest.trace.prompts import PromptMaker, TextWindows, load_text_tokens, load_tokenizer, prompt_text
-from loadtest.trace.readers import load_trace
-from loadtest.trace.shape import fit_context, shape_trace
-from loadtest.trace.trace import Trace
+from ridgeline.loadtest.errors import LoadTestError, ServerError
+from ridgeline.loadtest.plan import ReplayPlan
+from ridgeline.loadtest.run.client.driver import client_process
+from ridgeline.loadtest.run.client.process import ClientLoad, Job
+from ridgeline.loadtest.run.client.stream import Completion, Endpoint, LoadClient, encode_body
+from ridgeline.loadtest.run.machine import parse_cores
+from ridgeline.loadtest.run.progress import ReplayProgress, shown
+from ridgeline.loadtest.run.records import RecordFile, RequestRecord
+from ridgeline.loadtest.run.server import ModelCard, Servers, as_servers, first_model
+from ridgeline.loadtest.run.server_metrics import MetricsDelta, difference, fleet_change, scrape_settled
+from ridgeline.loadtest.trace.prompts import PromptMaker, TextWindows, load_text_tokens, load_tokenizer, prompt_text
+from ridgeline.loadtest.trace.readers import load_trace
+from ridgeline.loadtest.trace.shape import fit_context, shape_trace
+from ridgeline.loadtest.trace.trace import Trace
 
 MAX_SEND_LAG_S = 0.5
 WARMUP_OUTPUT_TOKENS = 8

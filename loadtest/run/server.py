@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import httpx
 import msgspec
 
-from loadtest.errors import ServerError
+from ridgeline.loadtest.errors import ServerError
 
 KEY_VARIABLE = "RIDGELINE_API_KEY"
 TTFT_HEADER, TPOT_HEADER = "x-ridgeline-ttft-ms", "x-ridgeline-tpot-ms"

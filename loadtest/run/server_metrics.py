@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from loadtest.errors import RestartedError, ServerError
-from loadtest.run.server import Servers, as_servers, key_headers
+from ridgeline.loadtest.errors import RestartedError, ServerError
+from ridgeline.loadtest.run.server import Servers, as_servers, key_headers
 
 PREFIX = "ridgeline_"
 METRICS_KEY_VARIABLE = "RIDGELINE_METRICS_KEY"

@@ -14,16 +14,16 @@ import httpx
 import msgspec
 from rich.console import Console
 
-from loadtest.errors import ServerError, TraceError
-from loadtest.plan import AUTO, ReplayPlan
-from loadtest.run.client.stream import Completion, LoadClient
-from loadtest.run.records import RequestRecord
-from loadtest.run.replay import BodyMaker, body_maker
-from loadtest.run.server import first_model, key_headers, open_http
-from loadtest.run.server_metrics import scrape
-from loadtest.trace.readers import load_trace
-from loadtest.trace.shape import fit_context, shape_trace
-from loadtest.trace.trace import Trace
+from ridgeline.loadtest.errors import ServerError, TraceError
+from ridgeline.loadtest.plan import AUTO, ReplayPlan
+from ridgeline.loadtest.run.client.stream import Completion, LoadClient
+from ridgeline.loadtest.run.records import RequestRecord
+from ridgeline.loadtest.run.replay import BodyMaker, body_maker
+from ridgeline.loadtest.run.server import first_model, key_headers, open_http
+from ridgeline.loadtest.run.server_metrics import scrape
+from ridgeline.loadtest.trace.readers import load_trace
+from ridgeline.loadtest.trace.shape import fit_context, shape_trace
+from ridgeline.loadtest.trace.trace import Trace
 
 SIZE_QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)
 """The middles of five equal parts of the trace's prompt lengths, so that their mean is about the trace's mean."""

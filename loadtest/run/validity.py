@@ -5,9 +5,9 @@ limit for 99 of 100 requests, and 10 % for any, change few requests' fate. A fix
 machine of two busy cores, where lateness of 20 ms means nothing against a limit of seconds.
 """
 
-from loadtest.plan import Slo
-from loadtest.run.machine import Disturbance
-from loadtest.run.replay import ReplayResult
+from ridgeline.loadtest.plan import Slo
+from ridgeline.loadtest.run.machine import Disturbance
+from ridgeline.loadtest.run.replay import ReplayResult
 
 P99_LAG_SHARE, MAX_LAG_SHARE = 0.02, 0.10
 MOST_STOLEN, MOST_OTHER = 0.05, 0.10

@@ -8,12 +8,12 @@ import asyncio
 
 from rich.console import Console
 
-from loadtest.errors import ServerError
-from loadtest.plan import ReplayPlan
-from loadtest.run.client.stream import LoadClient
-from loadtest.run.replay import RoundRequests, body_maker, send_warm_up
-from loadtest.run.server import Servers, as_servers, first_model
-from loadtest.run.server_metrics import scrape, scrape_settled, steps_by_worker
+from ridgeline.loadtest.errors import ServerError
+from ridgeline.loadtest.plan import ReplayPlan
+from ridgeline.loadtest.run.client.stream import LoadClient
+from ridgeline.loadtest.run.replay import RoundRequests, body_maker, send_warm_up
+from ridgeline.loadtest.run.server import Servers, as_servers, first_model
+from ridgeline.loadtest.run.server_metrics import scrape, scrape_settled, steps_by_worker
 
 LEAST_REQUESTS, MOST_REQUESTS = 4, 64
 MOST_WAVES = 6

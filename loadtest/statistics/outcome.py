@@ -15,11 +15,11 @@ from typing import Literal
 
 import msgspec
 
-from loadtest.statistics.looks import ALPHA, LEAST_PAIRS, levels
-from loadtest.statistics.paired_tests import Estimate, estimate, holm
-from loadtest.statistics.pairs import LATENCIES, Latency, PairDifference
-from loadtest.statistics.proportions import PairedCounts, paired_score_interval, wilson_interval
-from loadtest.statistics.student import critical_t
+from ridgeline.loadtest.statistics.looks import ALPHA, LEAST_PAIRS, levels
+from ridgeline.loadtest.statistics.paired_tests import Estimate, estimate, holm
+from ridgeline.loadtest.statistics.pairs import LATENCIES, Latency, PairDifference
+from ridgeline.loadtest.statistics.proportions import PairedCounts, paired_score_interval, wilson_interval
+from ridgeline.loadtest.statistics.student import critical_t
 
 Outcome = Literal["better", "equivalent", "inconclusive", "slo_unreachable"]
 Side = Literal["a", "b", "c"]

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from loadtest.statistics.student import critical_t, two_sided_p
+from ridgeline.loadtest.statistics.student import critical_t, two_sided_p
 
 MOST_EXACT_PAIRS = 24
 """With more pairs the exact test is left out, since the t test is then as good."""

@@ -8,9 +8,9 @@ from typing import Literal
 
 import msgspec
 
-from loadtest.plan import Slo
-from loadtest.run.records import RequestRecord
-from loadtest.statistics.proportions import PairedCounts
+from ridgeline.loadtest.plan import Slo
+from ridgeline.loadtest.run.records import RequestRecord
+from ridgeline.loadtest.statistics.proportions import PairedCounts
 
 Latency = Literal["ttft", "ttst", "tpot", "largest_gap"]
 LATENCIES: dict[Latency, Callable[[RequestRecord], float | None]] = {

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from loadtest.errors import TraceError
-from loadtest.trace.prompts import load_tokenizer
-from loadtest.trace.trace import TraceRow
+from ridgeline.loadtest.errors import TraceError
+from ridgeline.loadtest.trace.prompts import load_tokenizer
+from ridgeline.loadtest.trace.trace import TraceRow
 
 SPEAKERS = ({"human", "user"}, {"gpt", "assistant", "chatgpt", "bing", "bard"})
 LEAST_TOKENS = 4

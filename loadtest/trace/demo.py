@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from loadtest.trace.trace import DEMO_FILE
+from ridgeline.loadtest.trace.trace import DEMO_FILE
 
 QUANTILES = (0.10, 0.25, 0.50, 0.75, 0.90, 0.99)
 AZURE_INPUT_TOKENS = (207, 396, 1020, 1189, 2734, 4142)

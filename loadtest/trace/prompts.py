@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from loadtest.errors import LoadTestError
-from loadtest.trace.trace import Trace, TraceRow
+from ridgeline.loadtest.errors import LoadTestError
+from ridgeline.loadtest.trace.trace import Trace, TraceRow
 
 TEXT_FILE = Path(__file__).parents[1] / "data" / "opticks.txt"
 

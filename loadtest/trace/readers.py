@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from loadtest.errors import TraceError
-from loadtest.trace.conversations import session_rows, sharegpt_rows
-from loadtest.trace.trace import DEMO_FILE, Trace, TraceRow, tick_of
+from ridgeline.loadtest.errors import TraceError
+from ridgeline.loadtest.trace.conversations import session_rows, sharegpt_rows
+from ridgeline.loadtest.trace.trace import DEMO_FILE, Trace, TraceRow, tick_of
 
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 BURSTGPT_COLUMNS = ("Timestamp", "Request tokens", "Response tokens")

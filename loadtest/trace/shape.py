@@ -6,9 +6,9 @@ Nothing is dropped or cut silently: each change leaves a note, and the notes are
 import random
 from dataclasses import replace
 
-from loadtest.errors import TraceError
-from loadtest.plan import ReplayPlan
-from loadtest.trace.trace import Trace, TraceRow, tick_of
+from ridgeline.loadtest.errors import TraceError
+from ridgeline.loadtest.plan import ReplayPlan
+from ridgeline.loadtest.trace.trace import Trace, TraceRow, tick_of
 
 MIN_BLOCK_TOKENS = 16
 

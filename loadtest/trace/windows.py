@@ -5,11 +5,11 @@ One realisation of the arrivals, sent again and again, would say how a server ta
 
 from dataclasses import replace
 
-from loadtest.errors import TraceError
-from loadtest.plan import ComparePlan, ReplayPlan
-from loadtest.trace.readers import load_trace
-from loadtest.trace.shape import fit_context, shape_trace
-from loadtest.trace.trace import Trace
+from ridgeline.loadtest.errors import TraceError
+from ridgeline.loadtest.plan import ComparePlan, ReplayPlan
+from ridgeline.loadtest.trace.readers import load_trace
+from ridgeline.loadtest.trace.shape import fit_context, shape_trace
+from ridgeline.loadtest.trace.trace import Trace
 
 GENERATED = "poisson:"
 

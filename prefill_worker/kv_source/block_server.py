@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from contracts import errors
-from contracts.handoff import KvLayout, explain_mismatch, new_handoff_id
-from kv_transfer.interfaces import FetchRequest, SourceDescription
-from kv_transfer.memory.blocks import BlockPool
-from kv_transfer.wire import frames
-from kv_transfer.wire.codec import Codec, make_codec
-from prefill_worker.kv_source.lease import LeaseRead, LeaseTable
+from ridgeline.contracts import errors
+from ridgeline.contracts.handoff import KvLayout, explain_mismatch, new_handoff_id
+from ridgeline.kv_transfer.interfaces import FetchRequest, SourceDescription
+from ridgeline.kv_transfer.memory.blocks import BlockPool
+from ridgeline.kv_transfer.wire import frames
+from ridgeline.kv_transfer.wire.codec import Codec, make_codec
+from ridgeline.prefill_worker.kv_source.lease import LeaseRead, LeaseTable
 
 PUBLISH_WAIT_S: Final = 1.0
 """How long a fetch may wait for a hand-off that is announced but not yet published."""

@@ -18,19 +18,19 @@ from typing import Any, ClassVar, Final, TypeVar
 import grpc
 import msgspec
 
-from contracts import errors
-from contracts.handoff import UNREADABLE, HandoffId, KvLayout
-from contracts.rpc.address import join_host_port
-from contracts.rpc.channel import add_port
-from contracts.rpc.tls import TlsFiles
-from kv_transfer.interfaces import FetchRequest, KvSource
-from kv_transfer.memory.blocks import BlockPool
-from kv_transfer.memory.glibc import keep_freed_memory
-from kv_transfer.names import LONGEST_FETCH_S
-from kv_transfer.wire import grpc_methods
-from kv_transfer.wire.frames import largest_frame_bytes
-from prefill_worker.kv_source.block_server import BlockServer, Segment
-from prefill_worker.kv_source.lease import LeaseTable
+from ridgeline.contracts import errors
+from ridgeline.contracts.handoff import UNREADABLE, HandoffId, KvLayout
+from ridgeline.contracts.rpc.address import join_host_port
+from ridgeline.contracts.rpc.channel import add_port
+from ridgeline.contracts.rpc.tls import TlsFiles
+from ridgeline.kv_transfer.interfaces import FetchRequest, KvSource
+from ridgeline.kv_transfer.memory.blocks import BlockPool
+from ridgeline.kv_transfer.memory.glibc import keep_freed_memory
+from ridgeline.kv_transfer.names import LONGEST_FETCH_S
+from ridgeline.kv_transfer.wire import grpc_methods
+from ridgeline.kv_transfer.wire.frames import largest_frame_bytes
+from ridgeline.prefill_worker.kv_source.block_server import BlockServer, Segment
+from ridgeline.prefill_worker.kv_source.lease import LeaseTable
 
 MAX_CONCURRENT_FETCHES: Final = 24
 CONTROL_THREADS: Final = 4

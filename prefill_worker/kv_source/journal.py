@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
 
-from contracts.handoff import shown_id
+from ridgeline.contracts.handoff import shown_id
 
 REMEMBERED_LIVES: Final = 512
 LONGEST_LIFE_EVENTS: Final = 24

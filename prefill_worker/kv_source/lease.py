@@ -23,9 +23,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from contracts import errors
-from contracts.handoff import shown_id
-from prefill_worker.kv_source.journal import HandoffJournal
+from ridgeline.contracts import errors
+from ridgeline.contracts.handoff import shown_id
+from ridgeline.prefill_worker.kv_source.journal import HandoffJournal
 
 log = logging.getLogger(__name__)
 

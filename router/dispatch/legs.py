@@ -14,16 +14,16 @@ from functools import partial
 
 import msgspec
 
-from contracts.errors import HandoffLost
-from contracts.handoff import KvHandoff
-from contracts.stages import mark
-from contracts.tasks import GenerateTask, TokenDelta
-from contracts.vocabulary import Pool
-from router.dispatch.request import Attempt
-from router.fleet.fleet import Worker
-from router.fleet.policy import room_to_overlap
-from router.flow.placement import Place, Placement
-from worker_runtime.client import OnDelta, WorkerClient
+from ridgeline.contracts.errors import HandoffLost
+from ridgeline.contracts.handoff import KvHandoff
+from ridgeline.contracts.stages import mark
+from ridgeline.contracts.tasks import GenerateTask, TokenDelta
+from ridgeline.contracts.vocabulary import Pool
+from ridgeline.router.dispatch.request import Attempt
+from ridgeline.router.fleet.fleet import Worker
+from ridgeline.router.fleet.policy import room_to_overlap
+from ridgeline.router.flow.placement import Place, Placement
+from ridgeline.worker_runtime.client import OnDelta, WorkerClient
 
 ReleaseHandoff = Callable[[KvHandoff, float], None]
 """Tells the prefill worker, in the background and after this many seconds, that a hand-off will not be fetched."""

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from contracts.vocabulary import Mode, Pool
-from router.fleet.fleet import Fleet
-from router.fleet.policy import pools_of
-from router.flow.prompt_queue import PromptQueue
+from ridgeline.contracts.vocabulary import Mode, Pool
+from ridgeline.router.fleet.fleet import Fleet
+from ridgeline.router.fleet.policy import pools_of
+from ridgeline.router.flow.prompt_queue import PromptQueue
 
 logger = logging.getLogger(__name__)
 

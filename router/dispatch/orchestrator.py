@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import time
 
-from contracts.errors import EngineError, EngineFailed, TaskRejected, WorkerDraining, WorkerLost
-from router.dispatch.legs import Legs, ReleaseHandoff
-from router.dispatch.request import Attempt, Emit, RequestProgress, SequenceRequest
-from router.fleet.fleet import Fleet
-from router.flow.placement import Placement
-from router.observe.metrics import RequestMetrics
-from router.observe.timeline import Outcome, RequestTimeline
-from router.settings import RouterSettings
+from ridgeline.contracts.errors import EngineError, EngineFailed, TaskRejected, WorkerDraining, WorkerLost
+from ridgeline.router.dispatch.legs import Legs, ReleaseHandoff
+from ridgeline.router.dispatch.request import Attempt, Emit, RequestProgress, SequenceRequest
+from ridgeline.router.fleet.fleet import Fleet
+from ridgeline.router.flow.placement import Placement
+from ridgeline.router.observe.metrics import RequestMetrics
+from ridgeline.router.observe.timeline import Outcome, RequestTimeline
+from ridgeline.router.settings import RouterSettings
 
 MAX_FRUITLESS_RETRIES = 3
 """Give up after more attempts in a row than this without a new token: such a request may be what kills its workers."""

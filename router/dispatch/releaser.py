@@ -11,10 +11,10 @@ import asyncio
 import logging
 from collections.abc import Iterable
 
-from contracts.errors import HandoffError
-from contracts.handoff import KvHandoff
-from contracts.rpc.tls import TlsFileError, TlsFiles
-from kv_transfer.control import GrpcControl, release_with_retries
+from ridgeline.contracts.errors import HandoffError
+from ridgeline.contracts.handoff import KvHandoff
+from ridgeline.contracts.rpc.tls import TlsFileError, TlsFiles
+from ridgeline.kv_transfer.control import GrpcControl, release_with_retries
 
 logger = logging.getLogger(__name__)
 

@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from contracts.handoff import KvHandoff
-from contracts.tasks import GenerateTask, TokenDelta
-from contracts.vocabulary import FirstToken, Leg, Pool
-from router.client_identity import ANONYMOUS
-from router.fleet.adaptive import Decision
-from router.fleet.policy import Demand
-from router.fleet.prefixes import BlockHashes, block_hashes
-from router.flow.placement import Answer, Wish
-from router.observe.metrics import RequestMetrics
-from router.observe.timeline import RequestState, RequestTimeline
+from ridgeline.contracts.handoff import KvHandoff
+from ridgeline.contracts.tasks import GenerateTask, TokenDelta
+from ridgeline.contracts.vocabulary import FirstToken, Leg, Pool
+from ridgeline.router.client_identity import ANONYMOUS
+from ridgeline.router.fleet.adaptive import Decision
+from ridgeline.router.fleet.policy import Demand
+from ridgeline.router.fleet.prefixes import BlockHashes, block_hashes
+from ridgeline.router.flow.placement import Answer, Wish
+from ridgeline.router.observe.metrics import RequestMetrics
+from ridgeline.router.observe.timeline import RequestState, RequestTimeline
 
 Emit = Callable[[TokenDelta], bool]
 """Sends a delta to the client; returns True if no more is wanted, because a stop string was found."""

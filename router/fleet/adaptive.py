@@ -29,8 +29,18 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from contracts.workers import TPOT_LIMIT_USED
-from router.fleet.prediction import Asked, Load, attended, compute_s, joined_step_s, later, prompt_s, step_s, tpot_s
+from ridgeline.contracts.workers import TPOT_LIMIT_USED
+from ridgeline.router.fleet.prediction import (
+    Asked,
+    Load,
+    attended,
+    compute_s,
+    joined_step_s,
+    later,
+    prompt_s,
+    step_s,
+    tpot_s,
+)
 
 ABOUT = 0.1
 """Options that lose only this much more than the best one are about equal to it."""

@@ -13,15 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 
-from contracts.errors import WorkerLost
-from contracts.rpc.tls import TlsFiles
-from contracts.vocabulary import Mode, Pool
-from contracts.workers import WorkerDescription
-from router.fleet.pairing import KvPair, PairingRefused, check_layouts, pair_all, pair_while_serving
-from router.fleet.policy import Demand, NoWorker, Route, answer_pool, exchanging_pools, pools_of, route_for
-from router.fleet.roles import RoleTable
-from router.fleet.worker import STALL_TIMEOUT_S, Worker
-from worker_runtime.client import OnUnclaimed, WorkerClient
+from ridgeline.contracts.errors import WorkerLost
+from ridgeline.contracts.rpc.tls import TlsFiles
+from ridgeline.contracts.vocabulary import Mode, Pool
+from ridgeline.contracts.workers import WorkerDescription
+from ridgeline.router.fleet.pairing import KvPair, PairingRefused, check_layouts, pair_all, pair_while_serving
+from ridgeline.router.fleet.policy import Demand, NoWorker, Route, answer_pool, exchanging_pools, pools_of, route_for
+from ridgeline.router.fleet.roles import RoleTable
+from ridgeline.router.fleet.worker import STALL_TIMEOUT_S, Worker
+from ridgeline.worker_runtime.client import OnUnclaimed, WorkerClient
 
 __all__ = ["Fleet", "Worker"]
 

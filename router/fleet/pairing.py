@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Protocol
 
-from contracts.errors import WorkerLost
-from contracts.handoff import explain_mismatch
-from contracts.workers import WorkerDescription
-from worker_runtime.client import WorkerClient
+from ridgeline.contracts.errors import WorkerLost
+from ridgeline.contracts.handoff import explain_mismatch
+from ridgeline.contracts.workers import WorkerDescription
+from ridgeline.worker_runtime.client import WorkerClient
 
 logger = logging.getLogger(__name__)
 

@@ -17,10 +17,10 @@ from typing import Literal
 
 import msgspec
 
-from contracts.vocabulary import Mode, Pool
-from contracts.workers import WorkerDescription
-from router.client_identity import ANONYMOUS
-from router.fleet.prefixes import BlockHashes
+from ridgeline.contracts.vocabulary import Mode, Pool
+from ridgeline.contracts.workers import WorkerDescription
+from ridgeline.router.client_identity import ANONYMOUS
+from ridgeline.router.fleet.prefixes import BlockHashes
 
 Path = Literal["disaggregated", "fallback", "decode_only", "colocated"]
 """The path of a request. `disaggregated`: prefill on one worker, decode on another. `decode_only`: decode computes the

@@ -25,8 +25,8 @@ from collections.abc import Sequence
 import msgspec
 from msgspec.structs import replace
 
-from contracts.vocabulary import Phase
-from contracts.workers import (
+from ridgeline.contracts.vocabulary import Phase
+from ridgeline.contracts.workers import (
     DECODE_STEP_MARGIN,
     FUTURE_SLACK_USED,
     LEAST_PROMPT_SHARE,

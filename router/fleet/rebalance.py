@@ -29,10 +29,10 @@ from typing import Final
 
 import msgspec
 
-from contracts.vocabulary import Phase, RebalanceMode
-from router.fleet.adaptive import Wanted
-from router.fleet.prediction import attended
-from router.fleet.shape import Traffic, Workers, best_shape, held_per_s, mean_latency_s, needs_no_division
+from ridgeline.contracts.vocabulary import Phase, RebalanceMode
+from ridgeline.router.fleet.adaptive import Wanted
+from ridgeline.router.fleet.prediction import attended
+from ridgeline.router.fleet.shape import Traffic, Workers, best_shape, held_per_s, mean_latency_s, needs_no_division
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from contracts.vocabulary import Mode, Pool
-from contracts.workers import Role, WorkerDescription
-from router.settings import RouterSettings
+from ridgeline.contracts.vocabulary import Mode, Pool
+from ridgeline.contracts.workers import Role, WorkerDescription
+from ridgeline.router.settings import RouterSettings
 
 
 class ModeImpossible(Exception):

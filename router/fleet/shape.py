@@ -33,8 +33,8 @@ from typing import Final
 
 import msgspec
 
-from contracts.workers import TPOT_LIMIT_USED, StepModel
-from router.fleet.prediction import Asked
+from ridgeline.contracts.workers import TPOT_LIMIT_USED, StepModel
+from ridgeline.router.fleet.prediction import Asked
 
 WAIT: Final = 1.15
 """ln(10) / 2."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from itertools import islice
 from typing import Final, Protocol, TypeVar
 
-from router.fleet.worker import Outstanding
+from ridgeline.router.fleet.worker import Outstanding
 
 FOR_PROMPT: Final = 3
 """Workers that are looked at because they would compute the prompt soon."""

@@ -15,11 +15,11 @@ from typing import TypeVar
 
 import msgspec
 
-from contracts.errors import WorkerLost
-from contracts.vocabulary import Phase, Pool
-from contracts.workers import MIN_FITTED_STEPS, Role, StepModel, WorkerDescription, WorkerStatus
-from router.fleet.policy import WorkerLoad
-from worker_runtime.client import STATUS_DEADLINE_S, WorkerClient
+from ridgeline.contracts.errors import WorkerLost
+from ridgeline.contracts.vocabulary import Phase, Pool
+from ridgeline.contracts.workers import MIN_FITTED_STEPS, Role, StepModel, WorkerDescription, WorkerStatus
+from ridgeline.router.fleet.policy import WorkerLoad
+from ridgeline.worker_runtime.client import STATUS_DEADLINE_S, WorkerClient
 
 STATUS_INTERVAL_S = 0.5
 IDLE_INTERVALS = 2

@@ -19,10 +19,10 @@ from typing import Protocol
 
 import msgspec
 
-from contracts.vocabulary import Pool
-from router.fleet.fleet import Fleet, Worker
-from router.fleet.policy import Demand
-from router.flow.admission_rules import (
+from ridgeline.contracts.vocabulary import Pool
+from ridgeline.router.fleet.fleet import Fleet, Worker
+from ridgeline.router.fleet.policy import Demand
+from ridgeline.router.flow.admission_rules import (
     LEFT_WINDOW_S,
     AdmissionState,
     Ask,
@@ -33,9 +33,9 @@ from router.flow.admission_rules import (
     refuse_beyond_the_clients_share,
     share_of,
 )
-from router.flow.rates import FadingAmount
-from router.observe.metrics import RequestMetrics
-from router.settings import RouterSettings
+from ridgeline.router.flow.rates import FadingAmount
+from ridgeline.router.observe.metrics import RequestMetrics
+from ridgeline.router.settings import RouterSettings
 
 DRAIN_WINDOW_S = 10.0
 LOOK_EVERY_S = 0.02

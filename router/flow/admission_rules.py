@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Literal
 
-from contracts.vocabulary import Pool
-from router.settings import RouterSettings
+from ridgeline.contracts.vocabulary import Pool
+from ridgeline.router.settings import RouterSettings
 
 AdmissionState = Literal["not_ready", "open", "draining"]
 LONGEST_RETRY_AFTER_S = 60

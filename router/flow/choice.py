@@ -15,18 +15,18 @@ from typing import Final, Protocol
 import msgspec
 from msgspec.structs import replace
 
-from contracts.vocabulary import Pool
-from contracts.workers import DECODE_STEP_MARGIN, TPOT_LIMIT_USED, StepModel
-from router.fleet.adaptive import Decision, Wanted, choose
-from router.fleet.corrections import Corrections
-from router.fleet.policy import PROMPT_SCORERS, Demand, blocks_needed, pick
-from router.fleet.prediction import Load, attended, idle_prompt_s, taking_turns, with_prompts
-from router.fleet.prefixes import BlockHashes, Found
-from router.fleet.shape import Workers
-from router.fleet.short_list import short_list
-from router.fleet.worker import Worker
-from router.flow.learned import Learned
-from router.flow.rates import FadingAmount
+from ridgeline.contracts.vocabulary import Pool
+from ridgeline.contracts.workers import DECODE_STEP_MARGIN, TPOT_LIMIT_USED, StepModel
+from ridgeline.router.fleet.adaptive import Decision, Wanted, choose
+from ridgeline.router.fleet.corrections import Corrections
+from ridgeline.router.fleet.policy import PROMPT_SCORERS, Demand, blocks_needed, pick
+from ridgeline.router.fleet.prediction import Load, attended, idle_prompt_s, taking_turns, with_prompts
+from ridgeline.router.fleet.prefixes import BlockHashes, Found
+from ridgeline.router.fleet.shape import Workers
+from ridgeline.router.fleet.short_list import short_list
+from ridgeline.router.fleet.worker import Worker
+from ridgeline.router.flow.learned import Learned
+from ridgeline.router.flow.rates import FadingAmount
 
 PROMPTS_WINDOW_S: Final = 10.0
 """Time constant with which the load by prompts follows the traffic."""

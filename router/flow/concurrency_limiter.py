@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Final
 
-from router.flow.fair_queue import FairQueue, may_have_more
+from ridgeline.router.flow.fair_queue import FairQueue, may_have_more
 
 AT_A_TIME: Final = 8
 """Requests being taken in at a time: some wait for a tokenising thread, while the loop handles one."""

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from router.fleet.worker import Worker
-from router.flow.fair_queue import may_have_more
+from ridgeline.router.fleet.worker import Worker
+from ridgeline.router.flow.fair_queue import may_have_more
 
 PART = 7 / 8
 """The fraction of places that one client alone may have; a worker with at least two places keeps one for others."""

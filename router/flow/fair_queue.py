@@ -24,7 +24,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from router.flow.client_prompts import ClientPrompts, Entry
+from ridgeline.router.flow.client_prompts import ClientPrompts, Entry
 
 QUANTUM_TOKENS = 512
 LEAST_TOKENS = 64

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Final
 
-from router.flow.admission_rules import Refused
-from router.flow.fair_queue import may_have_more
+from ridgeline.router.flow.admission_rules import Refused
+from ridgeline.router.flow.fair_queue import may_have_more
 
 MOST_BODIES: Final = 64
 """The limit in bodies of the longest allowed length; it is far more of ordinary ones."""

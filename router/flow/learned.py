@@ -13,12 +13,12 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
-from contracts.vocabulary import RebalanceMode
-from contracts.workers import WorkerDescription
-from router.fleet.adaptive import Decision
-from router.fleet.corrections import Corrections
-from router.fleet.prefixes import BlockHashes, PrefixIndex
-from router.fleet.rebalance import Rebalancer
+from ridgeline.contracts.vocabulary import RebalanceMode
+from ridgeline.contracts.workers import WorkerDescription
+from ridgeline.router.fleet.adaptive import Decision
+from ridgeline.router.fleet.corrections import Corrections
+from ridgeline.router.fleet.prefixes import BlockHashes, PrefixIndex
+from ridgeline.router.fleet.rebalance import Rebalancer
 
 logger = logging.getLogger(__name__)
 

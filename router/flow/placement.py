@@ -14,11 +14,11 @@ from typing import Protocol
 
 import msgspec
 
-from contracts.errors import WorkerDraining, WorkerLost
-from contracts.vocabulary import Pool
-from router.fleet.adaptive import Decision
-from router.fleet.fleet import Fleet, Worker
-from router.fleet.policy import (
+from ridgeline.contracts.errors import WorkerDraining, WorkerLost
+from ridgeline.contracts.vocabulary import Pool
+from ridgeline.router.fleet.adaptive import Decision
+from ridgeline.router.fleet.fleet import Fleet, Worker
+from ridgeline.router.fleet.policy import (
     ADAPTIVE_SPLIT,
     ADAPTIVE_WHOLE,
     DECODE_SCORER,
@@ -30,10 +30,10 @@ from router.fleet.policy import (
     distance,
     pick,
 )
-from router.fleet.prefixes import BlockHashes
-from router.flow.learned import Learned
-from router.flow.prompt_queue import DecodeSeat, PromptQueue, PromptTurn
-from router.settings import RouterSettings
+from ridgeline.router.fleet.prefixes import BlockHashes
+from ridgeline.router.flow.learned import Learned
+from ridgeline.router.flow.prompt_queue import DecodeSeat, PromptQueue, PromptTurn
+from ridgeline.router.settings import RouterSettings
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,10 @@ from functools import partial
 import msgspec
 from msgspec.structs import replace
 
-from contracts.vocabulary import Pool
-from router.fleet.adaptive import Decision
-from router.fleet.fleet import Fleet, Worker
-from router.fleet.policy import (
+from ridgeline.contracts.vocabulary import Pool
+from ridgeline.router.fleet.adaptive import Decision
+from ridgeline.router.fleet.fleet import Fleet, Worker
+from ridgeline.router.fleet.policy import (
     Demand,
     NoWorker,
     Rerouted,
@@ -35,13 +35,13 @@ from router.fleet.policy import (
     pools_of,
     prompt_blocks,
 )
-from router.flow.choice import ByPrediction, ByScore, Choice, Chooser
-from router.flow.client_prompts import Entry
-from router.flow.decode_slots import DecodeSlot, DecodeSlots
-from router.flow.fair_queue import FairQueue, Waiting
-from router.flow.learned import Learned
-from router.flow.rates import ServiceRate
-from router.settings import RouterSettings
+from ridgeline.router.flow.choice import ByPrediction, ByScore, Choice, Chooser
+from ridgeline.router.flow.client_prompts import Entry
+from ridgeline.router.flow.decode_slots import DecodeSlot, DecodeSlots
+from ridgeline.router.flow.fair_queue import FairQueue, Waiting
+from ridgeline.router.flow.learned import Learned
+from ridgeline.router.flow.rates import ServiceRate
+from ridgeline.router.settings import RouterSettings
 
 logger = logging.getLogger(__name__)
 

@@ -20,19 +20,19 @@ from fastapi import APIRouter, Depends, HTTPException, Query
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from contracts.errors import WorkerLost
-from contracts.former_names import warn_of_former_name
-from contracts.vocabulary import Mode, Pool
-from router.dispatch.modes import AnyModes
-from router.fleet.fleet import Fleet, Worker
-from router.fleet.pairing import PairingRefused
-from router.fleet.policy import pools_of
-from router.fleet.roles import ModeImpossible
-from router.front.http.context import current
-from router.front.middleware.admin_access import ADMIN_PATH
-from router.front.operations import Operation, OperationLog, Progress
-from router.front.single_flight import SingleFlight
-from router.observe.explanations import KEPT, SHOWN_BY_DEFAULT, Explanations
+from ridgeline.contracts.errors import WorkerLost
+from ridgeline.contracts.former_names import warn_of_former_name
+from ridgeline.contracts.vocabulary import Mode, Pool
+from ridgeline.router.dispatch.modes import AnyModes
+from ridgeline.router.fleet.fleet import Fleet, Worker
+from ridgeline.router.fleet.pairing import PairingRefused
+from ridgeline.router.fleet.policy import pools_of
+from ridgeline.router.fleet.roles import ModeImpossible
+from ridgeline.router.front.http.context import current
+from ridgeline.router.front.middleware.admin_access import ADMIN_PATH
+from ridgeline.router.front.operations import Operation, OperationLog, Progress
+from ridgeline.router.front.single_flight import SingleFlight
+from ridgeline.router.observe.explanations import KEPT, SHOWN_BY_DEFAULT, Explanations
 
 logger = logging.getLogger(__name__)
 _WITHOUT: dict[Pool, str] = {

@@ -19,23 +19,23 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from engine.passed_args import words
-from engine.vllm_arguments import refusing
-from router.client_identity import AddressClients
-from router.flow.concurrency_limiter import AT_A_TIME
-from router.front import request_fields
-from router.front.engine_client import SUPPORTED_TASKS, RouterEngineClient
-from router.front.health import Readiness, ready_endpoint
-from router.front.http import unknown_paths
-from router.front.http.context import WithContext
-from router.front.http.routes import keep_known_routes
-from router.front.http.types import Asgi
-from router.front.middleware.admin_access import AdminAccess
-from router.front.middleware.anthropic_errors import AnthropicErrors
-from router.front.middleware.auth import Access, KeyGuard
-from router.front.middleware.cors import Cors
-from router.front.middleware.ingress import Gates, Ingress
-from router.front.vllm_workarounds import (
+from ridgeline.engine.passed_args import words
+from ridgeline.engine.vllm_arguments import refusing
+from ridgeline.router.client_identity import AddressClients
+from ridgeline.router.flow.concurrency_limiter import AT_A_TIME
+from ridgeline.router.front import request_fields
+from ridgeline.router.front.engine_client import SUPPORTED_TASKS, RouterEngineClient
+from ridgeline.router.front.health import Readiness, ready_endpoint
+from ridgeline.router.front.http import unknown_paths
+from ridgeline.router.front.http.context import WithContext
+from ridgeline.router.front.http.routes import keep_known_routes
+from ridgeline.router.front.http.types import Asgi
+from ridgeline.router.front.middleware.admin_access import AdminAccess
+from ridgeline.router.front.middleware.anthropic_errors import AnthropicErrors
+from ridgeline.router.front.middleware.auth import Access, KeyGuard
+from ridgeline.router.front.middleware.cors import Cors
+from ridgeline.router.front.middleware.ingress import Gates, Ingress
+from ridgeline.router.front.vllm_workarounds import (
     app_gaps,
     cut_off_calls,
     keep_alive,
@@ -44,7 +44,7 @@ from router.front.vllm_workarounds import (
     model_card,
     stream_chunks,
 )
-from router.settings import RouterSettings
+from ridgeline.router.settings import RouterSettings
 
 Layer = Callable[[Asgi], Asgi]
 

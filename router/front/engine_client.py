@@ -28,22 +28,22 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
-from contracts.errors import EngineError, InvalidTask
-from engine.grammars import choose_backend, refusal
-from engine.request import sampling
-from engine.vllm_workarounds.bounded_grammars import bound_validation
-from router.dispatch.orchestrator import DeadlineExceeded, Orchestrator
-from router.dispatch.request import Sampling, SequenceRequest
-from router.fleet.policy import NoWorker
-from router.flow.admission import Admission, AdmissionTicket
-from router.flow.admission_rules import Ask, Refused
-from router.front.http.context import MAX_REQUEST_ID_CHARACTERS, current
-from router.front.sampling import sampling_of
-from router.front.text_stream import TextSink
-from router.front.text_turns import TextTurns
-from router.front.vllm_workarounds.no_processor import note_that_there_is_no_processor
-from router.front.vllm_workarounds.text_length import bound_texts
-from router.front.vllm_workarounds.unread import BoundedCollector, Why
+from ridgeline.contracts.errors import EngineError, InvalidTask
+from ridgeline.engine.grammars import choose_backend, refusal
+from ridgeline.engine.request import sampling
+from ridgeline.engine.vllm_workarounds.bounded_grammars import bound_validation
+from ridgeline.router.dispatch.orchestrator import DeadlineExceeded, Orchestrator
+from ridgeline.router.dispatch.request import Sampling, SequenceRequest
+from ridgeline.router.fleet.policy import NoWorker
+from ridgeline.router.flow.admission import Admission, AdmissionTicket
+from ridgeline.router.flow.admission_rules import Ask, Refused
+from ridgeline.router.front.http.context import MAX_REQUEST_ID_CHARACTERS, current
+from ridgeline.router.front.sampling import sampling_of
+from ridgeline.router.front.text_stream import TextSink
+from ridgeline.router.front.text_turns import TextTurns
+from ridgeline.router.front.vllm_workarounds.no_processor import note_that_there_is_no_processor
+from ridgeline.router.front.vllm_workarounds.text_length import bound_texts
+from ridgeline.router.front.vllm_workarounds.unread import BoundedCollector, Why
 
 logger = logging.getLogger(__name__)
 

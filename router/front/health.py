@@ -19,14 +19,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from vllm.sampling_params import SamplingParams
 
-from contracts.errors import EngineError
-from contracts.vocabulary import Pool
-from router.dispatch.orchestrator import DeadlineExceeded, Orchestrator
-from router.dispatch.request import Emit, SequenceRequest
-from router.fleet.fleet import Worker
-from router.fleet.policy import NoWorker
-from router.front.sampling import sampling_of
-from router.observe.metrics import RequestMetrics
+from ridgeline.contracts.errors import EngineError
+from ridgeline.contracts.vocabulary import Pool
+from ridgeline.router.dispatch.orchestrator import DeadlineExceeded, Orchestrator
+from ridgeline.router.dispatch.request import Emit, SequenceRequest
+from ridgeline.router.fleet.fleet import Worker
+from ridgeline.router.fleet.policy import NoWorker
+from ridgeline.router.front.sampling import sampling_of
+from ridgeline.router.observe.metrics import RequestMetrics
 
 RECENT_S = 2.0
 """A pool whose last token is younger than this makes progress."""

@@ -12,12 +12,12 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from contracts.errors import EngineError
-from contracts.tasks import TokenDelta
-from contracts.workers import DECODE_STEP_MARGIN, TPOT_LIMIT_USED
-from router.dispatch.orchestrator import DeadlineExceeded
-from router.dispatch.request import Emit
-from router.fleet.policy import NoWorker
+from ridgeline.contracts.errors import EngineError
+from ridgeline.contracts.tasks import TokenDelta
+from ridgeline.contracts.workers import DECODE_STEP_MARGIN, TPOT_LIMIT_USED
+from ridgeline.router.dispatch.orchestrator import DeadlineExceeded
+from ridgeline.router.dispatch.request import Emit
+from ridgeline.router.fleet.policy import NoWorker
 
 REQUESTS = 3
 """The fastest of them counts: the first one pages code in, and others may have a busy moment of the machine."""

@@ -18,11 +18,11 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from router.client_identity import hash_key
-from router.front.http.errors import error_body
-from router.front.middleware.auth import shown_keys
-from router.front.single_flight import SingleFlight
-from router.observe.paced import paced
+from ridgeline.router.client_identity import hash_key
+from ridgeline.router.front.http.errors import error_body
+from ridgeline.router.front.middleware.auth import shown_keys
+from ridgeline.router.front.single_flight import SingleFlight
+from ridgeline.router.observe.paced import paced
 
 _NO_KEY: Final = (
     "/metrics needs a key of its own here: send one of security.metrics_keys_file, or an operator's, as "

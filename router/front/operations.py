@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
-from contracts.vocabulary import Mode, Pool
+from ridgeline.contracts.vocabulary import Mode, Pool
 
 KEPT = 100
 """Operations that can be looked up after their end; older ones are forgotten."""

@@ -17,8 +17,8 @@ from typing import Any, Literal
 from pydantic import BaseModel
 from vllm.exceptions import VLLMValidationError
 
-from engine import grammars
-from router.front.http.errors import HttpRefusal
+from ridgeline.engine import grammars
+from ridgeline.router.front.http.errors import HttpRefusal
 
 FIELD_TESTS = "tests/components/router/front/test_request_fields.py"
 SHOWN = f"{FIELD_TESTS}::test_what_is_honoured_changes_what_engines_are_asked_or_the_client_gets"

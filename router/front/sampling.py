@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from vllm.sampling_params import SamplingParams
 
-from engine.request import sampling
-from router.dispatch.request import Sampling
+from ridgeline.engine.request import sampling
+from ridgeline.router.dispatch.request import Sampling
 
 
 def sampling_of(params: SamplingParams) -> Sampling:

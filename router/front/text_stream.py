@@ -19,10 +19,10 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.stats import PrefillStats
 
-from contracts.tasks import PositionLogprobs, TokenDelta
-from engine.request import logprobs
-from router.dispatch.request import SequenceRequest
-from router.front.text_turns import TextTurns
+from ridgeline.contracts.tasks import PositionLogprobs, TokenDelta
+from ridgeline.engine.request import logprobs
+from ridgeline.router.dispatch.request import SequenceRequest
+from ridgeline.router.front.text_turns import TextTurns
 
 _FINISH = {str(reason): reason for reason in FinishReason}
 SLICE_ENTRIES = 512

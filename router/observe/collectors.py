@@ -14,11 +14,11 @@ from typing import Protocol
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from contracts.vocabulary import Mode, Pool
-from router.fleet.pairing import KvPair
-from router.fleet.policy import WorkerLoad
-from router.fleet.worker import Worker
-from router.settings import PoolHardware
+from ridgeline.contracts.vocabulary import Mode, Pool
+from ridgeline.router.fleet.pairing import KvPair
+from ridgeline.router.fleet.policy import WorkerLoad
+from ridgeline.router.fleet.worker import Worker
+from ridgeline.router.settings import PoolHardware
 
 # counter name's first part -> (series, help, names of the labels its other parts give)
 _WORKER_COUNTERS: dict[str, tuple[str, str, tuple[str, ...]]] = {

@@ -15,8 +15,8 @@ from typing import Annotated, Final
 
 import msgspec
 
-from router.fleet.adaptive import Option
-from router.observe.timeline import Outcome, RequestTimeline
+from ridgeline.router.fleet.adaptive import Option
+from ridgeline.router.observe.timeline import Outcome, RequestTimeline
 
 KEPT: Final = 256
 """Decisions that are kept, about 1.5 KB each."""

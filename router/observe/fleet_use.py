@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from contracts.vocabulary import Mode, Pool
-from router.fleet.fleet import Fleet
-from router.fleet.worker import Worker
-from router.observe.collectors import QueueView
+from ridgeline.contracts.vocabulary import Mode, Pool
+from ridgeline.router.fleet.fleet import Fleet
+from ridgeline.router.fleet.worker import Worker
+from ridgeline.router.observe.collectors import QueueView
 
 PROMPT_STEPS = ("prefill", "mixed")
 """Kinds of engine steps that compute prompts."""

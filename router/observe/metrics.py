@@ -15,9 +15,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, disable_cre
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from contracts.vocabulary import Pool
-from router.observe.explanations import Explanations
-from router.observe.timeline import Latency, Outcome, RequestTimeline
+from ridgeline.contracts.vocabulary import Pool
+from ridgeline.router.observe.explanations import Explanations
+from ridgeline.router.observe.timeline import Latency, Outcome, RequestTimeline
 
 LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from contracts.tasks import LegTiming
-from contracts.vocabulary import Pool
-from router.fleet.adaptive import Decision
-from router.fleet.policy import Path
+from ridgeline.contracts.tasks import LegTiming
+from ridgeline.contracts.vocabulary import Pool
+from ridgeline.router.fleet.adaptive import Decision
+from ridgeline.router.fleet.policy import Path
 
 Outcome = Literal["finished", "failed", "cancelled"]
 RequestState = Literal["queued", "prefilling", "handoff", "decoding"]

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 
 import msgspec
 
-from router.observe.paced import paced
-from router.settings import RouterStart
-from router.shared.messages import EndedRouters, Samples, Told
+from ridgeline.router.observe.paced import paced
+from ridgeline.router.settings import RouterStart
+from ridgeline.router.shared.messages import EndedRouters, Samples, Told
 
 Series = tuple[str, frozenset[tuple[str, str]]]
 """A sample's name and labels."""

@@ -15,25 +15,25 @@ import grpc
 import grpc.aio
 import msgspec
 
-from contracts.errors import EngineError
-from contracts.handoff import UNREADABLE
-from contracts.rpc.address import join_host_port
-from contracts.rpc.channel import add_port
-from contracts.workers import WorkerDescription
-from router.dispatch.modes import Modes
-from router.fleet.fleet import Fleet
-from router.fleet.pairing import KvPair, PairingRefused
-from router.fleet.roles import ModeImpossible, role_table
-from router.flow.learned import Learned
-from router.flow.placement import LocalPlacement
-from router.flow.prompt_queue import prompt_queues
-from router.observe.fleet_use import FleetUse, fleet_use
-from router.observe.loop_lag import LoopLag
-from router.settings import RouterSettings
-from router.shared.counts import Counts
-from router.shared.holdings import Parts
-from router.shared.joined_router import JoinedRouter, NotReading
-from router.shared.messages import (
+from ridgeline.contracts.errors import EngineError
+from ridgeline.contracts.handoff import UNREADABLE
+from ridgeline.contracts.rpc.address import join_host_port
+from ridgeline.contracts.rpc.channel import add_port
+from ridgeline.contracts.workers import WorkerDescription
+from ridgeline.router.dispatch.modes import Modes
+from ridgeline.router.fleet.fleet import Fleet
+from ridgeline.router.fleet.pairing import KvPair, PairingRefused
+from ridgeline.router.fleet.roles import ModeImpossible, role_table
+from ridgeline.router.flow.learned import Learned
+from ridgeline.router.flow.placement import LocalPlacement
+from ridgeline.router.flow.prompt_queue import prompt_queues
+from ridgeline.router.observe.fleet_use import FleetUse, fleet_use
+from ridgeline.router.observe.loop_lag import LoopLag
+from ridgeline.router.settings import RouterSettings
+from ridgeline.router.shared.counts import Counts
+from ridgeline.router.shared.holdings import Parts
+from ridgeline.router.shared.joined_router import JoinedRouter, NotReading
+from ridgeline.router.shared.messages import (
     SERVICE,
     ChangeMode,
     CountOthers,
@@ -44,7 +44,7 @@ from router.shared.messages import (
     Sums,
     Ups,
 )
-from worker_runtime.client import OPTIONS, decoder, encode, unary_handler
+from ridgeline.worker_runtime.client import OPTIONS, decoder, encode, unary_handler
 
 SUMS_EVERY_S = 0.1
 """How often routers are told what the others hold, if it has changed; admission is late by as much."""

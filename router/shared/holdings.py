@@ -6,8 +6,8 @@ which clients' holdings have changed, and the dispatcher tells each router of th
 
 from __future__ import annotations
 
-from router.flow.admission import Held, Holdings
-from router.shared.messages import Holds, Others
+from ridgeline.router.flow.admission import Held, Holdings
+from ridgeline.router.shared.messages import Holds, Others
 
 
 class Part:

@@ -12,14 +12,14 @@ from itertools import count
 
 import msgspec
 
-from contracts.errors import WorkerDraining, WorkerLost
-from router.fleet.fleet import Fleet
-from router.fleet.policy import Demand, NoWorker, Route
-from router.flow.placement import LocalPlacement, Place, Wish
-from router.settings import RouterStart
-from router.shared.counts import Counts
-from router.shared.holdings import Part, Parts
-from router.shared.messages import (
+from ridgeline.contracts.errors import WorkerDraining, WorkerLost
+from ridgeline.router.fleet.fleet import Fleet
+from ridgeline.router.fleet.policy import Demand, NoWorker, Route
+from ridgeline.router.flow.placement import LocalPlacement, Place, Wish
+from ridgeline.router.settings import RouterStart
+from ridgeline.router.shared.counts import Counts
+from ridgeline.router.shared.holdings import Part, Parts
+from ridgeline.router.shared.messages import (
     Answered,
     Asked,
     Complete,

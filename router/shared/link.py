@@ -15,12 +15,12 @@ import grpc
 import grpc.aio
 import msgspec
 
-from contracts.handoff import UNREADABLE
-from contracts.rpc.channel import open_aio_channel, why_refused
-from contracts.rpc.tls import TlsFiles
-from router.settings import RouterStart
-from router.shared.messages import SERVICE, Down, Downs, Joins, Up, Ups
-from worker_runtime.client import OPTIONS, RETRY_S, decoder, encode
+from ridgeline.contracts.handoff import UNREADABLE
+from ridgeline.contracts.rpc.channel import open_aio_channel, why_refused
+from ridgeline.contracts.rpc.tls import TlsFiles
+from ridgeline.router.settings import RouterStart
+from ridgeline.router.shared.messages import SERVICE, Down, Downs, Joins, Up, Ups
+from ridgeline.worker_runtime.client import OPTIONS, RETRY_S, decoder, encode
 
 T = TypeVar("T")
 MOST_AT_ONCE = 200

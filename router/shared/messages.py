@@ -7,15 +7,15 @@ from typing import Literal
 
 import msgspec
 
-from contracts.vocabulary import Mode, Pool
-from router.fleet.adaptive import Decision
-from router.fleet.pairing import KvPair
-from router.fleet.policy import Path
-from router.fleet.worker import Outstanding
-from router.flow.admission import Held
-from router.flow.placement import Answer
-from router.flow.prompt_queue import QueueNow
-from router.settings import RouterStart
+from ridgeline.contracts.vocabulary import Mode, Pool
+from ridgeline.router.fleet.adaptive import Decision
+from ridgeline.router.fleet.pairing import KvPair
+from ridgeline.router.fleet.policy import Path
+from ridgeline.router.fleet.worker import Outstanding
+from ridgeline.router.flow.admission import Held
+from ridgeline.router.flow.placement import Answer
+from ridgeline.router.flow.prompt_queue import QueueNow
+from ridgeline.router.settings import RouterStart
 
 SERVICE = "ridgeline.Dispatcher"
 Step = Literal["prompt_done", "prompt_left", "decode_began"]

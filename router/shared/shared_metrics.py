@@ -9,10 +9,10 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from router.observe.paced import paced
-from router.shared.counts import CUMULATIVE, Series
-from router.shared.link import Link, NoDispatcher
-from router.shared.messages import CountOthers, OthersCounted, Samples
+from ridgeline.router.observe.paced import paced
+from ridgeline.router.shared.counts import CUMULATIVE, Series
+from ridgeline.router.shared.link import Link, NoDispatcher
+from ridgeline.router.shared.messages import CountOthers, OthersCounted, Samples
 
 COUNT_DEADLINE_S = 5.0
 """More than the dispatcher waits for routers that have still to join and for those that count."""

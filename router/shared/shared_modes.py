@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from contracts.vocabulary import Mode
-from router.dispatch.modes import ModeChange
-from router.fleet.fleet import PAIR_WITHIN_S, ROLES_WITHIN_S, Fleet
-from router.fleet.roles import ModeImpossible
-from router.shared.link import Link, NoDispatcher
-from router.shared.messages import ChangeMode, ModeChanged
+from ridgeline.contracts.vocabulary import Mode
+from ridgeline.router.dispatch.modes import ModeChange
+from ridgeline.router.fleet.fleet import PAIR_WITHIN_S, ROLES_WITHIN_S, Fleet
+from ridgeline.router.fleet.roles import ModeImpossible
+from ridgeline.router.shared.link import Link, NoDispatcher
+from ridgeline.router.shared.messages import ChangeMode, ModeChanged
 
 CHANGE_WITHIN_S = PAIR_WITHIN_S + ROLES_WITHIN_S + 30.0
 """More than the dispatcher takes for a change while another one is under way."""

@@ -9,13 +9,13 @@ from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager
 from itertools import count
 
-from contracts.errors import EngineFailed, TaskRejected, WorkerDraining, WorkerLost
-from router.fleet.fleet import Fleet, Worker
-from router.fleet.policy import NoWorker, Route
-from router.flow.placement import Answer, Place, Wish
-from router.settings import RouterSettings
-from router.shared.link import Link
-from router.shared.messages import (
+from ridgeline.contracts.errors import EngineFailed, TaskRejected, WorkerDraining, WorkerLost
+from ridgeline.router.fleet.fleet import Fleet, Worker
+from ridgeline.router.fleet.policy import NoWorker, Route
+from ridgeline.router.flow.placement import Answer, Place, Wish
+from ridgeline.router.settings import RouterSettings
+from ridgeline.router.shared.link import Link
+from ridgeline.router.shared.messages import (
     Answered,
     Asked,
     Denied,

@@ -17,17 +17,17 @@ import numpy as np
 import pytest
 import torch
 
-from contracts import errors
-from contracts.handoff import KvHandoff, KvLayout, new_handoff_id
-from decode_worker.kv_fetch.fetcher import KvFetcher
-from decode_worker.kv_fetch.stream import SourceStream
-from kv_transfer.interfaces import KvSource
-from kv_transfer.memory.blocks import BlockPool
-from kv_transfer.memory.shared import KvCacheAllocation
-from kv_transfer.options import TransferOptions
-from kv_transfer.transports import RankCache, exports
-from kv_transfer.wire import frames
-from prefill_worker.kv_source.lease import LeaseTable
+from ridgeline.contracts import errors
+from ridgeline.contracts.handoff import KvHandoff, KvLayout, new_handoff_id
+from ridgeline.decode_worker.kv_fetch.fetcher import KvFetcher
+from ridgeline.decode_worker.kv_fetch.stream import SourceStream
+from ridgeline.kv_transfer.interfaces import KvSource
+from ridgeline.kv_transfer.memory.blocks import BlockPool
+from ridgeline.kv_transfer.memory.shared import KvCacheAllocation
+from ridgeline.kv_transfer.options import TransferOptions
+from ridgeline.kv_transfer.transports import RankCache, exports
+from ridgeline.kv_transfer.wire import frames
+from ridgeline.prefill_worker.kv_source.lease import LeaseTable
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.samples import kv_layout
 

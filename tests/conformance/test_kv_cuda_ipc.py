@@ -16,12 +16,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from contracts import errors
-from contracts.handoff import KvHandoff
-from decode_worker.kv_fetch.ipc_puller import IpcPuller
-from kv_transfer.bench.source_process import SOURCE_SEED, Cache, CacheShape, SourceProcess, offer
-from kv_transfer.memory.device import DeviceMemory
-from kv_transfer.service import PairedTransport
+from ridgeline.contracts import errors
+from ridgeline.contracts.handoff import KvHandoff
+from ridgeline.decode_worker.kv_fetch.ipc_puller import IpcPuller
+from ridgeline.kv_transfer.bench.source_process import SOURCE_SEED, Cache, CacheShape, SourceProcess, offer
+from ridgeline.kv_transfer.memory.device import DeviceMemory
+from ridgeline.kv_transfer.service import PairedTransport
 from tests.support.cuda import NEEDS_CUDA
 from tests.support.fetches import result_of
 from tests.support.interpreted_triton import interpreted_kernel

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from contracts import errors
-from contracts.handoff import KvHandoff, new_handoff_id
-from kv_transfer.options import TransferOptions
-from kv_transfer.service import TransferService
-from kv_transfer.testing.faults import FaultPlan
-from kv_transfer.transports import make_transport
+from ridgeline.contracts import errors
+from ridgeline.contracts.handoff import KvHandoff, new_handoff_id
+from ridgeline.kv_transfer.options import TransferOptions
+from ridgeline.kv_transfer.service import TransferService
+from ridgeline.kv_transfer.testing.faults import FaultPlan
+from ridgeline.kv_transfer.transports import make_transport
 from tests.conformance.check_transport import LONG, Node, eventually, make_layout, make_pool, slow_copies, slow_frames
 from tests.support.patience import PATIENCE_S
 

@@ -10,10 +10,17 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from kv_transfer.bench import measure as measure_module
-from kv_transfer.bench.measure import MEASURABLE, MeasureReport, MeasureSettings, TransferFigures, measure, usable_cores
-from kv_transfer.bench.source_process import CacheShape, MeasureError, SourceProcess
-from kv_transfer.names import TRANSPORT_NAMES
+from ridgeline.kv_transfer.bench import measure as measure_module
+from ridgeline.kv_transfer.bench.measure import (
+    MEASURABLE,
+    MeasureReport,
+    MeasureSettings,
+    TransferFigures,
+    measure,
+    usable_cores,
+)
+from ridgeline.kv_transfer.bench.source_process import CacheShape, MeasureError, SourceProcess
+from ridgeline.kv_transfer.names import TRANSPORT_NAMES
 from tests.support.patience import PATIENCE_S
 
 SMALL = CacheShape(num_layers=2, num_blocks=32, block_bytes=24 << 10)
@@ -175,7 +182,7 @@ def test_a_source_that_dies_before_it_is_fetched_from_is_an_error_and_not_a_hang
 
 PARENT = """
 import time
-from kv_transfer.bench.source_process import CacheShape, SourceProcess
+from ridgeline.kv_transfer.bench.source_process import CacheShape, SourceProcess
 if __name__ == "__main__":
     source = SourceProcess(CacheShape(2, 32, 24576), ("grpc",), None)
     source._process.start()

@@ -9,14 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from contracts import errors
-from kv_transfer.bench.source_process import Cache, CacheShape, SourceProcess
-from kv_transfer.memory.blocks import BlockPool
-from kv_transfer.nixl.agent import Agent, descriptors
-from kv_transfer.nixl.library import NixlFailed
-from kv_transfer.nixl.offer import NixlOffer
-from kv_transfer.nixl.source import NixlSource
-from kv_transfer.nixl.staging import Staging
+from ridgeline.contracts import errors
+from ridgeline.kv_transfer.bench.source_process import Cache, CacheShape, SourceProcess
+from ridgeline.kv_transfer.memory.blocks import BlockPool
+from ridgeline.kv_transfer.nixl.agent import Agent, descriptors
+from ridgeline.kv_transfer.nixl.library import NixlFailed
+from ridgeline.kv_transfer.nixl.offer import NixlOffer
+from ridgeline.kv_transfer.nixl.source import NixlSource
+from ridgeline.kv_transfer.nixl.staging import Staging
 from tests.support.fetches import begin, result_of
 from tests.support.nixl import needs_nixl
 from tests.support.patience import PATIENCE_S, eventually
@@ -80,7 +80,7 @@ async def test_a_read_that_ends_after_its_pull_writes_to_no_block(over_tcp, monk
 
 
 def test_a_source_that_sends_nothing_is_given_up_before_the_deadline(over_tcp, monkeypatch):
-    monkeypatch.setattr("kv_transfer.nixl.puller.STALLED_S", 0.5)
+    monkeypatch.setattr("ridgeline.kv_transfer.nixl.puller.STALLED_S", 0.5)
     source, service, _ = over_tcp
     puller = service._fetcher._pullers["nixl"]
     read = puller._agent.read
@@ -97,7 +97,7 @@ def test_a_source_that_sends_nothing_is_given_up_before_the_deadline(over_tcp, m
 
 
 def test_more_abandoned_reads_than_there_is_room_for_are_refused(monkeypatch):
-    monkeypatch.setattr("kv_transfer.nixl.staging.MOST_ABANDONED", 1)
+    monkeypatch.setattr("ridgeline.kv_transfer.nixl.staging.MOST_ABANDONED", 1)
 
     class Endless:
         def ended(self):

@@ -8,11 +8,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from contracts import errors
-from decode_worker.kv_fetch.threads import MAX_CONCURRENT_FETCHES
-from kv_transfer.collective.group import PairGroup
-from kv_transfer.collective.wire import WINDOW_CHUNKS
-from kv_transfer.transports import make_transport
+from ridgeline.contracts import errors
+from ridgeline.decode_worker.kv_fetch.threads import MAX_CONCURRENT_FETCHES
+from ridgeline.kv_transfer.collective.group import PairGroup
+from ridgeline.kv_transfer.collective.wire import WINDOW_CHUNKS
+from ridgeline.kv_transfer.transports import make_transport
 from tests.conformance.check_transport import (
     LONG,
     FrameConformance,
@@ -113,7 +113,7 @@ class TestCollective(TransportConformance):
 
     @pytest.fixture(autouse=True)
     def a_tensor_for_each_block(self, monkeypatch):
-        monkeypatch.setattr("kv_transfer.collective.wire.CHUNK_BYTES", {"cpu": 1})
+        monkeypatch.setattr("ridgeline.kv_transfer.collective.wire.CHUNK_BYTES", {"cpu": 1})
 
     @pytest.mark.parametrize("position", [0, 7, 96, -1])
     @pytest.mark.parametrize("damaged_chunk", [0, 1])
@@ -144,7 +144,7 @@ class TestCollective(TransportConformance):
             assert self.group(decode, prefill) is group
 
     async def test_a_chunk_that_is_not_due_is_refused(self, harness, monkeypatch):
-        from kv_transfer.collective import source
+        from ridgeline.kv_transfer.collective import source
 
         real = source._chunks
         monkeypatch.setattr(source, "_chunks", lambda *args: list(real(*args))[::-1])

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from contracts import errors
-from contracts.handoff import KvLayout
-from kv_transfer.transports import make_transport
-from kv_transfer.wire.codec import make_codec
-from kv_transfer.wire.frames import HEADER_BYTES
+from ridgeline.contracts import errors
+from ridgeline.contracts.handoff import KvLayout
+from ridgeline.kv_transfer.transports import make_transport
+from ridgeline.kv_transfer.wire.codec import make_codec
+from ridgeline.kv_transfer.wire.frames import HEADER_BYTES
 from tests.conformance.check_transport import LEASE_S, NUM_LAYERS, Node, alter_frames, eventually, make_layout
 from tests.support.patience import PATIENCE_S
 

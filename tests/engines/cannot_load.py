@@ -94,7 +94,7 @@ CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
 
 
 async def main(folder: Path) -> None:
-    from engine.vllm_engine import VllmEngine
+    from ridgeline.engine.vllm_engine import VllmEngine
     from tests.engines.tiny_model import make_family
     from tests.support.samples import engine_config
 

@@ -14,13 +14,13 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from contracts.rpc.tls import TlsFiles
+from ridgeline.contracts.rpc.tls import TlsFiles
 from tests.engines.serve_process import SHARED_PARENT, START_WITHIN_S
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = REPOSITORY / "deploy" / "local.yaml"
 LEASE_S = 30.0  # as in that file
-PARENT_MODULE = "cluster.runtime.service_process.preloaded"
+PARENT_MODULE = "ridgeline.cluster.runtime.service_process.preloaded"
 SHORT_STEPS = {f"pools.{pool}.max_num_batched_tokens": "128" for pool in ("prefill", "decode")}
 """For short prompts: an engine warms up with a full step, which takes seconds with the shipped size."""
 TEXT = REPOSITORY / "loadtest" / "data" / "opticks.txt"
@@ -41,9 +41,9 @@ def _shares_the_deployment(item: pytest.Item) -> bool:
 @pytest.fixture(scope="session", autouse=True)
 def preloaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Import vLLM once for all deployments that this process starts."""
-    from cluster.runtime.actors import engine_environment
-    from cluster.runtime.service_process.launch import PRELOADED, preloaded_parent
-    from cluster.runtime.services import IMPORTED
+    from ridgeline.cluster.runtime.actors import engine_environment
+    from ridgeline.cluster.runtime.service_process.launch import PRELOADED, preloaded_parent
+    from ridgeline.cluster.runtime.services import IMPORTED
 
     messages = tmp_path_factory.mktemp("preloaded") / "messages"
     with (
@@ -62,10 +62,10 @@ async def deployed(overrides: dict[str, str], tls: TlsFiles | None = None) -> As
     """One prefill and one decode worker on a free port, as deploy/local.yaml says but for the overrides."""
     from transformers import AutoTokenizer
 
-    from cluster.config.loader import load_config
-    from cluster.runtime.deployment import deploy
-    from cluster.runtime.plan import make_plan
-    from cluster.runtime.ray_start import ray_runtime
+    from ridgeline.cluster.config.loader import load_config
+    from ridgeline.cluster.runtime.deployment import deploy
+    from ridgeline.cluster.runtime.plan import make_plan
+    from ridgeline.cluster.runtime.ray_start import ray_runtime
     from tests.engines.harness import Engines, connected
 
     config = load_config(CONFIG, {"server.port": "0", **overrides}).config

@@ -19,14 +19,14 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from vllm.sampling_params import SamplingParams
 
-from contracts.handoff import KvHandoff
-from contracts.rpc.tls import TlsFiles
-from contracts.tasks import GenerateTask, PositionLogprobs
-from contracts.workers import WorkerDescription, WorkerStatus
-from engine.request import sampling
+from ridgeline.contracts.handoff import KvHandoff
+from ridgeline.contracts.rpc.tls import TlsFiles
+from ridgeline.contracts.tasks import GenerateTask, PositionLogprobs
+from ridgeline.contracts.workers import WorkerDescription, WorkerStatus
+from ridgeline.engine.request import sampling
+from ridgeline.worker_runtime.client import WorkerClient
 from tests.support import ties
 from tests.support.task_deltas import task_deltas
-from worker_runtime.client import WorkerClient
 
 Figure = Callable[[str], None]
 COLD_WITHIN_S = 5.0

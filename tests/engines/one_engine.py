@@ -39,7 +39,7 @@ class OneEngine:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        from engine.vllm_engine import _engine_args
+        from ridgeline.engine.vllm_engine import _engine_args
         from tests.support.samples import engine_config
 
         own = {
@@ -65,7 +65,7 @@ class OneEngine:
 
     def whole(self, prompt: list[int], wish: Any) -> list[int]:
         """The answer without any hand-off."""
-        from engine.request import sampling
+        from ridgeline.engine.request import sampling
 
         return self._answer(self._add(prompt, sampling.decode_leg(wish, emitted_token_ids=[], has_handoff=False)))
 
@@ -78,7 +78,7 @@ class OneEngine:
 
     def followed(self, prompt: list[int], wish: Any) -> tuple[list[int], dict[str, Any]]:
         """The same, with decode's leg begun after the prompt's first step, on the hand-off announced before it."""
-        from engine.connector.messages import FIRST_TOKEN_FOLLOWS
+        from ridgeline.engine.connector.messages import FIRST_TOKEN_FOLLOWS
 
         self._events.clear()
         prefill = self._prefill(prompt, wish)
@@ -89,15 +89,15 @@ class OneEngine:
         return [*self._answer(prefill), *self._answer(decode)], self._told[decode]["result"]
 
     def _prefill(self, prompt: list[int], wish: Any) -> str:
-        from contracts.handoff import new_handoff_id
-        from engine.request import sampling
+        from ridgeline.contracts.handoff import new_handoff_id
+        from ridgeline.engine.request import sampling
 
         leg = sampling.prefill_leg(wish, emitted_token_ids=[], resample=False)
         publish = {"do_remote_decode": True, "handoff_id": new_handoff_id()}
         return self._add(prompt, sampling.with_transfer(leg, publish))
 
     def _decode(self, prompt: list[int], emitted: list[int], wish: Any, **transfer: Any) -> str:
-        from engine.request import sampling
+        from ridgeline.engine.request import sampling
 
         leg = sampling.decode_leg(wish, emitted_token_ids=emitted, has_handoff=True)
         return self._add([*prompt, *emitted], sampling.with_transfer(leg, {"do_remote_prefill": True, **transfer}))

@@ -12,8 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cluster.config.models import RidgelineConfig
-from cluster.doctor.checks import resolve_dtype
+from ridgeline.cluster.config.models import RidgelineConfig
+from ridgeline.cluster.doctor.checks import resolve_dtype
 
 TOKEN_TESTS = ("test_tokens.py", "test_repeated_tokens.py", "test_recompute.py")
 ONE_TRANSPORT = "not grpc and not collective"

@@ -10,8 +10,8 @@ import asyncio
 import signal
 from typing import Any
 
-from cluster.cli import main
-from cluster.runtime.handles.routing import RouterHandle
+from ridgeline.cluster.cli import main
+from ridgeline.cluster.runtime.handles.routing import RouterHandle
 from tests.support.cut_route import Route
 
 RELAYED = "router-1"

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import psutil
 
-from cluster.deployments.names import Place
-from cluster.runtime.service_process.launch import PRELOADED
+from ridgeline.cluster.deployments.names import Place
+from ridgeline.cluster.runtime.service_process.launch import PRELOADED
 
 REPOSITORY = Path(__file__).parents[2]
 RIDGELINE = Path(sys.executable).parent / "ridgeline"

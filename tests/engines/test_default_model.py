@@ -3,7 +3,7 @@
 import pytest
 from transformers import AutoConfig, AutoTokenizer
 
-from cluster.model_store import prepare_model
+from ridgeline.cluster.model_store import prepare_model
 
 
 @pytest.mark.engines

@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 
-from cluster.deployments.names import Place
+from ridgeline.cluster.deployments.names import Place
 from tests.engines.serve_process import (
     GONE_WITHIN_S,
     REPOSITORY,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from roofline.cost import StepCost, StepCostModel
-from roofline.model_shape import ModelShape
+from ridgeline.roofline.cost import StepCost, StepCostModel
+from ridgeline.roofline.model_shape import ModelShape
 from tests.engines.harness import Engines, Figure, Increase
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="session")]

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from vllm.sampling_params import SamplingParams
 
-from contracts.handoff import KvHandoff
-from engine.request import sampling
+from ridgeline.contracts.handoff import KvHandoff
+from ridgeline.engine.request import sampling
 from tests.engines.harness import Engines
 from tests.support.patience import PATIENCE_S
 

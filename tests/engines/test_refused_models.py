@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from transformers import MistralConfig, PretrainedConfig
 
-from contracts.vocabulary import Pool
-from engine import vllm_engine
-from engine.connector.transferable_models import UnsupportedModel
-from engine.vllm_engine import VllmEngine
+from ridgeline.contracts.vocabulary import Pool
+from ridgeline.engine import vllm_engine
+from ridgeline.engine.connector.transferable_models import UnsupportedModel
+from ridgeline.engine.vllm_engine import VllmEngine
 from tests.support.samples import engine_config
 
 pytestmark = pytest.mark.engines  # none is started, but vLLM takes a quarter of a minute to look at each model

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-from engine.request import sampling
+from ridgeline.engine.request import sampling
 from tests.engines.harness import Engines, Figure, first_difference
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="session")]

@@ -10,10 +10,10 @@ import httpx
 import psutil
 import pytest
 
-from contracts.errors import WorkerLost
+from ridgeline.contracts.errors import WorkerLost
+from ridgeline.worker_runtime.client import WorkerClient
 from tests.engines.conftest import SHORT_STEPS, deployed
 from tests.support.certificates import Authority
-from worker_runtime.client import WorkerClient
 
 pytestmark = pytest.mark.engines
 KEY = "a-key-for-this-test-only"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from cluster.config.models import SupervisionConfig
+from ridgeline.cluster.config.models import SupervisionConfig
 from tests.engines.endless import compute_for_ever
 from tests.engines.serve_process import still_there
 from tests.engines.served import Deployed, Stream, deployed_by_serve

@@ -12,9 +12,9 @@ import pytest
 import pytest_asyncio
 from vllm.sampling_params import SamplingParams
 
-from contracts.tasks import GenerateTask
-from contracts.workers import Role
-from engine.request import sampling
+from ridgeline.contracts.tasks import GenerateTask
+from ridgeline.contracts.workers import Role
+from ridgeline.engine.request import sampling
 from tests.engines.harness import Engines, Figure
 from tests.support.task_deltas import task_deltas
 

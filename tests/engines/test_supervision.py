@@ -21,8 +21,8 @@ import psutil
 import pytest
 from rich.console import Console
 
-from cluster.commands.operators.drain import drain
-from cluster.config.models import SupervisionConfig
+from ridgeline.cluster.commands.operators.drain import drain
+from ridgeline.cluster.config.models import SupervisionConfig
 from tests.engines.serve_process import GONE_WITHIN_S, REPOSITORY, RIDGELINE, body, still_there
 from tests.engines.served import SMALL_SPLIT, Deployed, Stream, deployed_by_serve
 from tests.support.symptoms import is_quoted

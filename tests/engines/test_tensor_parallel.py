@@ -25,36 +25,36 @@ import torch
 from prometheus_client import CollectorRegistry
 from vllm.sampling_params import SamplingParams
 
-from cluster.config.loader import load_config
-from cluster.doctor.checks import resolve_dtype
-from cluster.model_store import prepare_model
-from cluster.runtime.handles.worker import worker_actor
-from cluster.runtime.plan import make_plan
-from cluster.runtime.ray_start import ray_runtime
-from cluster.runtime.services import WorkerReady
-from contracts.handoff import KvHandoff
-from contracts.tasks import TokenDelta
-from contracts.workers import WorkerDescription
-from engine.request import sampling
-from kv_transfer.memory.blocks import BlockPool
-from kv_transfer.options import TransferOptions
-from kv_transfer.transports import RankCache, make_transport
-from prefill_worker.kv_source.lease import LeaseTable
-from router.dispatch.orchestrator import Orchestrator
-from router.dispatch.releaser import HandoffReleaser
-from router.dispatch.request import SequenceRequest
-from router.fleet.fleet import Fleet
-from router.flow.placement import LocalPlacement
-from router.flow.prompt_queue import prompt_queues
-from router.front.sampling import sampling_of
-from router.observe.metrics import RequestMetrics
+from ridgeline.cluster.config.loader import load_config
+from ridgeline.cluster.doctor.checks import resolve_dtype
+from ridgeline.cluster.model_store import prepare_model
+from ridgeline.cluster.runtime.handles.worker import worker_actor
+from ridgeline.cluster.runtime.plan import make_plan
+from ridgeline.cluster.runtime.ray_start import ray_runtime
+from ridgeline.cluster.runtime.services import WorkerReady
+from ridgeline.contracts.handoff import KvHandoff
+from ridgeline.contracts.tasks import TokenDelta
+from ridgeline.contracts.workers import WorkerDescription
+from ridgeline.engine.request import sampling
+from ridgeline.kv_transfer.memory.blocks import BlockPool
+from ridgeline.kv_transfer.options import TransferOptions
+from ridgeline.kv_transfer.transports import RankCache, make_transport
+from ridgeline.prefill_worker.kv_source.lease import LeaseTable
+from ridgeline.router.dispatch.orchestrator import Orchestrator
+from ridgeline.router.dispatch.releaser import HandoffReleaser
+from ridgeline.router.dispatch.request import SequenceRequest
+from ridgeline.router.fleet.fleet import Fleet
+from ridgeline.router.flow.placement import LocalPlacement
+from ridgeline.router.flow.prompt_queue import prompt_queues
+from ridgeline.router.front.sampling import sampling_of
+from ridgeline.router.observe.metrics import RequestMetrics
+from ridgeline.worker_runtime.client import WorkerClient
 from tests.engines.conftest import CONFIG, TEXT
 from tests.engines.harness import Engines, Figure, held
 from tests.engines.serve_process import still_there
 from tests.engines.tiny_model import NUM_KV_HEADS, NUM_LAYERS, make_tiny_model
 from tests.support.samples import router_settings
 from tests.support.ties import tie_nat
-from worker_runtime.client import WorkerClient
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="session")]
 

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 import pytest_asyncio
 
-from contracts.tasks import PositionLogprobs
+from ridgeline.contracts.tasks import PositionLogprobs
 from tests.engines.harness import Engines, Figure, Increase, first_difference
 from tests.support.ties import behind_best_nat, tie_nat
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.model_store import DEFAULT_MODEL_NAME, prepare_model
+from ridgeline.cluster.model_store import DEFAULT_MODEL_NAME, prepare_model
 from tools.fuzz.campaign import MEBIBYTE, Footprint, run
 from tools.fuzz.server_process import serving
 from tools.fuzz.targets import connected

@@ -15,7 +15,7 @@ from math import prod
 
 import torch
 
-from kv_transfer.memory.blocks import BlockPool
+from ridgeline.kv_transfer.memory.blocks import BlockPool
 
 LAYERS, BLOCKS, HEADS, TOKENS, CHANNELS = 16, 512, 8, 16, 256
 BLOCK_BYTES = HEADS * TOKENS * CHANNELS * 2

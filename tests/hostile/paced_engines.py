@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 from vllm.sampling_params import SamplingParams
 
-from cluster.runtime.handlers import HANDLERS
-from contracts.tasks import PositionLogprobs, TokenDelta
-from contracts.vocabulary import Pool
+from ridgeline.cluster.runtime.handlers import HANDLERS
+from ridgeline.contracts.tasks import PositionLogprobs, TokenDelta
+from ridgeline.contracts.vocabulary import Pool
+from ridgeline.worker_runtime.host import WorkerHost
 from tests.support.fake_engine import FakeEngine
-from worker_runtime.host import WorkerHost
 
 STEP_TOKENS = 2048
 

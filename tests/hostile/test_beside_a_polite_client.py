@@ -16,14 +16,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from statistics import median
 
-from router.client_identity import hash_key
+from ridgeline.router.client_identity import hash_key
 from tests.support.patience import eventually
 from tests.support.samples import router_settings
 from tests.support.served_router import make_model
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from router.server import Router
+    from ridgeline.router.server import Router
 
 POLITE, HOSTILE, OPERATOR = "polite-key", "hostile-key", "operator-key"
 REQUESTS = 24

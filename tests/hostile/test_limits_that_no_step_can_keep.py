@@ -5,10 +5,10 @@ vLLM's real scheduler and ours, on a machine whose steps take a known time.
 
 import pytest
 
-from engine.request.sampling import TPOT_LIMIT
-from engine.step_scheduler import BoundedScheduler
-from router.front.middleware.time_limits import TPOT, read_limit_s
-from router.settings import SHORTEST_LIMIT_MS
+from ridgeline.engine.request.sampling import TPOT_LIMIT
+from ridgeline.engine.step_scheduler import BoundedScheduler
+from ridgeline.router.front.middleware.time_limits import TPOT, read_limit_s
+from ridgeline.router.settings import SHORTEST_LIMIT_MS
 from tests.support.stepping_scheduler import make
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.model_store import DEFAULT_MODEL_NAME, prepare_model
+from ridgeline.cluster.model_store import DEFAULT_MODEL_NAME, prepare_model
 from tests.hosts.cluster_file import CLUSTER, REPOSITORY, SERVED, remote_name, write_cluster_file, write_served_file
 from tests.hosts.namespaces import CannotMakeHosts, Hosts
 

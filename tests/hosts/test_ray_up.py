@@ -15,9 +15,9 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from cluster.config.models import RidgelineConfig
-from cluster.doctor.checks import resolve_dtype
-from cluster.model_store import DEFAULT_MODEL_NAME, prepare_model
+from ridgeline.cluster.config.models import RidgelineConfig
+from ridgeline.cluster.doctor.checks import resolve_dtype
+from ridgeline.cluster.model_store import DEFAULT_MODEL_NAME, prepare_model
 from tests.engines.conftest import book
 from tests.engines.harness import Engines, Figure, Increase, connected
 from tests.hosts.conftest import Cluster, wait_until

@@ -10,9 +10,9 @@ import time
 import msgspec
 import xxhash
 
-from contracts.handoff import KvHandoff
-from kv_transfer.bench import source_process
-from kv_transfer.bench.source_process import Cache, CacheShape, offer
+from ridgeline.contracts.handoff import KvHandoff
+from ridgeline.kv_transfer.bench import source_process
+from ridgeline.kv_transfer.bench.source_process import Cache, CacheShape, offer
 
 SHAPE = CacheShape(num_layers=30, num_blocks=108, block_bytes=24 << 10)
 LEASE_S = 5.0

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from contracts import errors
-from kv_transfer.wire.grpc_methods import KEEPALIVE_S, KEEPALIVE_TIMEOUT_S
+from ridgeline.contracts import errors
+from ridgeline.kv_transfer.wire.grpc_methods import KEEPALIVE_S, KEEPALIVE_TIMEOUT_S
 from tests.network.link import RATE_BYTES_S, CannotLink, Link
 from tests.network.peer import LEASE_S, SHAPE
 

@@ -12,10 +12,10 @@ from statistics import quantiles
 
 import httpx
 
-from loadtest.errors import ServerError
-from loadtest.run.client.stream import Completion, LoadClient, encode_body
-from loadtest.run.server import first_model, open_http
-from loadtest.run.server_metrics import MetricsDelta, Scrape, difference, scrape
+from ridgeline.loadtest.errors import ServerError
+from ridgeline.loadtest.run.client.stream import Completion, LoadClient, encode_body
+from ridgeline.loadtest.run.server import first_model, open_http
+from ridgeline.loadtest.run.server_metrics import MetricsDelta, Scrape, difference, scrape
 
 ROUNDS = {1: 4, 20: 1}
 """Rounds by number of streams; one stream at a time gives fewer gaps to compare."""

@@ -10,13 +10,13 @@ from starlette.applications import Starlette
 from starlette.responses import HTMLResponse
 from starlette.routing import Route
 
-from loadtest import baseline as baseline_module
-from loadtest.baseline import KEY_VARIABLE, BaselineVariant, baseline_of
-from loadtest.compare import compare
-from loadtest.errors import ServerError
-from loadtest.plan import ComparePlan
-from loadtest.run import replay as replay_module
-from loadtest.variants import Devices, Reached
+from ridgeline.loadtest import baseline as baseline_module
+from ridgeline.loadtest.baseline import KEY_VARIABLE, BaselineVariant, baseline_of
+from ridgeline.loadtest.compare import compare
+from ridgeline.loadtest.errors import ServerError
+from ridgeline.loadtest.plan import ComparePlan
+from ridgeline.loadtest.run import replay as replay_module
+from ridgeline.loadtest.variants import Devices, Reached
 from tests.support.http_server import listening
 from tests.support.openai_server import Behaviour, running
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from loadtest.compare import compare
-from loadtest.plan import ComparePlan
-from loadtest.run import replay as replay_module
-from loadtest.variants import Reached
+from ridgeline.loadtest.compare import compare
+from ridgeline.loadtest.plan import ComparePlan
+from ridgeline.loadtest.run import replay as replay_module
+from ridgeline.loadtest.variants import Reached
 from tests.support.openai_server import Behaviour, running
 
 REPOSITORY = Path(__file__).parents[2]

@@ -10,13 +10,13 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from loadtest.compare import compare, resume
-from loadtest.errors import LoadTestError
-from loadtest.plan import ComparePlan
-from loadtest.report.saved import print_side_by_side, report_again
-from loadtest.run import replay as replay_module
-from loadtest.run_folder import RunFolder
-from loadtest.variants import Reached
+from ridgeline.loadtest.compare import compare, resume
+from ridgeline.loadtest.errors import LoadTestError
+from ridgeline.loadtest.plan import ComparePlan
+from ridgeline.loadtest.report.saved import print_side_by_side, report_again
+from ridgeline.loadtest.run import replay as replay_module
+from ridgeline.loadtest.run_folder import RunFolder
+from ridgeline.loadtest.variants import Reached
 from tests.support.openai_server import Behaviour, running
 from tests.support.patience import eventually
 

@@ -17,8 +17,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from rich.console import Console
 
-from loadtest.errors import LoadTestError
-from loadtest.run import replay as replay_module
+from ridgeline.loadtest.errors import LoadTestError
+from ridgeline.loadtest.run import replay as replay_module
 from tests.replay.null_server import make_app
 from tests.support.patience import eventually
 from tools.bench.modes.__main__ import run

@@ -18,18 +18,18 @@ import pytest
 from plotly.offline import get_plotlyjs
 from rich.console import Console
 
-from loadtest.compare import compare
-from loadtest.errors import LoadTestError, NotDisaggregatedError, ServerError
-from loadtest.plan import ComparePlan, ReplayPlan
-from loadtest.preparation import prepare
-from loadtest.report.replay_output import report_replay
-from loadtest.run import replay as replay_module
-from loadtest.run.calibration import Workers, given_load, most_rate
-from loadtest.run.records import RecordFile
-from loadtest.run.replay import ReplayResult, run_replay
-from loadtest.run.unloaded import Unloaded, measure_unloaded
-from loadtest.valid_rounds import new_runner
-from loadtest.variants import Deployments, Reached
+from ridgeline.loadtest.compare import compare
+from ridgeline.loadtest.errors import LoadTestError, NotDisaggregatedError, ServerError
+from ridgeline.loadtest.plan import ComparePlan, ReplayPlan
+from ridgeline.loadtest.preparation import prepare
+from ridgeline.loadtest.report.replay_output import report_replay
+from ridgeline.loadtest.run import replay as replay_module
+from ridgeline.loadtest.run.calibration import Workers, given_load, most_rate
+from ridgeline.loadtest.run.records import RecordFile
+from ridgeline.loadtest.run.replay import ReplayResult, run_replay
+from ridgeline.loadtest.run.unloaded import Unloaded, measure_unloaded
+from ridgeline.loadtest.valid_rounds import new_runner
+from ridgeline.loadtest.variants import Deployments, Reached
 from tests.support.openai_server import Behaviour, running
 from tests.support.patience import PATIENCE_S, eventually
 
@@ -128,7 +128,9 @@ async def test_a_client_process_that_dies_is_told_and_keeps_the_records_it_has_s
         task = asyncio.create_task(run_replay(url, plan, console, record_file=record_file))
         path = tmp_path / "out" / "records.jsonl"
         await eventually(lambda: path.exists() and len(path.read_text().splitlines()) == 5)
-        (child,) = [each for each in psutil.Process().children() if "loadtest.run.client.process" in each.cmdline()]
+        (child,) = [
+            each for each in psutil.Process().children() if "ridgeline.loadtest.run.client.process" in each.cmdline()
+        ]
         child.kill()
         with pytest.raises(LoadTestError, match="the client process ended with status -9"):
             await task
@@ -397,7 +399,9 @@ async def test_a_round_in_which_a_worker_was_lost_is_void_and_repeated(tmp_path,
 
 
 async def test_a_machine_that_is_always_disturbed_gives_rounds_that_are_kept_and_marked(tmp_path, console, monkeypatch):
-    monkeypatch.setattr("loadtest.valid_rounds.discard_reasons", lambda *_: ("other work took 40% of the time",))
+    monkeypatch.setattr(
+        "ridgeline.loadtest.valid_rounds.discard_reasons", lambda *_: ("other work took 40% of the time",)
+    )
     with running(Behaviour(ttft_s=0.01, tpot_s=0.001, mode="colocated")) as url:
         plan = _compare_plan(variants="colocated,colocated")
         result = await compare((_Running(url), _Running(url)), plan, tmp_path, console, is_alone=False)

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
-from contracts.tasks import TokenDelta
+from ridgeline.contracts.tasks import TokenDelta
 from tests.support import served_router
 from tests.support.fake_engine import FakeEngine  # imports vLLM with its warnings silenced
 

@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from contracts.rpc.tls import SERVER_NAME, TlsFiles
+from ridgeline.contracts.rpc.tls import SERVER_NAME, TlsFiles
 
 DAY = datetime.timedelta(days=1)
 

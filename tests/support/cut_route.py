@@ -6,7 +6,7 @@ import asyncio
 from contextlib import suppress
 from typing import Literal
 
-from contracts.rpc.address import join_host_port
+from ridgeline.contracts.rpc.address import join_host_port
 
 How = Literal["dropped", "refused"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from router.observe.timeline import RequestState
+from ridgeline.router.observe.timeline import RequestState
 
 Fault = Literal[
     "prefill_lost",

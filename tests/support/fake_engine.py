@@ -16,20 +16,20 @@ from tests.support.samples import LAYOUT, TIMING, engine_config, make_handoff, n
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    import router.front.sampling  # noqa: F401
-    import worker_runtime.host  # noqa: F401
+    import ridgeline.router.front.sampling
+    import ridgeline.worker_runtime.host  # noqa: F401
 
 from vllm.sampling_params import SamplingParams
 
-from contracts.handoff import KvLayout
-from contracts.tasks import GenerateTask, TokenDelta
-from contracts.vocabulary import Pool
-from contracts.workers import StepModel
-from engine.activity import Doing
-from engine.connector.events import TransferEvents
-from engine.request import sampling
-from engine.stall import StallWatch
-from kv_transfer.service import PairedTransport
+from ridgeline.contracts.handoff import KvLayout
+from ridgeline.contracts.tasks import GenerateTask, TokenDelta
+from ridgeline.contracts.vocabulary import Pool
+from ridgeline.contracts.workers import StepModel
+from ridgeline.engine.activity import Doing
+from ridgeline.engine.connector.events import TransferEvents
+from ridgeline.engine.request import sampling
+from ridgeline.engine.stall import StallWatch
+from ridgeline.kv_transfer.service import PairedTransport
 
 
 def make_task(request_id: str = "r", leg: str = "decode", max_tokens: int = 3, **fields: Any) -> GenerateTask:

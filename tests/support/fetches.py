@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from contracts.handoff import TransferResult
-from kv_transfer.bench.source_process import SourceProcess
-from kv_transfer.service import TransferService
+from ridgeline.contracts.handoff import TransferResult
+from ridgeline.kv_transfer.bench.source_process import SourceProcess
+from ridgeline.kv_transfer.service import TransferService
 from tests.support.patience import PATIENCE_S
 
 

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from kv_transfer.memory import rows
+from ridgeline.kv_transfer.memory import rows
 
-KERNEL = "kv_transfer.memory.row_kernel"
+KERNEL = "ridgeline.kv_transfer.memory.row_kernel"
 
 
 @contextmanager

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster.config.loader import load_config
-from cluster.config.models import RidgelineConfig
-from cluster.doctor.facts import read_model_facts
-from cluster.doctor.model_support import model_conflicts
+from ridgeline.cluster.config.loader import load_config
+from ridgeline.cluster.config.models import RidgelineConfig
+from ridgeline.cluster.doctor.facts import read_model_facts
+from ridgeline.cluster.doctor.model_support import model_conflicts
 
 MODELS = Path(__file__).parents[2] / "docs" / "how-to" / "serve.md"
 FAMILIES_TABLE = re.compile(r"(?<=<!-- families -->\n).*(?=<!-- /families -->)", re.DOTALL)

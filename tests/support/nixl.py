@@ -2,6 +2,6 @@
 
 import pytest
 
-from kv_transfer.nixl.library import why_missing
+from ridgeline.kv_transfer.nixl.library import why_missing
 
 needs_nixl = pytest.mark.skipif(why_missing() is not None, reason=f"{why_missing()}")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from contracts.handoff import KvHandoff, KvLayout
-from contracts.tasks import LegTiming
-from contracts.vocabulary import Pool
-from contracts.workers import WorkerDescription
-from engine.config import EngineConfig
-from kv_transfer.options import TransferOptions
-from router.settings import RouterSettings
+from ridgeline.contracts.handoff import KvHandoff, KvLayout
+from ridgeline.contracts.tasks import LegTiming
+from ridgeline.contracts.vocabulary import Pool
+from ridgeline.contracts.workers import WorkerDescription
+from ridgeline.engine.config import EngineConfig
+from ridgeline.kv_transfer.options import TransferOptions
+from ridgeline.router.settings import RouterSettings
 
 
 def kv_layout(**changes: Any) -> KvLayout:

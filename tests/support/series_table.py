@@ -11,14 +11,14 @@ from types import SimpleNamespace
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from contracts.workers import MIN_FITTED_STEPS, StepModel, WorkerStatus
-from router.fleet.pairing import KvPair
-from router.fleet.policy import WorkerLoad
-from router.front.text_turns import TextTurns
-from router.observe.collectors import _WORKER_COUNTERS, _WORKER_GAUGES, QueueCollector, WorkerCollector
-from router.observe.loop_lag import LoopLag
-from router.observe.metrics import InFlight, RequestMetrics
-from router.settings import PoolHardware
+from ridgeline.contracts.workers import MIN_FITTED_STEPS, StepModel, WorkerStatus
+from ridgeline.router.fleet.pairing import KvPair
+from ridgeline.router.fleet.policy import WorkerLoad
+from ridgeline.router.front.text_turns import TextTurns
+from ridgeline.router.observe.collectors import _WORKER_COUNTERS, _WORKER_GAUGES, QueueCollector, WorkerCollector
+from ridgeline.router.observe.loop_lag import LoopLag
+from ridgeline.router.observe.metrics import InFlight, RequestMetrics
+from ridgeline.router.settings import PoolHardware
 
 METRICS_PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 METRICS_TABLE = re.compile(r"(?<=<!-- metrics -->\n).*(?=<!-- /metrics -->)", re.DOTALL)

@@ -13,12 +13,12 @@ from unittest.mock import patch
 import httpx
 from prometheus_client import CollectorRegistry
 
-from cluster.runtime.handlers import HANDLERS
-from kv_transfer.options import TransferOptions
+from ridgeline.cluster.runtime.handlers import HANDLERS
+from ridgeline.kv_transfer.options import TransferOptions
+from ridgeline.worker_runtime.host import WorkerHost
 from tests.support.fake_engine import FakeEngine
 from tests.support.patience import PATIENCE_S
 from tests.support.samples import router_settings
-from worker_runtime.host import WorkerHost
 
 WORDS = 200
 
@@ -56,7 +56,7 @@ async def serving(
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from router.server import Router
+        from ridgeline.router.server import Router
     engines = engines or (FakeEngine("prefill", stepping="manual"), FakeEngine("decode", stepping="auto"))
     for engine in engines:
         engine.config = replace(engine.config, transfer=TransferOptions(workers_host))
@@ -64,7 +64,7 @@ async def serving(
     for host in hosts:
         await host.start()
     try:
-        with warnings.catch_warnings(), patch("router.server.REGISTRY", registry or CollectorRegistry()):
+        with warnings.catch_warnings(), patch("ridgeline.router.server.REGISTRY", registry or CollectorRegistry()):
             warnings.simplefilter("ignore")
             router = Router(router_settings(model_path=str(model), **settings))
             url = await router.serve([host.address for host in hosts], {})

@@ -9,16 +9,16 @@ from dataclasses import replace
 from prometheus_client import CollectorRegistry
 from vllm.sampling_params import SamplingParams
 
-from router.decisions import SharedDecisions
-from router.dispatch.orchestrator import Orchestrator
-from router.dispatch.request import SequenceRequest
-from router.fleet.fleet import Fleet
-from router.fleet.roles import role_table
-from router.flow.admission import Admission
-from router.front.sampling import sampling_of
-from router.observe.metrics import InFlight, RequestMetrics
-from router.settings import RouterSettings, RouterStart
-from router.shared.dispatcher import Dispatcher
+from ridgeline.router.decisions import SharedDecisions
+from ridgeline.router.dispatch.orchestrator import Orchestrator
+from ridgeline.router.dispatch.request import SequenceRequest
+from ridgeline.router.fleet.fleet import Fleet
+from ridgeline.router.fleet.roles import role_table
+from ridgeline.router.flow.admission import Admission
+from ridgeline.router.front.sampling import sampling_of
+from ridgeline.router.observe.metrics import InFlight, RequestMetrics
+from ridgeline.router.settings import RouterSettings, RouterStart
+from ridgeline.router.shared.dispatcher import Dispatcher
 
 PROMPT_TOKENS = 70
 

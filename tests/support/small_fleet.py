@@ -7,11 +7,11 @@ import contextlib
 import secrets
 from dataclasses import replace
 
-from cluster.runtime.handlers import HANDLERS
-from router.fleet.fleet import SPLIT_FOR_EVER, Fleet
+from ridgeline.cluster.runtime.handlers import HANDLERS
+from ridgeline.router.fleet.fleet import SPLIT_FOR_EVER, Fleet
+from ridgeline.worker_runtime.host import WorkerHost
 from tests.support.fake_engine import FakeEngine
 from tests.support.samples import engine_config
-from worker_runtime.host import WorkerHost
 
 
 @contextlib.asynccontextmanager

@@ -24,8 +24,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from contracts.workers import StepModel
-from kv_transfer.options import TransferOptions
+from ridgeline.contracts.workers import StepModel
+from ridgeline.kv_transfer.options import TransferOptions
 
 BLOCK_TOKENS = 32
 SHAPE = {
@@ -51,7 +51,7 @@ MACHINE = StepModel(
 
 CONNECTOR = KVTransferConfig(
     kv_connector="RidgelineConnector",
-    kv_connector_module_path="engine.connector.kv_connector",
+    kv_connector_module_path="ridgeline.engine.connector.kv_connector",
     kv_role="kv_both",
     kv_load_failure_policy="recompute",
     kv_connector_extra_config={
@@ -193,6 +193,6 @@ def make(
     )
     clock = SimpleNamespace(now_s=1000.0)
     clock.monotonic = lambda: clock.now_s
-    patch.setattr("engine.step_scheduler.time", clock)
+    patch.setattr("ridgeline.engine.step_scheduler.time", clock)
     scheduler = scheduler_class(config, cache, StructuredOutputManager(config), block_size=BLOCK_TOKENS, log_stats=True)
     return Stepping(scheduler, clock, machine)

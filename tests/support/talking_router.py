@@ -17,12 +17,12 @@ import msgspec
 from prometheus_client import CollectorRegistry
 from vllm.sampling_params import SamplingParams
 
-from cluster.runtime.handlers import HANDLERS
-from contracts.tasks import PositionLogprobs
+from ridgeline.cluster.runtime.handlers import HANDLERS
+from ridgeline.contracts.tasks import PositionLogprobs
+from ridgeline.worker_runtime.host import WorkerHost
 from tests.support.fake_engine import FakeEngine
 from tests.support.patience import PATIENCE_S
 from tests.support.samples import router_settings
-from worker_runtime.host import WorkerHost
 
 WORDS = 1000
 TEMPLATE = (
@@ -90,13 +90,15 @@ async def talking_router(model: Path) -> AsyncIterator[tuple[httpx.AsyncClient, 
     async with AsyncExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        from router.front.vllm_workarounds import app_gaps
-        from router.server import Router
+        from ridgeline.router.front.vllm_workarounds import app_gaps
+        from ridgeline.router.server import Router
 
         # Elsewhere there is one router in a process.
-        stack.enter_context(patch("router.server.REGISTRY", CollectorRegistry()))
+        stack.enter_context(patch("ridgeline.router.server.REGISTRY", CollectorRegistry()))
         installed = app_gaps.install
-        stack.enter_context(patch("router.front.app.app_gaps.install", lambda app: (installed(app), apps.append(app))))
+        stack.enter_context(
+            patch("ridgeline.router.front.app.app_gaps.install", lambda app: (installed(app), apps.append(app)))
+        )
         for host in hosts:
             await host.start()
             stack.push_async_callback(host.stop)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 
-from contracts.tasks import GenerateTask, TokenDelta
-from worker_runtime.client import WorkerClient
+from ridgeline.contracts.tasks import GenerateTask, TokenDelta
+from ridgeline.worker_runtime.client import WorkerClient
 
 
 async def task_deltas(client: WorkerClient, task: GenerateTask) -> AsyncGenerator[TokenDelta, None]:

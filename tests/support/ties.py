@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Final
 
-from contracts.tasks import PositionLogprobs
+from ridgeline.contracts.tasks import PositionLogprobs
 
 SIGNIFICAND_BITS: Final = {"bfloat16": 8, "float16": 11, "float32": 24}
 """Significand bits of each format, including the leading one that is not stored."""

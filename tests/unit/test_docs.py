@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import typer
 
-from cluster.cli import app
+from ridgeline.cluster.cli import app
 from tests.support.series_table import METRICS_PAGE, METRICS_TABLE, metrics_table
 from tools.docs import reference
 

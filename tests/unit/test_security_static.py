@@ -3,8 +3,8 @@
 import ast
 from pathlib import Path
 
-from kv_transfer.wire import grpc_methods
-from worker_runtime.client import OPTIONS
+from ridgeline.kv_transfer.wire import grpc_methods
+from ridgeline.worker_runtime.client import OPTIONS
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGES = (

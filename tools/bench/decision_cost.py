@@ -16,12 +16,12 @@ import time
 from contextlib import ExitStack
 from typing import Any, Final, cast
 
-from contracts.workers import StepModel, WorkerStatus
-from router.fleet.policy import Demand
-from router.fleet.prefixes import BlockHashes
-from router.fleet.worker import Worker
-from router.flow.choice import ByPrediction
-from router.flow.learned import Learned
+from ridgeline.contracts.workers import StepModel, WorkerStatus
+from ridgeline.router.fleet.policy import Demand
+from ridgeline.router.fleet.prefixes import BlockHashes
+from ridgeline.router.fleet.worker import Worker
+from ridgeline.router.flow.choice import ByPrediction
+from ridgeline.router.flow.learned import Learned
 from tests.support.samples import kv_layout, worker_description
 
 MODEL: Final = StepModel(

@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 from rich.console import Console
 
-from loadtest.statistics.looks import LOOKS, looks_until
-from loadtest.statistics.outcome import Conclusion, conclude
-from loadtest.statistics.pairs import Latency, PairDifference
-from loadtest.statistics.proportions import PairedCounts
+from ridgeline.loadtest.statistics.looks import LOOKS, looks_until
+from ridgeline.loadtest.statistics.outcome import Conclusion, conclude
+from ridgeline.loadtest.statistics.pairs import Latency, PairDifference
+from ridgeline.loadtest.statistics.proportions import PairedCounts
 
 REQUESTS = 20
 REQUEST_SD, NEIGHBOURS = 0.14, 0.4

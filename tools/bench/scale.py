@@ -24,34 +24,34 @@ from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, generate_latest
 from vllm.sampling_params import SamplingParams
 
-from contracts.vocabulary import Pool
-from contracts.workers import WorkerStatus
-from router.dispatch.orchestrator import Orchestrator
-from router.dispatch.request import Attempt, RequestProgress, SequenceRequest
-from router.fleet.fleet import Fleet
-from router.fleet.pairing import KvPair
-from router.fleet.policy import Demand
-from router.fleet.roles import RoleTable
-from router.flow.admission import LOOK_EVERY_S, Admission, Held, Holdings
-from router.flow.admission_rules import Ask, Refused
-from router.flow.placement import Wish
-from router.flow.prompt_queue import PromptQueue, prompt_queues
-from router.front.metrics_page import page_of
-from router.front.sampling import sampling_of
-from router.observe.collectors import WorkerCollector
-from router.observe.metrics import RequestMetrics
-from router.observe.timeline import RequestTimeline
-from router.settings import RouterSettings, RouterStart
-from router.shared.counts import Counts
-from router.shared.dispatcher import SUMS_EVERY_S, Dispatcher
-from router.shared.holdings import Changes
-from router.shared.joined_router import JoinedRouter
-from router.shared.messages import Counted, CountOthers, Downs, Holds, OthersCounted, Ups
-from router.shared.shared_metrics import SharedMetrics
-from router.shared.shared_placement import SharedPlacement
+from ridgeline.contracts.vocabulary import Pool
+from ridgeline.contracts.workers import WorkerStatus
+from ridgeline.router.dispatch.orchestrator import Orchestrator
+from ridgeline.router.dispatch.request import Attempt, RequestProgress, SequenceRequest
+from ridgeline.router.fleet.fleet import Fleet
+from ridgeline.router.fleet.pairing import KvPair
+from ridgeline.router.fleet.policy import Demand
+from ridgeline.router.fleet.roles import RoleTable
+from ridgeline.router.flow.admission import LOOK_EVERY_S, Admission, Held, Holdings
+from ridgeline.router.flow.admission_rules import Ask, Refused
+from ridgeline.router.flow.placement import Wish
+from ridgeline.router.flow.prompt_queue import PromptQueue, prompt_queues
+from ridgeline.router.front.metrics_page import page_of
+from ridgeline.router.front.sampling import sampling_of
+from ridgeline.router.observe.collectors import WorkerCollector
+from ridgeline.router.observe.metrics import RequestMetrics
+from ridgeline.router.observe.timeline import RequestTimeline
+from ridgeline.router.settings import RouterSettings, RouterStart
+from ridgeline.router.shared.counts import Counts
+from ridgeline.router.shared.dispatcher import SUMS_EVERY_S, Dispatcher
+from ridgeline.router.shared.holdings import Changes
+from ridgeline.router.shared.joined_router import JoinedRouter
+from ridgeline.router.shared.messages import Counted, CountOthers, Downs, Holds, OthersCounted, Ups
+from ridgeline.router.shared.shared_metrics import SharedMetrics
+from ridgeline.router.shared.shared_placement import SharedPlacement
+from ridgeline.worker_runtime.client import decoder, encode
 from tests.support.samples import router_settings
 from tools.bench.decision_cost import a_worker
-from worker_runtime.client import decoder, encode
 
 CHANGES_PER_S: Final = 500
 """Requests that begin or end: 5,000 streams of 20 s each."""

@@ -27,21 +27,21 @@ from typing import Final
 
 import msgspec
 
-from contracts.vocabulary import Mode, Phase
-from contracts.workers import StepModel
-from decode_worker.pacing.bound import Prompt, most_prefill_tokens
-from decode_worker.pacing.model import StepFit, StepLoad
-from decode_worker.pacing.slack import DecodeSteps, TpotSlack
-from router.fleet.adaptive import Decision, Wanted, choose
-from router.fleet.corrections import Corrections
-from router.fleet.prediction import Load, idle_prompt_s, taking_turns, with_prompts
-from router.fleet.rebalance import Rebalancer
-from router.fleet.shape import Workers
-from router.fleet.short_list import short_list
-from router.fleet.worker import Outstanding
-from router.flow.choice import PROMPTS_WINDOW_S
-from router.flow.learned import Learned
-from router.flow.rates import FadingAmount
+from ridgeline.contracts.vocabulary import Mode, Phase
+from ridgeline.contracts.workers import StepModel
+from ridgeline.decode_worker.pacing.bound import Prompt, most_prefill_tokens
+from ridgeline.decode_worker.pacing.model import StepFit, StepLoad
+from ridgeline.decode_worker.pacing.slack import DecodeSteps, TpotSlack
+from ridgeline.router.fleet.adaptive import Decision, Wanted, choose
+from ridgeline.router.fleet.corrections import Corrections
+from ridgeline.router.fleet.prediction import Load, idle_prompt_s, taking_turns, with_prompts
+from ridgeline.router.fleet.rebalance import Rebalancer
+from ridgeline.router.fleet.shape import Workers
+from ridgeline.router.fleet.short_list import short_list
+from ridgeline.router.fleet.worker import Outstanding
+from ridgeline.router.flow.choice import PROMPTS_WINDOW_S
+from ridgeline.router.flow.learned import Learned
+from ridgeline.router.flow.rates import FadingAmount
 
 
 def _model(base_s: float, per_prefill_token_s: float, per_sequence_s: float, per_context_token_s: float) -> StepModel:

@@ -28,7 +28,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from contracts.stages import FILE_VARIABLE
+from ridgeline.contracts.stages import FILE_VARIABLE
 
 OUTPUT_TOKENS: Final = 12
 WARM_UPS: Final = 3
@@ -213,9 +213,9 @@ def _least_and_median(values_ms: Sequence[float]) -> str:
 @asynccontextmanager
 async def own_deployment(settings: Mapping[str, str], console: Console) -> AsyncIterator[dict[str, Server]]:
     """Start one deployment that marks stages."""
-    from cluster.commands.serve import started
-    from cluster.config.loader import load_config
-    from cluster.runtime.ray_start import ray_runtime
+    from ridgeline.cluster.commands.serve import started
+    from ridgeline.cluster.config.loader import load_config
+    from ridgeline.cluster.runtime.ray_start import ray_runtime
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "stages"

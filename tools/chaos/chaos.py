@@ -29,7 +29,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from router.observe.loop_lag import LoopLag
+from ridgeline.router.observe.loop_lag import LoopLag
 from tools.chaos import verify
 from tools.chaos.deployment import can_cut_connections
 from tools.chaos.drive import Load

@@ -19,11 +19,11 @@ from typing import Any, Final
 import httpx
 import psutil
 
-from contracts.errors import WorkerLost
-from contracts.workers import WorkerDescription
+from ridgeline.contracts.errors import WorkerLost
+from ridgeline.contracts.workers import WorkerDescription
+from ridgeline.worker_runtime.client import WorkerClient
 from tests.engines.harness import Engines, Metrics, connected
 from tests.engines.serve_process import Serve, alive, name_of
-from worker_runtime.client import WorkerClient
 
 WORKER: Final = "ridgeline::worker"
 ROUTER: Final = "ridgeline::router"

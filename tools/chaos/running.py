@@ -13,8 +13,8 @@ from typing import Any, Final
 import httpx
 from transformers import AutoTokenizer
 
-from loadtest.run.server import first_model, open_http
-from loadtest.trace.prompts import load_text_tokens
+from ridgeline.loadtest.run.server import first_model, open_http
+from ridgeline.loadtest.trace.prompts import load_text_tokens
 from tests.engines.serve_process import serving
 from tools.chaos.deployment import Deployment
 

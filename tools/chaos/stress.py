@@ -31,9 +31,9 @@ from typing import Any, Final, Literal
 import httpx
 from rich.console import Console
 
-from cluster.config.models import RidgelineConfig
-from cluster.doctor.checks import resolve_dtype
-from cluster.model_store import prepare_model
+from ridgeline.cluster.config.models import RidgelineConfig
+from ridgeline.cluster.doctor.checks import resolve_dtype
+from ridgeline.cluster.model_store import prepare_model
 from tests.engines.harness import Engines
 from tests.engines.tiny_model import make_tiny_model
 from tools.chaos.running import Running, pool_settings, running, stop

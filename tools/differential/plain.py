@@ -17,8 +17,8 @@ from typing import Any
 
 import httpx
 
-from cluster.runtime.actors import engine_environment
-from cluster.runtime.plan import Plan
+from ridgeline.cluster.runtime.actors import engine_environment
+from ridgeline.cluster.runtime.plan import Plan
 
 STARTS_WITHIN_S = 300
 ENDS_WITHIN_S = 20

@@ -23,13 +23,13 @@ from pathlib import Path
 
 import httpx
 
-from cluster.config.loader import load_config
-from cluster.config.models import RidgelineConfig
-from cluster.doctor.checks import resolve_dtype
-from cluster.model_store import prepare_model
-from cluster.runtime.deployment import deploy
-from cluster.runtime.plan import Plan, make_plan
-from cluster.runtime.ray_start import ray_runtime
+from ridgeline.cluster.config.loader import load_config
+from ridgeline.cluster.config.models import RidgelineConfig
+from ridgeline.cluster.doctor.checks import resolve_dtype
+from ridgeline.cluster.model_store import prepare_model
+from ridgeline.cluster.runtime.deployment import deploy
+from ridgeline.cluster.runtime.plan import Plan, make_plan
+from ridgeline.cluster.runtime.ray_start import ray_runtime
 from tests.engines.tiny_model import make_tiny_model
 from tools.differential.cases import Case, Material, drawn
 from tools.differential.compare import Judge, Verdict

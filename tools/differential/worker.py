@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from engine.vllm_workarounds.seeded_chunks import put_generators_back
+from ridgeline.engine.vllm_workarounds.seeded_chunks import put_generators_back
 
 
 class PlainWorkerExtension:

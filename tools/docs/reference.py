@@ -15,9 +15,9 @@ import typer
 from pydantic import BaseModel
 from typer.cli import get_docs_for_click
 
-from cluster.cli import app
-from cluster.config.models import RidgelineConfig
-from cluster.runtime.ray_start import SYSTEM_CONFIG
+from ridgeline.cluster.cli import app
+from ridgeline.cluster.config.models import RidgelineConfig
+from ridgeline.cluster.runtime.ray_start import SYSTEM_CONFIG
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 UNITS = {"s": "seconds", "ms": "milliseconds", "bytes": "bytes", "tokens": "tokens"}

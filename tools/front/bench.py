@@ -25,7 +25,7 @@ from typing import Any, Final
 import msgspec
 import psutil
 
-from loadtest.run.machine import describe_machine
+from ridgeline.loadtest.run.machine import describe_machine
 from tools.front.streams import StreamRecord, lanes
 
 REPOSITORY: Final = Path(__file__).parents[2]

@@ -14,11 +14,11 @@ from typing import get_args
 
 import uvloop
 
-from contracts.vocabulary import Pool
-from router.gc_schedule import GcSchedule
-from router.server import Router
-from router.settings import RouterSettings, SharedWith
-from router.shared.dispatcher import Dispatcher
+from ridgeline.contracts.vocabulary import Pool
+from ridgeline.router.gc_schedule import GcSchedule
+from ridgeline.router.server import Router
+from ridgeline.router.settings import RouterSettings, SharedWith
+from ridgeline.router.shared.dispatcher import Dispatcher
 from tests.support.samples import router_settings
 
 WINDOW_TOKENS = 100_000

@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 
 import grpc.aio
 
-from contracts.handoff import KvHandoff
-from contracts.rpc.address import join_host_port
-from contracts.rpc.channel import add_port
-from contracts.tasks import LegTiming, StepBatch, TokenDelta
-from contracts.vocabulary import Pool
-from contracts.workers import (
+from ridgeline.contracts.handoff import KvHandoff
+from ridgeline.contracts.rpc.address import join_host_port
+from ridgeline.contracts.rpc.channel import add_port
+from ridgeline.contracts.tasks import LegTiming, StepBatch, TokenDelta
+from ridgeline.contracts.vocabulary import Pool
+from ridgeline.contracts.workers import (
     AbortRequest,
     Ack,
     AttachRequest,
@@ -35,8 +35,8 @@ from contracts.workers import (
     WorkerDescription,
     WorkerStatus,
 )
+from ridgeline.worker_runtime.client import OPTIONS, SERVICE, stream_handler, unary_handler
 from tests.support.samples import kv_layout, worker_description
-from worker_runtime.client import OPTIONS, SERVICE, stream_handler, unary_handler
 
 HOST = "127.0.0.1"
 BLOCK_TOKENS = 32

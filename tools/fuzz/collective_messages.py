@@ -8,10 +8,10 @@ from __future__ import annotations
 import msgspec
 from hypothesis import strategies as st
 
-from contracts import errors
-from kv_transfer.collective.puller import _decode_told, _Place
-from kv_transfer.collective.wire import Chunk, End
-from kv_transfer.wire import grpc_methods
+from ridgeline.contracts import errors
+from ridgeline.kv_transfer.collective.puller import _decode_told, _Place
+from ridgeline.kv_transfer.collective.wire import Chunk, End
+from ridgeline.kv_transfer.wire import grpc_methods
 from tools.fuzz.damage import messages
 
 BLOCKS = 4

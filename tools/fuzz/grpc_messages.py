@@ -18,13 +18,13 @@ import grpc
 import msgspec
 from hypothesis import strategies as st
 
-from contracts.handoff import KvHandoff, KvLayout
-from contracts.tasks import StepBatch, TokenDelta
-from contracts.workers import AbortRequest, Ack, AttachRequest, PairRequest, WorkerStatus
-from kv_transfer.interfaces import FetchRequest, SourceDescription
-from kv_transfer.wire import grpc_methods
+from ridgeline.contracts.handoff import KvHandoff, KvLayout
+from ridgeline.contracts.tasks import StepBatch, TokenDelta
+from ridgeline.contracts.workers import AbortRequest, Ack, AttachRequest, PairRequest, WorkerStatus
+from ridgeline.kv_transfer.interfaces import FetchRequest, SourceDescription
+from ridgeline.kv_transfer.wire import grpc_methods
+from ridgeline.worker_runtime.client import OPTIONS, SERVICE
 from tools.fuzz.damage import messages
-from worker_runtime.client import OPTIONS, SERVICE
 
 DEADLINE_S = 120.0
 GIVE_UP_S = (0.0005, 0.003, 0.02)

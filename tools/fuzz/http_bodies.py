@@ -14,7 +14,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from router.front.request_fields import FIELDS, FOREIGN
+from ridgeline.router.front.request_fields import FIELDS, FOREIGN
 from tools.fuzz.damage import bent, trees
 
 DEADLINE_S = 120.0

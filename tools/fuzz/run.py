@@ -10,7 +10,7 @@ import os
 import time
 from dataclasses import dataclass, field
 
-from cluster.model_store import DEFAULT_MODEL_NAME, prepare_model
+from ridgeline.cluster.model_store import DEFAULT_MODEL_NAME, prepare_model
 from tools.fuzz.campaign import Footprint, run
 from tools.fuzz.server_process import serving
 from tools.fuzz.targets import Target, connected, in_process

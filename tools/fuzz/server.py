@@ -21,18 +21,18 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from cluster.runtime.handlers import HANDLERS
-from contracts.errors import InvalidTask
-from contracts.tasks import TokenDelta
-from contracts.vocabulary import Pool
-from engine.vllm_engine import require_in_vocabulary
-from kv_transfer.memory.blocks import BlockPool
-from prefill_worker.kv_source.grpc_source import GrpcKvSource
-from prefill_worker.kv_source.lease import LeaseTable
-from router.server import Router
+from ridgeline.cluster.runtime.handlers import HANDLERS
+from ridgeline.contracts.errors import InvalidTask
+from ridgeline.contracts.tasks import TokenDelta
+from ridgeline.contracts.vocabulary import Pool
+from ridgeline.engine.vllm_engine import require_in_vocabulary
+from ridgeline.kv_transfer.memory.blocks import BlockPool
+from ridgeline.prefill_worker.kv_source.grpc_source import GrpcKvSource
+from ridgeline.prefill_worker.kv_source.lease import LeaseTable
+from ridgeline.router.server import Router
+from ridgeline.worker_runtime.host import WorkerHost
 from tests.support import fake_engine  # imports vLLM with its warnings silenced, so it comes first
 from tests.support.samples import LAYOUT, router_settings
-from worker_runtime.host import WorkerHost
 
 MAX_MODEL_LEN_TOKENS = 256
 MAX_OUTSTANDING = 64

@@ -12,7 +12,7 @@ import grpc
 import httpx
 from hypothesis import strategies as st
 
-from contracts.handoff import KvLayout
+from ridgeline.contracts.handoff import KvLayout
 from tools.fuzz import grpc_messages, http_bodies
 from tools.fuzz.campaign import Campaign
 from tools.fuzz.collective_messages import check_conversation, conversations

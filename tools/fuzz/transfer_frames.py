@@ -18,12 +18,12 @@ import numpy as np
 import xxhash
 from hypothesis import strategies as st
 
-from contracts import errors
-from kv_transfer.interfaces import FetchProgress
-from kv_transfer.memory.blocks import BlockPool
-from kv_transfer.names import WIRE_DTYPES
-from kv_transfer.wire import frames
-from kv_transfer.wire.codec import make_codec
+from ridgeline.contracts import errors
+from ridgeline.kv_transfer.interfaces import FetchProgress
+from ridgeline.kv_transfer.memory.blocks import BlockPool
+from ridgeline.kv_transfer.names import WIRE_DTYPES
+from ridgeline.kv_transfer.wire import frames
+from ridgeline.kv_transfer.wire.codec import make_codec
 from tests.support.samples import kv_layout
 
 LAYERS, BLOCKS, BLOCK_BYTES, HEADS = 2, 12, 128, 2

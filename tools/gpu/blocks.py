@@ -9,9 +9,9 @@ from unittest.mock import patch
 
 import torch
 
-from kv_transfer.memory import device, rows
-from kv_transfer.memory.blocks import BlockPool, byte_rows
-from kv_transfer.memory.device import DeviceMemory
+from ridgeline.kv_transfer.memory import device, rows
+from ridgeline.kv_transfer.memory.blocks import BlockPool, byte_rows
+from ridgeline.kv_transfer.memory.device import DeviceMemory
 from tools.gpu.machine import Machine, wall_seconds
 from tools.gpu.result import Row
 

@@ -16,8 +16,8 @@ import msgspec
 import torch
 from torch import multiprocessing
 
-from kv_transfer.memory.ipc import IpcExport, IpcOffer, OpenedPool, export, export_shared
-from kv_transfer.memory.shared import KvCacheAllocation
+from ridgeline.kv_transfer.memory.ipc import IpcExport, IpcOffer, OpenedPool, export, export_shared
+from ridgeline.kv_transfer.memory.shared import KvCacheAllocation
 from tools.gpu.blocks import pool_of
 from tools.gpu.machine import Machine, wall_seconds
 from tools.gpu.result import Row

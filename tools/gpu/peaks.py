@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from roofline.hardware import Hardware, hardware_of_gpu
+from ridgeline.roofline.hardware import Hardware, hardware_of_gpu
 from tools.gpu.machine import Machine
 from tools.gpu.result import Row
 

@@ -9,8 +9,8 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from cluster.config.loader import load_config
-from cluster.runtime.plan import make_plan
+from ridgeline.cluster.config.loader import load_config
+from ridgeline.cluster.runtime.plan import make_plan
 from tools.differential.plain import plain_vllm
 from tools.gpu.answers import Recording, record, save
 

@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import httpx
 
-from cluster.config.api_keys import first_admin_key
-from loadtest.errors import ServerError
+from ridgeline.cluster.config.api_keys import first_admin_key
+from ridgeline.loadtest.errors import ServerError
 
 ANSWER_WITHIN_S = 30.0
 """More than an answer takes: a drain may wait for another one, and each asks a worker within 10 s and all within 2."""

@@ -9,11 +9,11 @@ from typing import Final
 import msgspec
 from rich.console import Console
 
-from cluster.commands.operators.client import ask, operator_client
-from loadtest.errors import ServerError
-from loadtest.run.calibration import duration_text
-from router.fleet.adaptive import Option
-from router.observe.explanations import Explanation
+from ridgeline.cluster.commands.operators.client import ask, operator_client
+from ridgeline.loadtest.errors import ServerError
+from ridgeline.loadtest.run.calibration import duration_text
+from ridgeline.router.fleet.adaptive import Option
+from ridgeline.router.observe.explanations import Explanation
 
 PATH = "/ridgeline/decisions"
 REASONS: Final = {

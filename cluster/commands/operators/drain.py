@@ -8,8 +8,8 @@ from pathlib import Path
 import httpx
 from rich.console import Console
 
-from cluster.commands.operators.client import ask, operator_client
-from loadtest.errors import ServerError
+from ridgeline.cluster.commands.operators.client import ask, operator_client
+from ridgeline.loadtest.errors import ServerError
 
 POLL_S = 0.5
 BEYOND_TIMEOUT_S = 120.0

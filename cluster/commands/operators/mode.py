@@ -6,8 +6,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cluster.commands.operators.client import ask, operator_client
-from contracts.vocabulary import Mode
+from ridgeline.cluster.commands.operators.client import ask, operator_client
+from ridgeline.contracts.vocabulary import Mode
 
 PATH = "/ridgeline/mode"
 CHANGE_WITHIN_S = 90.0

@@ -11,9 +11,9 @@ import httpx
 from rich.console import Console
 from rich.markup import escape
 
-from cluster.commands.operators.client import NoAnswer, Refused, ask, operator_client
-from contracts.vocabulary import Pool
-from loadtest.errors import ServerError
+from ridgeline.cluster.commands.operators.client import NoAnswer, Refused, ask, operator_client
+from ridgeline.contracts.vocabulary import Pool
+from ridgeline.loadtest.errors import ServerError
 
 POLL_S = 0.5
 UNKNOWN_S = 60.0

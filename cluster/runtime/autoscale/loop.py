@@ -7,17 +7,17 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
-from cluster.config.autoscale import AutoscaleConfig
-from cluster.runtime.autoscale.policy import Decision, Memory, decide
-from cluster.runtime.autoscale.use import Reading
-from cluster.runtime.handles.actor import DeploymentFailed
-from cluster.runtime.operation_queue import OperationQueue
-from cluster.runtime.supervisor import Say
-from contracts.vocabulary import Mode, Pool
-from router.fleet.policy import pools_of
-from router.front.operations import new_operation
-from router.observe.fleet_use import FleetUse
-from router.observe.metrics import LimitedLatency, Within
+from ridgeline.cluster.config.autoscale import AutoscaleConfig
+from ridgeline.cluster.runtime.autoscale.policy import Decision, Memory, decide
+from ridgeline.cluster.runtime.autoscale.use import Reading
+from ridgeline.cluster.runtime.handles.actor import DeploymentFailed
+from ridgeline.cluster.runtime.operation_queue import OperationQueue
+from ridgeline.cluster.runtime.supervisor import Say
+from ridgeline.contracts.vocabulary import Mode, Pool
+from ridgeline.router.fleet.policy import pools_of
+from ridgeline.router.front.operations import new_operation
+from ridgeline.router.observe.fleet_use import FleetUse
+from ridgeline.router.observe.metrics import LimitedLatency, Within
 
 
 class Leader(Protocol):

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from cluster.config.autoscale import AutoscaleConfig
-from cluster.runtime.autoscale.use import Attainment, PoolUse, Reading, attainments, pool_uses
-from contracts.vocabulary import Pool
-from router.observe.metrics import LimitedLatency
+from ridgeline.cluster.config.autoscale import AutoscaleConfig
+from ridgeline.cluster.runtime.autoscale.use import Attainment, PoolUse, Reading, attainments, pool_uses
+from ridgeline.contracts.vocabulary import Pool
+from ridgeline.router.observe.metrics import LimitedLatency
 
 Direction = Literal["up", "down"]
 LIMITS_OF: Mapping[Pool, tuple[LimitedLatency, ...]] = {

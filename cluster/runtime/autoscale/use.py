@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from contracts.vocabulary import Pool
-from router.observe.fleet_use import FleetUse, WorkerUse
-from router.observe.metrics import LimitedLatency, Within
+from ridgeline.contracts.vocabulary import Pool
+from ridgeline.router.observe.fleet_use import FleetUse, WorkerUse
+from ridgeline.router.observe.metrics import LimitedLatency, Within
 
 LEAST_COUNTED = 10
 """Sequences between two readings below which it is not judged whether a limit is kept."""

@@ -10,18 +10,18 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.config.models import RidgelineConfig
-from cluster.model_store import DEFAULT_MODEL_NAME
-from cluster.node_cores import CoresTaken
-from cluster.runtime.actors import NodePlace
-from cluster.runtime.handles.patience import answered
-from cluster.runtime.plan import Plan
-from cluster.runtime.processes import ProcessId, end_processes
-from cluster.runtime.service_process.calls import ServiceError, ServiceGone
-from cluster.runtime.services import NotServing
-from contracts.errors import WorkerLost
-from contracts.vocabulary import Health
-from router.fleet.pairing import PairingRefused
+from ridgeline.cluster.config.models import RidgelineConfig
+from ridgeline.cluster.model_store import DEFAULT_MODEL_NAME
+from ridgeline.cluster.node_cores import CoresTaken
+from ridgeline.cluster.runtime.actors import NodePlace
+from ridgeline.cluster.runtime.handles.patience import answered
+from ridgeline.cluster.runtime.plan import Plan
+from ridgeline.cluster.runtime.processes import ProcessId, end_processes
+from ridgeline.cluster.runtime.service_process.calls import ServiceError, ServiceGone
+from ridgeline.cluster.runtime.services import NotServing
+from ridgeline.contracts.errors import WorkerLost
+from ridgeline.contracts.vocabulary import Health
+from ridgeline.router.fleet.pairing import PairingRefused
 
 LOOPBACK = "127.0.0.1"
 """The address everything listens on when Ray was started here, for this machine alone."""

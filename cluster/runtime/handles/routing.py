@@ -11,20 +11,20 @@ from urllib.parse import urlsplit
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.config.models import RidgelineConfig
-from cluster.runtime.actors import ServiceActor, engine_environment
-from cluster.runtime.environment import forwarded_variables
-from cluster.runtime.handles.actor import ANSWER_WITHIN_S, LOOPBACK, ActorHandle, DeploymentFailed
-from cluster.runtime.plan import Plan
-from contracts.rpc.address import http_url, ip_address
-from contracts.vocabulary import Pool, RestartReason
-from router.front.operations import News, Progress, Taken
-from router.observe.fleet_use import FleetUse, Members
-from router.observe.metrics import LimitedLatency, Within
-from router.settings import PoolHardware, RouterStart, SharedWith
+from ridgeline.cluster.config.models import RidgelineConfig
+from ridgeline.cluster.runtime.actors import ServiceActor, engine_environment
+from ridgeline.cluster.runtime.environment import forwarded_variables
+from ridgeline.cluster.runtime.handles.actor import ANSWER_WITHIN_S, LOOPBACK, ActorHandle, DeploymentFailed
+from ridgeline.cluster.runtime.plan import Plan
+from ridgeline.contracts.rpc.address import http_url, ip_address
+from ridgeline.contracts.vocabulary import Pool, RestartReason
+from ridgeline.router.front.operations import News, Progress, Taken
+from ridgeline.router.observe.fleet_use import FleetUse, Members
+from ridgeline.router.observe.metrics import LimitedLatency, Within
+from ridgeline.router.settings import PoolHardware, RouterStart, SharedWith
 
-ROUTER_SERVICE = "cluster.runtime.services:RouterService"
-DISPATCHER_SERVICE = "cluster.runtime.services:DispatcherService"
+ROUTER_SERVICE = "ridgeline.cluster.runtime.services:RouterService"
+DISPATCHER_SERVICE = "ridgeline.cluster.runtime.services:DispatcherService"
 
 
 class NameTaken(DeploymentFailed):

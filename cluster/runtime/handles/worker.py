@@ -10,16 +10,16 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from cluster.config.models import RidgelineConfig
-from cluster.doctor.checks import resolve_dtype
-from cluster.runtime.actors import ServiceActor, engine_environment
-from cluster.runtime.environment import forwarded_variables
-from cluster.runtime.handles.actor import ANSWER_WITHIN_S, LOOPBACK, ActorHandle, DeploymentFailed
-from cluster.runtime.plan import CoreTable, PlacementError, Plan, PlannedWorker
-from cluster.runtime.services import WorkerReady
-from contracts.vocabulary import Pool
+from ridgeline.cluster.config.models import RidgelineConfig
+from ridgeline.cluster.doctor.checks import resolve_dtype
+from ridgeline.cluster.runtime.actors import ServiceActor, engine_environment
+from ridgeline.cluster.runtime.environment import forwarded_variables
+from ridgeline.cluster.runtime.handles.actor import ANSWER_WITHIN_S, LOOPBACK, ActorHandle, DeploymentFailed
+from ridgeline.cluster.runtime.plan import CoreTable, PlacementError, Plan, PlannedWorker
+from ridgeline.cluster.runtime.services import WorkerReady
+from ridgeline.contracts.vocabulary import Pool
 
-WORKER_SERVICE = "cluster.runtime.services:WorkerService"
+WORKER_SERVICE = "ridgeline.cluster.runtime.services:WorkerService"
 STOP_WITHIN_S = 5.0
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
 
-from cluster.runtime.processes import ProcessId
+from ridgeline.cluster.runtime.processes import ProcessId
 
 READABLE = frozenset({"builtins", "asyncio", "contracts", "cluster", "router"})
 """Packages whose exceptions travel as they are: an actor can read them without importing vLLM."""

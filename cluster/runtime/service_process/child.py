@@ -23,9 +23,9 @@ from typing import Any
 import uvloop
 from setproctitle import setproctitle
 
-from cluster.runtime.processes import this_process
-from cluster.runtime.service_process.calls import CallServer, receive
-from cluster.socket_folders import own_folder
+from ridgeline.cluster.runtime.processes import this_process
+from ridgeline.cluster.runtime.service_process.calls import CallServer, receive
+from ridgeline.cluster.socket_folders import own_folder
 
 PR_SET_PDEATHSIG = 1
 """Of prctl(2): the signal that a process gets when its parent ends."""

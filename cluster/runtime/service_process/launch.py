@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from cluster.runtime.environment import search_path
-from cluster.runtime.service_process.calls import Collect, ServiceClient, ServiceGone, encode
-from cluster.runtime.service_process.child import Start
-from cluster.socket_folders import own_folder
+from ridgeline.cluster.runtime.environment import search_path
+from ridgeline.cluster.runtime.service_process.calls import Collect, ServiceClient, ServiceGone, encode
+from ridgeline.cluster.runtime.service_process.child import Start
+from ridgeline.cluster.socket_folders import own_folder
 
 PRELOADED = "RIDGELINE_PRELOADED"
 """Variable with the path of the parent's socket; set by us for actors, no setting."""
@@ -85,7 +85,7 @@ async def _collected_by_its_parent() -> None:
 def _fresh() -> tuple[socket.socket, subprocess.Popen[bytes]]:
     ours, theirs = socket.socketpair()
     with theirs:
-        command = [*PYTHON, "-m", "cluster.runtime.service_process.child", str(theirs.fileno())]
+        command = [*PYTHON, "-m", "ridgeline.cluster.runtime.service_process.child", str(theirs.fileno())]
         return ours, subprocess.Popen(command, pass_fds=[theirs.fileno()], env=_python_environment())
 
 
@@ -110,7 +110,7 @@ def preloaded_parent(modules: Sequence[str], environment: Mapping[str, str], mes
         listener.bind(path)
         listener.listen(128)
         parent = subprocess.Popen(
-            [*PYTHON, "-m", "cluster.runtime.service_process.preloaded", str(listener.fileno()), *modules],
+            [*PYTHON, "-m", "ridgeline.cluster.runtime.service_process.preloaded", str(listener.fileno()), *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,  # what vLLM says when it is imported
             stderr=errors,

@@ -18,7 +18,7 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
-from cluster.runtime.service_process.child import run
+from ridgeline.cluster.runtime.service_process.child import run
 
 
 def main(listener: socket.socket, modules: list[str]) -> None:

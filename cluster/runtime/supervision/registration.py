@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Literal, Protocol
 
-from cluster.runtime.handles.actor import ActorGone, DeploymentFailed, NotReached, Refused
-from contracts.vocabulary import RestartReason
+from ridgeline.cluster.runtime.handles.actor import ActorGone, DeploymentFailed, NotReached, Refused
+from ridgeline.contracts.vocabulary import RestartReason
 
 RETRY_S = 0.5
 REFUSED_RETRY_S = 30.0

@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from loadtest.errors import LoadTestError
-from loadtest.run.client.process import ClientLoad, Ended, Job, Ready, Sent, Start, Told, frame, read_frame
-from loadtest.run.client.stream import Completion
-from loadtest.run.records import RequestRecord
+from ridgeline.loadtest.errors import LoadTestError
+from ridgeline.loadtest.run.client.process import ClientLoad, Ended, Job, Ready, Sent, Start, Told, frame, read_frame
+from ridgeline.loadtest.run.client.stream import Completion
+from ridgeline.loadtest.run.records import RequestRecord
 
 STDERR_CHARACTERS = 500
 MESSAGE_BYTES = 2**20
@@ -77,7 +77,7 @@ async def client_process(job: Job, requests: Iterable[Completion]) -> AsyncItera
         sys.executable,
         "-P",  # the current folder may hold modules of the same names
         "-m",
-        "loadtest.run.client.process",
+        "ridgeline.loadtest.run.client.process",
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

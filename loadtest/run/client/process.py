@@ -19,8 +19,8 @@ from collections.abc import Sequence
 import msgspec
 import uvloop
 
-from loadtest.run.client.stream import Completion, Endpoint, LoadClient, not_sent
-from loadtest.run.records import RequestRecord
+from ridgeline.loadtest.run.client.stream import Completion, Endpoint, LoadClient, not_sent
+from ridgeline.loadtest.run.records import RequestRecord
 
 LENGTH = struct.Struct("!I")
 PROBE_S = 0.01

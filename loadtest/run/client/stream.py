@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 import aiohttp
 import msgspec
 
-from loadtest.run.records import RequestRecord
+from ridgeline.loadtest.run.records import RequestRecord
 
 EVENT_END = b"\n\n"
 DATA = b"data:"

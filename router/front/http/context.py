@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Final, Literal
 
-from router.client_identity import ANONYMOUS
-from router.front.http.types import Asgi, Message, Receive, Scope, Send
+from ridgeline.router.client_identity import ANONYMOUS
+from ridgeline.router.front.http.types import Asgi, Message, Receive, Scope, Send
 
 AdminRight = Literal["", "local", "key"]
 """No right; that of a caller on this machine; that of a caller with an admin key."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any, Final
 
-from router.front.http.types import Send
+from ridgeline.router.front.http.types import Send
 
 _KINDS: Final[dict[int, str]] = {
     HTTPStatus.BAD_REQUEST: "BadRequestError",

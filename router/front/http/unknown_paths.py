@@ -13,8 +13,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from router.front.http.errors import error_body
-from router.front.http.routes import ROUTES
+from ridgeline.router.front.http.errors import error_body
+from ridgeline.router.front.http.routes import ROUTES
 
 _PREFIXES: Final = frozenset({"", "v1", "api", "openai", "anthropic"})
 """Parts of a path that base URLs of clients have or lack."""

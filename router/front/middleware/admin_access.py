@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Final
 
-from contracts.rpc.address import is_loopback
-from router.client_identity import hash_key
-from router.front.http.context import AdminRight
-from router.front.http.types import Scope
+from ridgeline.contracts.rpc.address import is_loopback
+from ridgeline.router.client_identity import hash_key
+from ridgeline.router.front.http.context import AdminRight
+from ridgeline.router.front.http.types import Scope
 
 ADMIN_PATH: Final = "/ridgeline"
 _PASSED_ON: Final = frozenset({b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip", b"forwarded", b"via"})

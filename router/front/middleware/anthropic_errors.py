@@ -11,8 +11,8 @@ from collections.abc import Awaitable
 from http import HTTPStatus
 from typing import Any, Final
 
-from router.front.http.context import current
-from router.front.http.types import Asgi, Message, Receive, Scope, Send
+from ridgeline.router.front.http.context import current
+from ridgeline.router.front.http.types import Asgi, Message, Receive, Scope, Send
 
 _PATH: Final = "/v1/messages"
 _EVENT: Final = b"event: error\ndata: "

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Final
 
-from router.client_identity import MAX_KEY_BYTES, AddressClients, hash_key, key_client
-from router.front.http.context import current
-from router.front.http.errors import HttpRefusal, send_error
-from router.front.http.routes import OPEN_PATHS
-from router.front.http.types import Asgi, Receive, Scope, Send
-from router.front.middleware.admin_access import AdminAccess, AdminRefusal, is_admin_path
+from ridgeline.router.client_identity import MAX_KEY_BYTES, AddressClients, hash_key, key_client
+from ridgeline.router.front.http.context import current
+from ridgeline.router.front.http.errors import HttpRefusal, send_error
+from ridgeline.router.front.http.routes import OPEN_PATHS
+from ridgeline.router.front.http.types import Asgi, Receive, Scope, Send
+from ridgeline.router.front.middleware.admin_access import AdminAccess, AdminRefusal, is_admin_path
 
 _POLICY_VIOLATION: Final = 1008
 _NO_KEY: Final = (

@@ -12,8 +12,8 @@ from typing import Final, cast
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from router.front.http.types import Asgi, Receive, Scope, Send
-from router.front.middleware.admin_access import is_admin_path
+from ridgeline.router.front.http.types import Asgi, Receive, Scope, Send
+from ridgeline.router.front.middleware.admin_access import is_admin_path
 
 PREFLIGHT_AGE_S: Final = 600
 _READABLE: Final = ("retry-after", "www-authenticate", "x-request-id")

@@ -15,8 +15,8 @@ from typing import Any, Final, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from router.front.http.context import new_request_id, note_head_read
-from router.front.http.errors import error_body
+from ridgeline.router.front.http.context import new_request_id, note_head_read
+from ridgeline.router.front.http.errors import error_body
 
 MAX_HEAD_BYTES: Final = 64 << 10
 """Largest request head; it may be exceeded by one read of a socket, 256 KiB at most."""

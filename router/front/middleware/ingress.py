@@ -16,17 +16,17 @@ from typing import Final
 
 from starlette.requests import ClientDisconnect
 
-from router.flow.admission_rules import Refused
-from router.flow.concurrency_limiter import ConcurrencyLimiter
-from router.flow.held_bodies import HeldBodies, HeldBody
-from router.front.http.context import current
-from router.front.http.errors import HttpRefusal, send_error
-from router.front.http.routes import GENERATING
-from router.front.http.types import Asgi, Message, Receive, Scope, Send
-from router.front.middleware.json_cost import check_cost
-from router.front.middleware.time_limits import note_limits
-from router.front.request_fields import check_headers
-from router.settings import RouterSettings
+from ridgeline.router.flow.admission_rules import Refused
+from ridgeline.router.flow.concurrency_limiter import ConcurrencyLimiter
+from ridgeline.router.flow.held_bodies import HeldBodies, HeldBody
+from ridgeline.router.front.http.context import current
+from ridgeline.router.front.http.errors import HttpRefusal, send_error
+from ridgeline.router.front.http.routes import GENERATING
+from ridgeline.router.front.http.types import Asgi, Message, Receive, Scope, Send
+from ridgeline.router.front.middleware.json_cost import check_cost
+from ridgeline.router.front.middleware.time_limits import note_limits
+from ridgeline.router.front.request_fields import check_headers
+from ridgeline.router.settings import RouterSettings
 
 BODY_PART_WITHIN_S: Final = 30.0
 """Longest time to wait for the next part of a body."""

@@ -11,7 +11,7 @@ import re
 from http import HTTPStatus
 from typing import Final
 
-from router.front.http.errors import HttpRefusal
+from ridgeline.router.front.http.errors import HttpRefusal
 
 MAX_COST: Final = 1_000_000
 """Largest cost, about 0.15 s of the loop. In numbers: a context of a million tokens, or eight of 128,000."""

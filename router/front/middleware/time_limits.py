@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Final
 
-from router.front.http.context import current
-from router.front.http.errors import HttpRefusal
-from router.settings import LONGEST_LIMIT_MS, SHORTEST_LIMIT_MS
+from ridgeline.router.front.http.context import current
+from ridgeline.router.front.http.errors import HttpRefusal
+from ridgeline.router.settings import LONGEST_LIMIT_MS, SHORTEST_LIMIT_MS
 
 TIMEOUT: Final = b"x-ridgeline-timeout-s"
 TTFT: Final = b"x-ridgeline-ttft-ms"

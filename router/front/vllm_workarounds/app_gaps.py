@@ -20,9 +20,9 @@ from vllm.entrypoints.openai.chat_completion import api_router as chat_routes
 from vllm.entrypoints.openai.completion import api_router as completion_routes
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
-from engine.passed_args import SERVER_ARGS
-from router.front.http.context import current
-from router.front.http.types import Asgi, Receive, Scope, Send
+from ridgeline.engine.passed_args import SERVER_ARGS
+from ridgeline.router.front.http.context import current
+from ridgeline.router.front.http.types import Asgi, Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
 

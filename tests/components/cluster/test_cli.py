@@ -10,21 +10,21 @@ import ray
 import typer
 from typer.testing import CliRunner
 
-import cluster.cli
-import cluster.commands.loadtest
-import cluster.commands.replay
-import cluster.commands.serve
-from cluster.cli import app
-from cluster.commands.loadtest import devices_of, split_workers
-from cluster.commands.serve import Unfit
-from cluster.commands.setup import versions
-from cluster.config.models import RidgelineConfig
-from cluster.doctor.checks import CheckResult
-from contracts.former_names import FormerName
-from loadtest.plan import ComparePlan, ReplayPlan
-from loadtest.run.calibration import Load, Workers
-from loadtest.run_folder import RunFolder, Settled
-from loadtest.variants import Devices
+import ridgeline.cluster.cli
+import ridgeline.cluster.commands.loadtest
+import ridgeline.cluster.commands.replay
+import ridgeline.cluster.commands.serve
+from ridgeline.cluster.cli import app
+from ridgeline.cluster.commands.loadtest import devices_of, split_workers
+from ridgeline.cluster.commands.serve import Unfit
+from ridgeline.cluster.commands.setup import versions
+from ridgeline.cluster.config.models import RidgelineConfig
+from ridgeline.cluster.doctor.checks import CheckResult
+from ridgeline.contracts.former_names import FormerName
+from ridgeline.loadtest.plan import ComparePlan, ReplayPlan
+from ridgeline.loadtest.run.calibration import Load, Workers
+from ridgeline.loadtest.run_folder import RunFolder, Settled
+from ridgeline.loadtest.variants import Devices
 from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
 from tests.support.patience import PATIENCE_S
 
@@ -37,8 +37,8 @@ def _nothing_starts(monkeypatch):
         raise AssertionError("this command must not start anything")
 
     monkeypatch.setattr(ray, "init", started)
-    monkeypatch.setattr(cluster.commands.loadtest, "ray_runtime", started)
-    monkeypatch.setattr(cluster.commands.serve, "ray_runtime", started)
+    monkeypatch.setattr(ridgeline.cluster.commands.loadtest, "ray_runtime", started)
+    monkeypatch.setattr(ridgeline.cluster.commands.serve, "ray_runtime", started)
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_an_unfit_machine_is_told_every_fix_and_nothing_starts(ridgeline, monkey
     async def unfit(config, console, *, detached):
         raise Unfit(["Free some memory.", "Use another port [8001]."])
 
-    monkeypatch.setattr(cluster.commands.serve, "serve", unfit)
+    monkeypatch.setattr(ridgeline.cluster.commands.serve, "serve", unfit)
     status, _, error = ridgeline("serve")
     assert status == 1
     assert error == "error: Free some memory. error: Use another port [8001]."
@@ -153,11 +153,11 @@ def test_an_unfit_machine_is_told_every_fix_and_nothing_starts(ridgeline, monkey
 def test_a_fit_machine_makes_doctor_end_with_0_and_an_unfit_one_with_1_and_the_fix(ridgeline, monkeypatch):
     good = CheckResult("memory", True, "1 needed, 2 available")
     bad = CheckResult("cores", False, "9 needed", "Lower workers in pools.prefill.")
-    monkeypatch.setattr("cluster.doctor.checks.checks", lambda config: [good])
+    monkeypatch.setattr("ridgeline.cluster.doctor.checks.checks", lambda config: [good])
     status, shown, _ = ridgeline("doctor")
     assert status == 0
     assert "1 needed, 2 available" in shown
-    monkeypatch.setattr("cluster.doctor.checks.checks", lambda config: [good, bad])
+    monkeypatch.setattr("ridgeline.cluster.doctor.checks.checks", lambda config: [good, bad])
     status, shown, _ = ridgeline("doctor")
     assert status == 1
     assert "Lower workers in pools.prefill." in " ".join(shown.split())
@@ -165,7 +165,7 @@ def test_a_fit_machine_makes_doctor_end_with_0_and_an_unfit_one_with_1_and_the_f
 
 def test_doctor_judges_the_configuration_it_is_given(ridgeline, monkeypatch):
     seen = []
-    monkeypatch.setattr("cluster.doctor.checks.checks", lambda config: seen.append(config) or [])
+    monkeypatch.setattr("ridgeline.cluster.doctor.checks.checks", lambda config: seen.append(config) or [])
     assert ridgeline("doctor", "--set", "pools.decode.workers=5")[0] == 0
     assert seen[0].pools.decode.workers == 5
 
@@ -264,7 +264,7 @@ def test_the_options_reach_the_plan(ridgeline, monkeypatch):
     async def noted(url, plan, out, console):
         plans.append(plan)
 
-    monkeypatch.setattr(cluster.commands.replay, "replay_command", noted)
+    monkeypatch.setattr(ridgeline.cluster.commands.replay, "replay_command", noted)
     flags = "--length-scale 0.5 --too-long drop --jitter-s 0.25 --duration-s 9 --served-name m --warmup-requests 0"
     assert ridgeline("replay", *flags.split())[0] == 0
     asked = {"length_scale": 0.5, "too_long": "drop", "jitter_s": 0.25, "duration_s": 9, "served_name": "m"}
@@ -376,7 +376,7 @@ def test_a_candidate_that_does_not_fit_the_machine_is_refused_by_name(ridgeline,
         if config.router.max_prompt_wait_s == 7:
             raise Unfit(["too large"])
 
-    monkeypatch.setattr(cluster.commands.loadtest, "refuse_unfit_machine", unfit)
+    monkeypatch.setattr(ridgeline.cluster.commands.loadtest, "refuse_unfit_machine", unfit)
     (tmp_path / "grid.yaml").write_text("colocated: {plain: {}, late: {router: {max_prompt_wait_s: 7}}}")
     status, _, error = ridgeline("compare", "--out", tmp_path / "out", "--grid", tmp_path / "grid.yaml")
     assert status == 1
@@ -392,9 +392,9 @@ def _with_pools(pools) -> RidgelineConfig:
 def test_kv_caches_that_take_what_is_free_are_alike_only_if_all_do():
     free = {"gpus_per_worker": 1, "kv_cache_bytes": None}
     alike = _with_pools({"prefill": free, "decode": free, "colocated": free})
-    assert cluster.commands.loadtest.equal_hardware(alike) is None
+    assert ridgeline.cluster.commands.loadtest.equal_hardware(alike) is None
     mixed = _with_pools({"prefill": free, "decode": free, "colocated": {"gpus_per_worker": 1}})
-    assert "set for some pools and null" in cluster.commands.loadtest.equal_hardware(mixed)
+    assert "set for some pools and null" in ridgeline.cluster.commands.loadtest.equal_hardware(mixed)
 
 
 @pytest.mark.parametrize(
@@ -420,7 +420,7 @@ def test_compare_on_an_unfit_machine_starts_nothing(ridgeline, tmp_path, monkeyp
     def unfit(config):
         raise Unfit(["Free some memory."])
 
-    monkeypatch.setattr(cluster.commands.loadtest, "refuse_unfit_machine", unfit)
+    monkeypatch.setattr(ridgeline.cluster.commands.loadtest, "refuse_unfit_machine", unfit)
     status, _, error = ridgeline("compare", "--out", tmp_path)
     assert (status, error) == (1, "error: Free some memory.")
 
@@ -469,7 +469,7 @@ def test_an_interrupted_comparison_goes_on_with_its_own_plan_and_configuration(r
         assert grid is None
         gone_on.append((config.mode, plan.pairs, plan.rate, out, past.next_number))
 
-    monkeypatch.setattr(cluster.commands.loadtest, "compare_command", compare_command)
+    monkeypatch.setattr(ridgeline.cluster.commands.loadtest, "compare_command", compare_command)
     _interrupted(tmp_path / "run", {"mode": "disaggregated"})
     status, _, error = ridgeline("compare", "--resume", tmp_path / "run", "--pairs", "2")
     assert (status, error) == (0, "")
@@ -484,7 +484,7 @@ def test_an_interrupted_comparison_goes_on_with_the_candidates_that_were_chosen(
             {mode: [(each.name, each.config.router.max_prompt_wait_s) for each in grid[mode]] for mode in grid}
         )
 
-    monkeypatch.setattr(cluster.commands.loadtest, "compare_command", compare_command)
+    monkeypatch.setattr(ridgeline.cluster.commands.loadtest, "compare_command", compare_command)
     tried = [("colocated", "plain", 5, False), ("colocated", "late", 7, True), ("disaggregated", "split", 9, True)]
     candidates = [
         {"label": mode, "candidate": name, "overrides": {"router": {"max_prompt_wait_s": wait_s}}, "chosen": chosen}
@@ -540,5 +540,5 @@ def test_the_devices_of_a_mode_are_the_cores_of_its_pools(mode, unit, count, per
 
 
 def test_a_replay_needs_nothing_that_draws_a_page():
-    code = "import sys; sys.modules['plotly'] = None; import cluster.commands.replay"
+    code = "import sys; sys.modules['plotly'] = None; import ridgeline.cluster.commands.replay"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=PATIENCE_S).returncode == 0

@@ -6,9 +6,9 @@ from importlib.util import find_spec
 
 import pytest
 
-from cluster.config.loader import load_config
-from cluster.doctor.architectures import missing_import
-from cluster.doctor.checks import checks, failures
+from ridgeline.cluster.config.loader import load_config
+from ridgeline.cluster.doctor.architectures import missing_import
+from ridgeline.cluster.doctor.checks import checks, failures
 
 ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
 

@@ -16,7 +16,7 @@ from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
 # isort: split
 from vllm.sampling_params import StructuredOutputsParams
 
-from engine.grammars import IGNORED, MAX_GRAMMAR_BYTES, choose_backend, ignored, refusal, unrolled_parts
+from ridgeline.engine.grammars import IGNORED, MAX_GRAMMAR_BYTES, choose_backend, ignored, refusal, unrolled_parts
 from tests.support.patterns import PATTERNS
 
 
@@ -225,7 +225,7 @@ def test_what_is_no_json_is_refused():
 def test_guidance_is_chosen_where_the_operator_has_not_chosen_and_any_other_is_told(
     monkeypatch, caplog, configured, fast, chosen, said
 ):
-    monkeypatch.setattr("engine.grammars.GuidanceBackend.is_tokenizer_supported", lambda tokenizer: fast)
+    monkeypatch.setattr("ridgeline.engine.grammars.GuidanceBackend.is_tokenizer_supported", lambda tokenizer: fast)
     config = SimpleNamespace(backend=configured)
     with caplog.at_level(logging.WARNING):
         choose_backend(config, None)

@@ -23,9 +23,9 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from cluster.config.loader import ConfigError, load_config
-from engine import passed_args
-from engine.vllm_arguments import engine_values
+from ridgeline.cluster.config.loader import ConfigError, load_config
+from ridgeline.engine import passed_args
+from ridgeline.engine.vllm_arguments import engine_values
 from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
 
 PLAIN = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
@@ -217,7 +217,7 @@ def test_a_table_in_the_file_and_single_flags_are_one(tmp_path):
 
 def test_nothing_of_vllm_is_imported_to_judge_a_configuration():
     code = (
-        "import sys; from cluster.config.loader import load_config; "
+        "import sys; from ridgeline.cluster.config.loader import load_config; "
         "load_config(None, {'engine_args.max_logprobs': '5', 'server_args.tool_call_parser': 'hermes'}); "
         "sys.exit(any(name in sys.modules for name in ('vllm', 'torch', 'ray')))"
     )

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from engine.stall import StallWatch
+from ridgeline.engine.stall import StallWatch
 from tests.support.clock import FakeClock
 
 

@@ -22,13 +22,13 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from contracts.handoff import TransferResult
-from contracts.workers import TPOT_LIMIT_USED, StepModel
-from decode_worker.pacing.slack import CATCH_UP
-from engine.connector.messages import FORETOLD
-from engine.connector.scheduler_side import FETCH
-from engine.request.sampling import FORCED, SURE_TOKENS, TPOT_LIMIT
-from engine.step_scheduler import BoundedAsyncScheduler, BoundedScheduler, bound_steps
+from ridgeline.contracts.handoff import TransferResult
+from ridgeline.contracts.workers import TPOT_LIMIT_USED, StepModel
+from ridgeline.decode_worker.pacing.slack import CATCH_UP
+from ridgeline.engine.connector.messages import FORETOLD
+from ridgeline.engine.connector.scheduler_side import FETCH
+from ridgeline.engine.request.sampling import FORCED, SURE_TOKENS, TPOT_LIMIT
+from ridgeline.engine.step_scheduler import BoundedAsyncScheduler, BoundedScheduler, bound_steps
 
 Make = Callable[..., Stepping]
 DECODE_S = MACHINE.decode_s(4, 1000)

@@ -12,13 +12,13 @@ import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from contracts.errors import EngineFailed
-from contracts.rpc.tls import TlsFiles
-from contracts.workers import StepModel
-from engine.connector.messages import STALE_HANDOFFS, STEP_MODEL, TRANSFER_EVENTS
-from engine.root_cause import CauseFile
-from engine.vllm_engine import EngineStats, VllmEngine, _engine_args
-from kv_transfer.options import TransferOptions
+from ridgeline.contracts.errors import EngineFailed
+from ridgeline.contracts.rpc.tls import TlsFiles
+from ridgeline.contracts.workers import StepModel
+from ridgeline.engine.connector.messages import STALE_HANDOFFS, STEP_MODEL, TRANSFER_EVENTS
+from ridgeline.engine.root_cause import CauseFile
+from ridgeline.engine.vllm_engine import EngineStats, VllmEngine, _engine_args
+from ridgeline.kv_transfer.options import TransferOptions
 from tests.support.patience import PATIENCE_S
 from tests.support.samples import engine_config
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kv_transfer.memory.blocks import BlockPool
+from ridgeline.kv_transfer.memory.blocks import BlockPool
 from tools.gpu import blocks, check
 from tools.gpu.machine import Machine
 from tools.gpu.result import Row, table

@@ -7,11 +7,11 @@ import msgspec
 import pytest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-from contracts.errors import EngineFailed, HandoffLost, InvalidTask
-from decode_worker.handler import DecodeHandler
-from engine.request import sampling
-from engine.vllm_engine import require_in_vocabulary
-from prefill_worker.handler import PrefillHandler
+from ridgeline.contracts.errors import EngineFailed, HandoffLost, InvalidTask
+from ridgeline.decode_worker.handler import DecodeHandler
+from ridgeline.engine.request import sampling
+from ridgeline.engine.vllm_engine import require_in_vocabulary
+from ridgeline.prefill_worker.handler import PrefillHandler
 from tests.support.fake_engine import FakeEngine, make_task
 from tests.support.patience import eventually
 from tests.support.samples import TIMING, make_handoff, next_token

@@ -13,10 +13,10 @@ import msgspec
 import pytest
 from vllm.sampling_params import SamplingParams
 
-from cluster.runtime.handlers import HANDLERS
-from contracts.errors import EngineFailed, InvalidTask, TaskRejected, WorkerDraining, WorkerLost
-from contracts.tasks import StepBatch, TokenDelta
-from contracts.workers import (
+from ridgeline.cluster.runtime.handlers import HANDLERS
+from ridgeline.contracts.errors import EngineFailed, InvalidTask, TaskRejected, WorkerDraining, WorkerLost
+from ridgeline.contracts.tasks import StepBatch, TokenDelta
+from ridgeline.contracts.workers import (
     MIN_FITTED_STEPS,
     AbortRequest,
     Ack,
@@ -27,17 +27,17 @@ from contracts.workers import (
     StepModel,
     SubmitRequest,
 )
-from decode_worker.handler import DecodeHandler
-from engine.stall import StallWatch
-from prefill_worker.handler import PrefillHandler
+from ridgeline.decode_worker.handler import DecodeHandler
+from ridgeline.engine.stall import StallWatch
+from ridgeline.prefill_worker.handler import PrefillHandler
+from ridgeline.worker_runtime.client import MEANT, OPTIONS, SERVICE, Meant, WorkerClient, decoder, encode
+from ridgeline.worker_runtime.draining import kv_unneeded
+from ridgeline.worker_runtime.host import HEALTH_LOOK_S, RouterSession, Undeliverable, WorkerHost
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import FakeEngine, FakeStats, make_task
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.samples import LAYOUT, make_handoff, next_token
 from tests.support.task_deltas import task_deltas
-from worker_runtime.client import MEANT, OPTIONS, SERVICE, Meant, WorkerClient, decoder, encode
-from worker_runtime.draining import kv_unneeded
-from worker_runtime.host import HEALTH_LOOK_S, RouterSession, Undeliverable, WorkerHost
 
 METHODS = ("Describe", "Status", "ResetPrefixCache", "Submit", "Abort", "Drain", "Attach")
 
@@ -82,7 +82,7 @@ async def serving(engine: FakeEngine | None = None, handler=None) -> AsyncIterat
 @pytest.fixture
 def settles_quickly(monkeypatch):
     """A drained worker waits a fifth of a second for what may still be published, not a whole one."""
-    monkeypatch.setattr("worker_runtime.draining.SETTLED_S", 0.2)
+    monkeypatch.setattr("ridgeline.worker_runtime.draining.SETTLED_S", 0.2)
 
 
 class Proxy:
@@ -499,7 +499,7 @@ async def test_what_a_client_wants_of_one_worker_is_not_done_by_another_that_too
         engine = FakeEngine()
         engine.config = replace(engine.config, worker_id="decode-7", incarnation="i7")
         other = WorkerHost(engine, HANDLERS)
-        monkeypatch.setattr("worker_runtime.host.join_host_port", lambda *_: address)
+        monkeypatch.setattr("ridgeline.worker_runtime.host.join_host_port", lambda *_: address)
         await other.start()
         try:
             wishes = {
@@ -619,7 +619,7 @@ async def test_a_worker_is_drained_only_once_nobody_needs_its_kv_blocks_any_more
 
 @pytest.mark.usefixtures("settles_quickly")
 async def test_a_lease_that_nobody_ends_holds_a_draining_worker_for_its_time_only(monkeypatch):
-    monkeypatch.setattr("worker_runtime.draining.LEASE_MARGIN_S", 0.0)
+    monkeypatch.setattr("ridgeline.worker_runtime.draining.LEASE_MARGIN_S", 0.0)
     stats = FakeStats(counters={"open_leases": 1.0})
     async with asyncio.timeout(PATIENCE_S):
         await kv_unneeded(stats, lease_s=0.1)
@@ -940,7 +940,7 @@ class Handler:
 
 
 async def test_a_batch_is_cut_by_bytes_and_nothing_is_lost_or_out_of_order(monkeypatch):
-    monkeypatch.setattr("worker_runtime.host.MAX_BATCH_BYTES", 1000)
+    monkeypatch.setattr("ridgeline.worker_runtime.host.MAX_BATCH_BYTES", 1000)
     session = RouterSession(lambda handoff: None)
     for number in range(100):
         session.send(TokenDelta(request_id="r", token_ids=[number] * (2000 if number == 50 else 30)))
@@ -969,7 +969,7 @@ async def test_a_delta_longer_than_a_message_is_its_own_requests_error_and_ends_
 
 
 async def test_tasks_of_a_router_that_does_not_read_end_when_the_outbox_is_full(monkeypatch):
-    monkeypatch.setattr("worker_runtime.host.MAX_OUTBOX_BYTES", 1000)
+    monkeypatch.setattr("ridgeline.worker_runtime.host.MAX_OUTBOX_BYTES", 1000)
     session = RouterSession(lambda handoff: None)
     small = TokenDelta(request_id="a", token_ids=[1])
     while session.outbox_bytes + len(encode(small)) <= 1000:

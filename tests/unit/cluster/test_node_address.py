@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from cluster.config.loader import ConfigError, load_config
-from cluster.node_address import NoSuchAddress, address_here
+from ridgeline.cluster.config.loader import ConfigError, load_config
+from ridgeline.cluster.node_address import NoSuchAddress, address_here
 
 INTERFACES = {
     "lo": [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")],

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from cluster.node_cores import CoresTaken, hold_cores, hold_cores_soon, taken_cores, this_machine
+from ridgeline.cluster.node_cores import CoresTaken, hold_cores, hold_cores_soon, taken_cores, this_machine
 
 CORES = (9001, 9002, 9003)
 """No machine has them, so nobody else holds them."""
@@ -30,7 +30,9 @@ def test_one_core_that_is_taken_refuses_all_and_keeps_none_of_them():
 
 
 def test_a_killed_process_holds_nothing():
-    code = f"from cluster.node_cores import hold_cores; held = hold_cores({CORES}); print(flush=True); input()"
+    code = (
+        f"from ridgeline.cluster.node_cores import hold_cores; held = hold_cores({CORES}); print(flush=True); input()"
+    )
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     process.stdout.readline()
     assert taken_cores(CORES) == set(CORES)
@@ -40,7 +42,7 @@ def test_a_killed_process_holds_nothing():
 
 
 def test_all_processes_of_a_machine_give_it_the_same_name():
-    code = "from cluster.node_cores import this_machine; print(this_machine())"
+    code = "from ridgeline.cluster.node_cores import this_machine; print(this_machine())"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert told == f"{this_machine()}\n"
 
@@ -63,5 +65,5 @@ def test_to_look_which_cores_are_taken_takes_none(monkeypatch):
     def hold(core):
         raise AssertionError("a worker that begins now would find it taken")
 
-    monkeypatch.setattr("cluster.node_cores._hold", hold)
+    monkeypatch.setattr("ridgeline.cluster.node_cores._hold", hold)
     assert taken_cores(CORES) == frozenset()

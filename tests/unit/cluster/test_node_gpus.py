@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
-from cluster.node_gpus import FIELDS, Gpu, NoGpus, read_gpus
-from cluster.node_hardware import UnknownHardware, peaks_of, worker_hardware
-from cluster.runtime.deployment import known_peaks
-from roofline.hardware import hardware_of_gpu
-from router.settings import PoolHardware
+from ridgeline.cluster.node_gpus import FIELDS, Gpu, NoGpus, read_gpus
+from ridgeline.cluster.node_hardware import UnknownHardware, peaks_of, worker_hardware
+from ridgeline.cluster.runtime.deployment import known_peaks
+from ridgeline.roofline.hardware import hardware_of_gpu
+from ridgeline.router.settings import PoolHardware
 
 MIB = 1024**2
 H100_LINE = "{index}, GPU-{index}abc, NVIDIA H100 80GB HBM3, 81559, 80994, 580.95.05, 9.0, Disabled"

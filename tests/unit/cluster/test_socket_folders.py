@@ -6,8 +6,8 @@ import tempfile
 
 import pytest
 
-from cluster import socket_folders
-from cluster.socket_folders import LONGEST_BELOW, SOCKET_PATH_BYTES, own_folder, ray_folder
+from ridgeline.cluster import socket_folders
+from ridgeline.cluster.socket_folders import LONGEST_BELOW, SOCKET_PATH_BYTES, own_folder, ray_folder
 
 
 def test_a_short_folder_is_taken_as_the_shell_names_it(tmp_path, monkeypatch):

@@ -5,8 +5,8 @@ import pickle
 import msgspec
 import pytest
 
-from contracts import errors
-from contracts.handoff import KvHandoff, KvLayout, explain_mismatch, new_handoff_id
+from ridgeline.contracts import errors
+from ridgeline.contracts.handoff import KvHandoff, KvLayout, explain_mismatch, new_handoff_id
 from tests.support.samples import kv_layout
 from tests.support.symptoms import is_quoted
 

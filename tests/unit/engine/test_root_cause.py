@@ -3,7 +3,7 @@
 import pydantic
 import pytest
 
-from engine.root_cause import MOST_CHARACTERS, CauseFile, how_ended, sentence_of
+from ridgeline.engine.root_cause import MOST_CHARACTERS, CauseFile, how_ended, sentence_of
 
 FRONT_END = "Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': %d}"
 

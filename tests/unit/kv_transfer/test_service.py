@@ -7,11 +7,11 @@ import time
 import pytest
 import torch
 
-from contracts import errors
-from contracts.handoff import KvHandoff, new_handoff_id
-from kv_transfer.memory.shared import KvCacheAllocation
-from kv_transfer.options import TransferOptions
-from kv_transfer.service import TransferService
+from ridgeline.contracts import errors
+from ridgeline.contracts.handoff import KvHandoff, new_handoff_id
+from ridgeline.kv_transfer.memory.shared import KvCacheAllocation
+from ridgeline.kv_transfer.options import TransferOptions
+from ridgeline.kv_transfer.service import TransferService
 from tests.support.clock import FakeClock
 from tests.support.patience import PATIENCE_S, in_the_end
 from tests.support.samples import kv_layout
@@ -252,7 +252,7 @@ def test_a_handoff_that_is_watched_no_more_lives_out_its_lease_unless_it_is_fetc
 
 
 def test_a_vanished_source_fails_the_fetch_and_stops_the_heartbeats(monkeypatch):
-    monkeypatch.setattr("kv_transfer.service.LAST_RELEASES_S", 0.0)
+    monkeypatch.setattr("ridgeline.kv_transfer.service.LAST_RELEASES_S", 0.0)
     (prefill, _), (decode, _) = make_service(), make_service()
     try:
         handoff = offer(prefill, "p", [1])

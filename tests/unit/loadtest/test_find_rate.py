@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from loadtest import find_rate as module
-from loadtest.errors import LoadTestError
-from loadtest.find_rate import GIVEN_UP_AFTER, bounded_deadline_s, find_rate
-from loadtest.plan import ComparePlan
-from loadtest.preparation import Prepared
-from loadtest.report.rounds import Round
-from loadtest.report.saved import FORMER_NAMES, print_side_by_side, report_again
-from loadtest.run.calibration import Load
-from loadtest.run.records import RequestRecord
-from loadtest.run.replay import ReplayResult
-from loadtest.trace.windows import PairTraces
-from loadtest.variants import Devices
+from ridgeline.loadtest import find_rate as module
+from ridgeline.loadtest.errors import LoadTestError
+from ridgeline.loadtest.find_rate import GIVEN_UP_AFTER, bounded_deadline_s, find_rate
+from ridgeline.loadtest.plan import ComparePlan
+from ridgeline.loadtest.preparation import Prepared
+from ridgeline.loadtest.report.rounds import Round
+from ridgeline.loadtest.report.saved import FORMER_NAMES, print_side_by_side, report_again
+from ridgeline.loadtest.run.calibration import Load
+from ridgeline.loadtest.run.records import RequestRecord
+from ridgeline.loadtest.run.replay import ReplayResult
+from ridgeline.loadtest.trace.windows import PairTraces
+from ridgeline.loadtest.variants import Devices
 
 PLAN = ComparePlan(
     trace="poisson:rate=1,input=32,output=8,n=40",

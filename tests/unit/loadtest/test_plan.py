@@ -3,10 +3,10 @@
 import pytest
 from pydantic import ValidationError
 
-from loadtest.errors import LoadTestError, TraceError
-from loadtest.plan import ComparePlan, ReplayPlan
-from loadtest.run.replay import check_client
-from loadtest.run.unloaded import sizes_of
+from ridgeline.loadtest.errors import LoadTestError, TraceError
+from ridgeline.loadtest.plan import ComparePlan, ReplayPlan
+from ridgeline.loadtest.run.replay import check_client
+from ridgeline.loadtest.run.unloaded import sizes_of
 
 
 @pytest.mark.parametrize(

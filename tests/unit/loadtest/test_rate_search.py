@@ -6,7 +6,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from loadtest.rate_search import (
+from ridgeline.loadtest.rate_search import (
     Bounds,
     MaxGoodputRate,
     Ratio,

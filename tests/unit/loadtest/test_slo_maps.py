@@ -5,11 +5,11 @@ from functools import partial
 
 import pytest
 
-from loadtest.plan import Slo
-from loadtest.run.records import RequestRecord
-from loadtest.run.unloaded import Unloaded
-from loadtest.slo_maps import Grid, SloMap, grid_of, rate_map, winner_map
-from loadtest.statistics.outcome import conclude
+from ridgeline.loadtest.plan import Slo
+from ridgeline.loadtest.run.records import RequestRecord
+from ridgeline.loadtest.run.unloaded import Unloaded
+from ridgeline.loadtest.slo_maps import Grid, SloMap, grid_of, rate_map, winner_map
+from ridgeline.loadtest.statistics.outcome import conclude
 
 RATE_GRID = Grid((1000.0, 8000.0, 60000.0), (100.0, 500.0), "by hand")
 RATES = (1.0, 1.4, 2.0, 2.8, 4.0)

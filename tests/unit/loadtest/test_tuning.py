@@ -6,21 +6,21 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from loadtest import compare as compare_module
-from loadtest import valid_rounds
-from loadtest.compare import compare, resume
-from loadtest.errors import LoadTestError, ServerError
-from loadtest.plan import ComparePlan
-from loadtest.preparation import Prepared
-from loadtest.report.saved import report_again
-from loadtest.run.calibration import Load
-from loadtest.run.records import RequestRecord
-from loadtest.run.replay import ReplayResult
-from loadtest.run.server_metrics import MetricsDelta
-from loadtest.run_folder import RunFolder
-from loadtest.trace.windows import PairTraces
-from loadtest.tuning import Candidate, Score, best_of, order_of
-from loadtest.variants import Reached
+from ridgeline.loadtest import compare as compare_module
+from ridgeline.loadtest import valid_rounds
+from ridgeline.loadtest.compare import compare, resume
+from ridgeline.loadtest.errors import LoadTestError, ServerError
+from ridgeline.loadtest.plan import ComparePlan
+from ridgeline.loadtest.preparation import Prepared
+from ridgeline.loadtest.report.saved import report_again
+from ridgeline.loadtest.run.calibration import Load
+from ridgeline.loadtest.run.records import RequestRecord
+from ridgeline.loadtest.run.replay import ReplayResult
+from ridgeline.loadtest.run.server_metrics import MetricsDelta
+from ridgeline.loadtest.run_folder import RunFolder
+from ridgeline.loadtest.trace.windows import PairTraces
+from ridgeline.loadtest.tuning import Candidate, Score, best_of, order_of
+from ridgeline.loadtest.variants import Reached
 
 PLAN = ComparePlan(trace="demo", limit=20, grid="grid.yaml", tuning_rounds=2, pairs=2, slo_ttft_ms=400, slo_tpot_ms=60)
 TTFT_S = {"slow": 0.9, "fast": 0.1, "as fast": 0.1, "split": 0.2}

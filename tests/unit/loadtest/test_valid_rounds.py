@@ -5,9 +5,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from loadtest.plan import ComparePlan
-from loadtest.report.rounds import Round
-from loadtest.valid_rounds import RoundRunner
+from ridgeline.loadtest.plan import ComparePlan
+from ridgeline.loadtest.report.rounds import Round
+from ridgeline.loadtest.valid_rounds import RoundRunner
 
 
 def _runner(*rounds: tuple[str, int, float, bool]) -> RoundRunner:

@@ -6,8 +6,8 @@ import json
 import httpx
 import pytest
 
-from loadtest.errors import ServerError
-from loadtest.variants import Deployments, SwitchedVariant
+from ridgeline.loadtest.errors import ServerError
+from ridgeline.loadtest.variants import Deployments, SwitchedVariant
 
 
 async def test_an_variant_keeps_its_deployment_until_the_other_has_its_turn():

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roofline.cost import StepCost, StepCostModel
-from roofline.model_shape import load_model_shape
+from ridgeline.roofline.cost import StepCost, StepCostModel
+from ridgeline.roofline.model_shape import load_model_shape
 
 SMOLLM2 = StepCostModel(load_model_shape("smollm2-135m"))
 MODELS = {name: StepCostModel(load_model_shape(name)) for name in ("smollm2-135m", "mixtral-8x7b", "deepseek-v3")}

@@ -2,9 +2,9 @@
 
 import pytest
 
-from roofline import calibration
-from roofline.errors import ModelConfigError, UnknownNameError
-from roofline.hardware import KNOWN_HARDWARE, Hardware, hardware_by_name
+from ridgeline.roofline import calibration
+from ridgeline.roofline.errors import ModelConfigError, UnknownNameError
+from ridgeline.roofline.hardware import KNOWN_HARDWARE, Hardware, hardware_by_name
 
 
 @pytest.mark.parametrize(

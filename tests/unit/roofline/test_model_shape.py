@@ -5,10 +5,10 @@ import pickle
 
 import pytest
 
-from roofline.errors import ModelConfigError, UnknownNameError
-from roofline.known_models import KNOWN_MODELS
-from roofline.model_shape import ModelShape, load_model_shape
-from roofline.quantisation import multiplies_in_fp8, weight_bytes_per_param
+from ridgeline.roofline.errors import ModelConfigError, UnknownNameError
+from ridgeline.roofline.known_models import KNOWN_MODELS
+from ridgeline.roofline.model_shape import ModelShape, load_model_shape
+from ridgeline.roofline.quantisation import multiplies_in_fp8, weight_bytes_per_param
 
 SMOLLM2 = {
     "num_hidden_layers": 30,

@@ -6,7 +6,7 @@ import textwrap
 
 BEGINNING = """
     import asyncio, gc, psutil
-    from router.gc_schedule import GcSchedule
+    from ridgeline.router.gc_schedule import GcSchedule
 
     MIB = 1 << 20
 

@@ -2,8 +2,8 @@
 
 import typer
 
-from cluster.cli import app
-from cluster.config.models import RidgelineConfig
+from ridgeline.cluster.cli import app
+from ridgeline.cluster.config.models import RidgelineConfig
 from tools.docs.reference import cli_page, default, sections, settings_page, type_name
 
 

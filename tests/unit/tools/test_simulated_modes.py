@@ -5,7 +5,7 @@ from statistics import mean, median
 
 import pytest
 
-from contracts.workers import StepModel
+from ridgeline.contracts.workers import StepModel
 from tools.bench import simulated_modes
 from tools.bench.simulated_modes import (
     MACHINES,

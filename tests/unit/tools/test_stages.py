@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from contracts.stages import FILE_VARIABLE, Stage
+from ridgeline.contracts.stages import FILE_VARIABLE, Stage
 from tools.bench.stages import CLIENT, PARTS, Seen, Server, timeline
 
 ONE_REQUEST = (
@@ -70,7 +70,7 @@ def test_processes_append_to_one_file_and_the_reader_gets_what_is_new(tmp_path):
     file = tmp_path / "stages"
     file.touch()
     server = Server("http://127.0.0.1:1", file)
-    code = "from contracts.stages import mark; mark('published'); mark('fetch ended')"
+    code = "from ridgeline.contracts.stages import mark; mark('published'); mark('fetch ended')"
     for _ in range(2):
         subprocess.run([sys.executable, "-c", code], env={**os.environ, FILE_VARIABLE: str(file)}, check=True)
         first, second = server.new_marks()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from contracts.tasks import PositionLogprobs
+from ridgeline.contracts.tasks import PositionLogprobs
 from tests.support.ties import behind_best_nat, is_tie, spacing, tie_nat
 
 

@@ -22,10 +22,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cluster.commands.serve import Unfit
-from cluster.config.loader import ConfigError
-from loadtest.errors import LoadTestError
-from loadtest.run_folder import ROUNDS, free_folder
+from ridgeline.cluster.commands.serve import Unfit
+from ridgeline.cluster.config.loader import ConfigError
+from ridgeline.loadtest.errors import LoadTestError
+from ridgeline.loadtest.run_folder import ROUNDS, free_folder
 from tools.bench.modes.fleet import ORDINALS_PER_ROUND, running
 from tools.bench.modes.journal import Clock, Journal, read_journal
 from tools.bench.modes.map import run_map

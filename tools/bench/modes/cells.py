@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import msgspec
 
-from loadtest.rate_search import MaxGoodputRate, Ratio, Round, bands, ratio_of
-from loadtest.slo_maps import UNCLEAR, UNREACHABLE
+from ridgeline.loadtest.rate_search import MaxGoodputRate, Ratio, Round, bands, ratio_of
+from ridgeline.loadtest.slo_maps import UNCLEAR, UNREACHABLE
 from tools.bench.modes.journal import Limits, Place, RoundEnded
 from tools.bench.modes.settings import ADAPTIVE
 

@@ -16,25 +16,25 @@ from typing import Any, Final, TypeVar, cast
 
 from rich.console import Console
 
-from cluster.commands.serve import refuse_unfit_machine, say_with_time, started
-from cluster.commands.setup import setup_of, versions
-from cluster.config.api_keys import first_admin_key
-from cluster.config.loader import load_config
-from cluster.runtime.ray_start import ray_runtime
-from loadtest.errors import LoadTestError, NotDisaggregatedError, RestartedError
-from loadtest.plan import DISAGGREGATED, ComparePlan, Mode
-from loadtest.run.machine import disturbance, read_cpu
-from loadtest.run.records import RecordFile
-from loadtest.run.replay import ReplayResult, RoundRequests, run_replay
-from loadtest.run.server import Servers, as_servers, first_model, with_slo_headers
-from loadtest.run.unloaded import Unloaded, measure_unloaded
-from loadtest.run.validity import discard_reasons
-from loadtest.run.warm_up import warm_up_workers
-from loadtest.run_folder import RECORDS
-from loadtest.trace.readers import load_trace
-from loadtest.trace.trace import Trace
-from loadtest.valid_rounds import require_disaggregated
-from loadtest.variants import SwitchedVariant
+from ridgeline.cluster.commands.serve import refuse_unfit_machine, say_with_time, started
+from ridgeline.cluster.commands.setup import setup_of, versions
+from ridgeline.cluster.config.api_keys import first_admin_key
+from ridgeline.cluster.config.loader import load_config
+from ridgeline.cluster.runtime.ray_start import ray_runtime
+from ridgeline.loadtest.errors import LoadTestError, NotDisaggregatedError, RestartedError
+from ridgeline.loadtest.plan import DISAGGREGATED, ComparePlan, Mode
+from ridgeline.loadtest.run.machine import disturbance, read_cpu
+from ridgeline.loadtest.run.records import RecordFile
+from ridgeline.loadtest.run.replay import ReplayResult, RoundRequests, run_replay
+from ridgeline.loadtest.run.server import Servers, as_servers, first_model, with_slo_headers
+from ridgeline.loadtest.run.unloaded import Unloaded, measure_unloaded
+from ridgeline.loadtest.run.validity import discard_reasons
+from ridgeline.loadtest.run.warm_up import warm_up_workers
+from ridgeline.loadtest.run_folder import RECORDS
+from ridgeline.loadtest.trace.readers import load_trace
+from ridgeline.loadtest.trace.trace import Trace
+from ridgeline.loadtest.valid_rounds import require_disaggregated
+from ridgeline.loadtest.variants import SwitchedVariant
 from tools.bench.modes.journal import Clock, Journal, Limits, Outcome, RoundEnded, RoundSpec, outcome_of
 from tools.bench.modes.settings import Settings
 

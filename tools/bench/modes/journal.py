@@ -16,10 +16,10 @@ from typing import Any
 
 import msgspec
 
-from loadtest.run.machine import describe_machine
-from loadtest.run.records import RequestRecord
-from loadtest.run.unloaded import Unloaded
-from loadtest.run_folder import ROUNDS, SUMMARY
+from ridgeline.loadtest.run.machine import describe_machine
+from ridgeline.loadtest.run.records import RequestRecord
+from ridgeline.loadtest.run.unloaded import Unloaded
+from ridgeline.loadtest.run_folder import ROUNDS, SUMMARY
 from tools.bench.modes.settings import Settings
 
 Place = tuple[int, int]

@@ -16,13 +16,13 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.plan import ComparePlan
-from loadtest.rate_search import Ratio, Round
-from loadtest.run.calibration import minutes_text, most_rate, workers_of
-from loadtest.trace.readers import load_trace
-from loadtest.trace.shape import fit_context
-from loadtest.trace.trace import Trace
-from loadtest.trace.windows import PairTraces
+from ridgeline.loadtest.plan import ComparePlan
+from ridgeline.loadtest.rate_search import Ratio, Round
+from ridgeline.loadtest.run.calibration import minutes_text, most_rate, workers_of
+from ridgeline.loadtest.trace.readers import load_trace
+from ridgeline.loadtest.trace.shape import fit_context
+from ridgeline.loadtest.trace.trace import Trace
+from ridgeline.loadtest.trace.windows import PairTraces
 from tools.bench.modes.cells import Cell, Goodput, cell_of, counted, mean_ratio, next_cell_rate
 from tools.bench.modes.fleet import Fleet, hopeless_after_s, round_plan, shuffled
 from tools.bench.modes.journal import Clock, Ended, Journal, Limits, Measured, Place, RoundEnded, RoundSpec, limits_of

@@ -7,9 +7,9 @@ from typing import Final, Literal
 
 import msgspec
 
-from loadtest.errors import LoadTestError
-from loadtest.plan import COLOCATED, DISAGGREGATED, ComparePlan
-from loadtest.run_folder import RUN
+from ridgeline.loadtest.errors import LoadTestError
+from ridgeline.loadtest.plan import COLOCATED, DISAGGREGATED, ComparePlan
+from ridgeline.loadtest.run_folder import RUN
 
 ADAPTIVE: Final = "adaptive"
 VARIANTS: Final = (COLOCATED, DISAGGREGATED, ADAPTIVE)

@@ -15,11 +15,11 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.rate_search import Round, bands
-from loadtest.run.calibration import decode_token_s, minutes_text
-from loadtest.run.unloaded import Unloaded
-from loadtest.statistics.proportions import PairedCounts, paired_score_interval
-from loadtest.trace.trace import Trace, TraceRow
+from ridgeline.loadtest.rate_search import Round, bands
+from ridgeline.loadtest.run.calibration import decode_token_s, minutes_text
+from ridgeline.loadtest.run.unloaded import Unloaded
+from ridgeline.loadtest.statistics.proportions import PairedCounts, paired_score_interval
+from ridgeline.loadtest.trace.trace import Trace, TraceRow
 from tools.bench.modes.fleet import Fleet, hopeless_after_s, round_plan, shuffled
 from tools.bench.modes.journal import Clock, Ended, Journal, Limits, Measured, RoundEnded, RoundSpec, limits_of
 from tools.bench.modes.settings import ADAPTIVE, Settings

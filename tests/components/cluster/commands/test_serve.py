@@ -8,12 +8,12 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from cluster.commands.serve import StopSignals, _drain, _run
-from cluster.config.models import RidgelineConfig, SloConfig
-from cluster.deployments.names import Place, State
-from cluster.runtime.deployment import DRAIN_ANSWER_S, Deployment, limits_too_short
-from cluster.runtime.handles.actor import ActorGone, DeploymentFailed
-from router.fleet.pairing import KvPair
+from ridgeline.cluster.commands.serve import StopSignals, _drain, _run
+from ridgeline.cluster.config.models import RidgelineConfig, SloConfig
+from ridgeline.cluster.deployments.names import Place, State
+from ridgeline.cluster.runtime.deployment import DRAIN_ANSWER_S, Deployment, limits_too_short
+from ridgeline.cluster.runtime.handles.actor import ActorGone, DeploymentFailed
+from ridgeline.router.fleet.pairing import KvPair
 from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
 
 
@@ -98,7 +98,7 @@ async def test_limits_that_cannot_be_kept_are_printed_before_ready_and_kept_for_
     async def started(config, console):
         yield deployment
 
-    monkeypatch.setattr("cluster.commands.serve.started", started)
+    monkeypatch.setattr("ridgeline.cluster.commands.serve.started", started)
     signals, ready, config = StopSignals(), asyncio.Event(), RidgelineConfig()
     place = Place("told")
     with place.held() as held:

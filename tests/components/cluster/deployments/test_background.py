@@ -10,13 +10,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from cluster.cli import app
-from cluster.deployments import background
-from cluster.deployments.names import Place
+from ridgeline.cluster.cli import app
+from ridgeline.cluster.deployments import background
+from ridgeline.cluster.deployments.names import Place
 
 SERVES = """
 import signal, sys, time
-from cluster.deployments.names import Place
+from ridgeline.cluster.deployments.names import Place
 name, detached = sys.argv[1], sys.argv[2] == "detached"
 signals = []  # an Event's lock may be held by the very wait that the handler interrupts
 signal.signal(signal.SIGTERM, lambda *_: signals.append(1))

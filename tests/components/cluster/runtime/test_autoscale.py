@@ -6,15 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster.config.autoscale import AutoscaleConfig
-from cluster.runtime.autoscale.loop import Autoscaler
-from cluster.runtime.handles.actor import ActorGone
-from cluster.runtime.operation_queue import OperationQueue
-from cluster.runtime.operation_steps import OperationSteps
-from cluster.runtime.services import RouterService
-from router.front.operations import OperationLog, new_operation
-from router.observe.fleet_use import FleetUse, Member, Members, WorkerUse
-from router.observe.metrics import Within
+from ridgeline.cluster.config.autoscale import AutoscaleConfig
+from ridgeline.cluster.runtime.autoscale.loop import Autoscaler
+from ridgeline.cluster.runtime.handles.actor import ActorGone
+from ridgeline.cluster.runtime.operation_queue import OperationQueue
+from ridgeline.cluster.runtime.operation_steps import OperationSteps
+from ridgeline.cluster.runtime.services import RouterService
+from ridgeline.router.front.operations import OperationLog, new_operation
+from ridgeline.router.observe.fleet_use import FleetUse, Member, Members, WorkerUse
+from ridgeline.router.observe.metrics import Within
 from tests.support.clock import FakeClock
 from tests.support.patience import PATIENCE_S, eventually
 

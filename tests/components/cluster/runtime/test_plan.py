@@ -6,15 +6,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.config.loader import ConfigError, load_config
-from cluster.config.models import PoolConfig
-from cluster.model_store import ModelError
-from cluster.runtime import plan as plan_module
-from cluster.runtime.actors import NodePlace
-from cluster.runtime.handles.routing import RoutingHandle
-from cluster.runtime.plan import CoreTable, PlacementError, PlannedWorker, dtype_of_nodes, make_plan, routers_for
-from cluster.runtime.roles import KEPT
-from router.settings import RouterStart
+from ridgeline.cluster.config.loader import ConfigError, load_config
+from ridgeline.cluster.config.models import PoolConfig
+from ridgeline.cluster.model_store import ModelError
+from ridgeline.cluster.runtime import plan as plan_module
+from ridgeline.cluster.runtime.actors import NodePlace
+from ridgeline.cluster.runtime.handles.routing import RoutingHandle
+from ridgeline.cluster.runtime.plan import (
+    CoreTable,
+    PlacementError,
+    PlannedWorker,
+    dtype_of_nodes,
+    make_plan,
+    routers_for,
+)
+from ridgeline.cluster.runtime.roles import KEPT
+from ridgeline.router.settings import RouterStart
 from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
 from tests.support.symptoms import is_quoted
 

@@ -9,14 +9,14 @@ from urllib.parse import urlsplit
 import pytest
 from prometheus_client import CollectorRegistry
 
-from cluster.runtime.handlers import HANDLERS
-from cluster.runtime.services import RouterService
-from router.gc_schedule import FEW_STREAMS
+from ridgeline.cluster.runtime.handlers import HANDLERS
+from ridgeline.cluster.runtime.services import RouterService
+from ridgeline.router.gc_schedule import FEW_STREAMS
+from ridgeline.worker_runtime.host import WorkerHost
 from tests.support.fake_engine import FakeEngine
 from tests.support.patience import eventually
 from tests.support.samples import router_settings
 from tests.support.served_router import make_model
-from worker_runtime.host import WorkerHost
 
 FIRST, MORE = FEW_STREAMS + 20, 300
 
@@ -40,7 +40,7 @@ def full_collections():
 
 @pytest.mark.slow
 async def test_its_objects_are_not_looked_through_while_more_streams_begin(tmp_path, monkeypatch):
-    monkeypatch.setattr("router.server.REGISTRY", CollectorRegistry())
+    monkeypatch.setattr("ridgeline.router.server.REGISTRY", CollectorRegistry())
     make_model(tmp_path)
     engines = FakeEngine("prefill"), FakeEngine("decode", stepping="manual")
     for engine in engines:

@@ -7,9 +7,9 @@ import grpc.aio
 import pytest
 from rich.console import Console
 
-from cluster.commands.top import watch
-from contracts.rpc.channel import add_port, open_aio_channel, open_channel
-from loadtest.errors import ServerError
+from ridgeline.cluster.commands.top import watch
+from ridgeline.contracts.rpc.channel import add_port, open_aio_channel, open_channel
+from ridgeline.loadtest.errors import ServerError
 from tests.support.certificates import Authority
 from tests.support.http_server import listening
 from tests.support.patience import PATIENCE_S

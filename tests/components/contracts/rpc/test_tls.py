@@ -7,23 +7,23 @@ from contextlib import aclosing, asynccontextmanager
 import numpy as np
 import pytest
 
-from cluster.config.loader import ConfigError, load_config
-from cluster.runtime.handlers import HANDLERS
-from contracts import errors
-from contracts.errors import WorkerLost
-from contracts.rpc.tls import TlsFileError, TlsFiles
-from kv_transfer.control import GrpcControl
-from kv_transfer.memory.blocks import BlockPool
-from kv_transfer.options import TransferOptions
-from prefill_worker.kv_source.grpc_source import GrpcKvSource
-from prefill_worker.kv_source.lease import LeaseTable
+from ridgeline.cluster.config.loader import ConfigError, load_config
+from ridgeline.cluster.runtime.handlers import HANDLERS
+from ridgeline.contracts import errors
+from ridgeline.contracts.errors import WorkerLost
+from ridgeline.contracts.rpc.tls import TlsFileError, TlsFiles
+from ridgeline.kv_transfer.control import GrpcControl
+from ridgeline.kv_transfer.memory.blocks import BlockPool
+from ridgeline.kv_transfer.options import TransferOptions
+from ridgeline.prefill_worker.kv_source.grpc_source import GrpcKvSource
+from ridgeline.prefill_worker.kv_source.lease import LeaseTable
+from ridgeline.worker_runtime.client import WorkerClient
+from ridgeline.worker_runtime.host import WorkerHost
 from tests.support.certificates import Authority
 from tests.support.fake_engine import FakeEngine, make_task
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.samples import LAYOUT
 from tests.support.task_deltas import task_deltas
-from worker_runtime.client import WorkerClient
-from worker_runtime.host import WorkerHost
 
 
 @pytest.fixture

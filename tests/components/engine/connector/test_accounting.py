@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.connector.accounting import StepAccountant
-from roofline.cost import StepCostModel
-from roofline.model_shape import load_model_shape
+from ridgeline.engine.connector.accounting import StepAccountant
+from ridgeline.roofline.cost import StepCostModel
+from ridgeline.roofline.model_shape import load_model_shape
 from tests.support.clock import FakeClock
 
 SMOLLM2 = StepCostModel(load_model_shape("smollm2-135m"))

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from engine.connector.layout import SAMPLE_BYTES, weights_digest
+from ridgeline.engine.connector.layout import SAMPLE_BYTES, weights_digest
 
 MIB = 2**20
 

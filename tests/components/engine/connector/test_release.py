@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from engine.connector.messages import STALE_HANDOFFS, CounterStats
-from engine.vllm_engine import VllmEngine
+from ridgeline.engine.connector.messages import STALE_HANDOFFS, CounterStats
+from ridgeline.engine.vllm_engine import VllmEngine
 from tests.support.patience import eventually
 from tests.support.samples import engine_config
 

@@ -12,16 +12,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from contracts.handoff import KvHandoff, TransferResult
-from engine.connector import scheduler_side
-from engine.connector.accounting import StepAccountant
-from engine.connector.chunks import MOST_PARTIAL
-from engine.connector.kv_connector import RidgelineConnector
-from engine.connector.messages import FIRST_TOKEN_FOLLOWS, CounterStats, Endpoint, TransferResults, join_results
-from engine.connector.scheduler_side import IDLE_WAIT_S, POLL_S, SchedulerSide
-from prefill_worker.kv_source.grpc_source import MAX_CONCURRENT_FETCHES
-from roofline.cost import StepCostModel
-from roofline.model_shape import load_model_shape
+from ridgeline.contracts.handoff import KvHandoff, TransferResult
+from ridgeline.engine.connector import scheduler_side
+from ridgeline.engine.connector.accounting import StepAccountant
+from ridgeline.engine.connector.chunks import MOST_PARTIAL
+from ridgeline.engine.connector.kv_connector import RidgelineConnector
+from ridgeline.engine.connector.messages import (
+    FIRST_TOKEN_FOLLOWS,
+    CounterStats,
+    Endpoint,
+    TransferResults,
+    join_results,
+)
+from ridgeline.engine.connector.scheduler_side import IDLE_WAIT_S, POLL_S, SchedulerSide
+from ridgeline.prefill_worker.kv_source.grpc_source import MAX_CONCURRENT_FETCHES
+from ridgeline.roofline.cost import StepCostModel
+from ridgeline.roofline.model_shape import load_model_shape
 from tests.support.samples import LAYOUT, make_handoff
 
 MODEL = StepCostModel(load_model_shape("smollm2-135m"))

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MLAAttentionSpec
 
-from engine.connector.step_cost import kv_element_bytes, step_cost_model, stored_weight_bytes
+from ridgeline.engine.connector.step_cost import kv_element_bytes, step_cost_model, stored_weight_bytes
 
 FP8 = {"quant_method": "fp8"}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}

@@ -15,9 +15,9 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from engine.connector.layout import kv_format
-from engine.connector.transferable_cache import by_manager_block, heads_are_runs, require_servable
-from engine.connector.transferable_models import UnsupportedModel
+from ridgeline.engine.connector.layout import kv_format
+from ridgeline.engine.connector.transferable_cache import by_manager_block, heads_are_runs, require_servable
+from ridgeline.engine.connector.transferable_models import UnsupportedModel
 from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
 
 SHAPE = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}

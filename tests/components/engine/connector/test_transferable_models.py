@@ -10,7 +10,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import transformers
 
-from engine.connector.transferable_models import why_unsupported
+from ridgeline.engine.connector.transferable_models import why_unsupported
 from tests.support.model_families import FAMILIES_TABLE, MODELS, families_table
 
 MIXTURE = ["sliding_attention", "full_attention"]

@@ -5,11 +5,11 @@ import threading
 import pytest
 import torch
 
-from contracts.handoff import KvHandoff, new_handoff_id
-from engine.connector.messages import Fetch, Publish, StepInstructions
-from engine.connector.worker_side import GPU_RANK_WAIT_S, RANK_WAIT_S, WorkerSide, warm_ups
-from kv_transfer.options import TransferOptions
-from kv_transfer.service import TransferStats
+from ridgeline.contracts.handoff import KvHandoff, new_handoff_id
+from ridgeline.engine.connector.messages import Fetch, Publish, StepInstructions
+from ridgeline.engine.connector.worker_side import GPU_RANK_WAIT_S, RANK_WAIT_S, WorkerSide, warm_ups
+from ridgeline.kv_transfer.options import TransferOptions
+from ridgeline.kv_transfer.service import TransferStats
 from tests.support.samples import kv_layout
 
 NUM_BLOCKS = 24

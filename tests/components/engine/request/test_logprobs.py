@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.logprobs import append_logprobs_for_next_position
 
-from contracts.tasks import PositionLogprobs
-from engine.request import logprobs
+from ridgeline.contracts.tasks import PositionLogprobs
+from ridgeline.engine.request import logprobs
 from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
 
 VOCABULARY = 12

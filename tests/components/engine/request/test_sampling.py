@@ -3,8 +3,8 @@
 import pytest
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
-from contracts.errors import InvalidTask
-from engine.request.sampling import (
+from ridgeline.contracts.errors import InvalidTask
+from ridgeline.engine.request.sampling import (
     decode,
     decode_leg,
     encode,

@@ -11,7 +11,7 @@ import pytest
 from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
 
 # isort: split
-from engine.vllm_workarounds.bounded_grammars import BoundedGuidance
+from ridgeline.engine.vllm_workarounds.bounded_grammars import BoundedGuidance
 
 TEXT = Path(__file__).parents[4] / "loadtest" / "data" / "opticks.txt"
 

@@ -23,8 +23,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions as Kind
 
-from engine.vllm_workarounds import bounded_grammars
-from engine.vllm_workarounds.bounded_grammars import ALLOWED_S, PER_TOKEN_S, BoundedGuidance, Metered
+from ridgeline.engine.vllm_workarounds import bounded_grammars
+from ridgeline.engine.vllm_workarounds.bounded_grammars import ALLOWED_S, PER_TOKEN_S, BoundedGuidance, Metered
 from tests.support.patterns import PATTERNS
 
 pytestmark = pytest.mark.filterwarnings("ignore:max_rollback_tokens:DeprecationWarning")  # vLLM still gives it

@@ -15,11 +15,11 @@ from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from engine.connector.events import TransferEvent
-from engine.connector.messages import FORETOLD, TRANSFER_EVENTS
-from engine.stall import StallWatch
-from engine.vllm_engine import EngineStats
-from engine.vllm_workarounds import core_loop
+from ridgeline.engine.connector.events import TransferEvent
+from ridgeline.engine.connector.messages import FORETOLD, TRANSFER_EVENTS
+from ridgeline.engine.stall import StallWatch
+from ridgeline.engine.vllm_engine import EngineStats
+from ridgeline.engine.vllm_workarounds import core_loop
 from tests.support.clock import FakeClock
 
 VLLMS_OWN = EngineCoreProc._process_engine_step

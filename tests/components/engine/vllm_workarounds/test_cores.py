@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.vllm_workarounds.cores import BIND_VARIABLE, bind_list, cores_of_rank, helpers_on_all_cores_of
+from ridgeline.engine.vllm_workarounds.cores import BIND_VARIABLE, bind_list, cores_of_rank, helpers_on_all_cores_of
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 60))

@@ -10,7 +10,7 @@ from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.executor import uniproc_executor
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
-from engine.vllm_workarounds import engine_process
+from ridgeline.engine.vllm_workarounds import engine_process
 from tests.support.patience import PATIENCE_S
 
 CONFIG = SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id="worker-1-1"))

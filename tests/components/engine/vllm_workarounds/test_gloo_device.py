@@ -8,8 +8,8 @@ import threading
 import pytest
 from torch.distributed import ProcessGroupGloo
 
-from engine.vllm_workarounds import gloo_device
-from engine.vllm_workarounds.gloo_device import LATE_BY_NS, PR_GET_TIMERSLACK
+from ridgeline.engine.vllm_workarounds import gloo_device
+from ridgeline.engine.vllm_workarounds.gloo_device import LATE_BY_NS, PR_GET_TIMERSLACK
 
 MANY_GROUPS = """
 import os, sys
@@ -18,7 +18,7 @@ import torch
 from torch import distributed
 
 if sys.argv[1] == "shared":
-    from engine.vllm_workarounds.gloo_device import share_gloo_device
+    from ridgeline.engine.vllm_workarounds.gloo_device import share_gloo_device
 
     share_gloo_device()
 distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)

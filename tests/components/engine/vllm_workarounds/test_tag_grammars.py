@@ -22,8 +22,8 @@ from vllm.tool_parsers.structural_tag_registry import get_model_structural_tag, 
 from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions as Kind
 
-from engine.grammars import MAX_GRAMMAR_BYTES, refusal, tag_as_lark
-from engine.vllm_workarounds.bounded_grammars import BoundedGuidance, serialize_in_tag
+from ridgeline.engine.grammars import MAX_GRAMMAR_BYTES, refusal, tag_as_lark
+from ridgeline.engine.vllm_workarounds.bounded_grammars import BoundedGuidance, serialize_in_tag
 from tests.components.engine.vllm_workarounds.tool_schemas import HOSTILE, ORDINARY
 
 pytestmark = pytest.mark.filterwarnings("ignore:max_rollback_tokens:DeprecationWarning")  # vLLM still gives it

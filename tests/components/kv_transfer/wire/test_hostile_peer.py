@@ -16,21 +16,21 @@ import psutil
 import pytest
 import xxhash
 
-from cluster.runtime.handlers import HANDLERS
-from contracts import errors
-from contracts.handoff import WIRE_VERSION, KvHandoff, new_handoff_id
-from kv_transfer.collective.puller import _Place
-from kv_transfer.collective.wire import Chunk, Invitation
-from kv_transfer.control import GrpcControl, release_with_retries
-from kv_transfer.interfaces import FetchProgress, FetchRequest
-from kv_transfer.memory.blocks import BlockPool
-from kv_transfer.wire import frames, grpc_methods
-from prefill_worker.kv_source.grpc_source import GrpcKvSource
-from prefill_worker.kv_source.lease import LeaseTable
+from ridgeline.cluster.runtime.handlers import HANDLERS
+from ridgeline.contracts import errors
+from ridgeline.contracts.handoff import WIRE_VERSION, KvHandoff, new_handoff_id
+from ridgeline.kv_transfer.collective.puller import _Place
+from ridgeline.kv_transfer.collective.wire import Chunk, Invitation
+from ridgeline.kv_transfer.control import GrpcControl, release_with_retries
+from ridgeline.kv_transfer.interfaces import FetchProgress, FetchRequest
+from ridgeline.kv_transfer.memory.blocks import BlockPool
+from ridgeline.kv_transfer.wire import frames, grpc_methods
+from ridgeline.prefill_worker.kv_source.grpc_source import GrpcKvSource
+from ridgeline.prefill_worker.kv_source.lease import LeaseTable
+from ridgeline.worker_runtime.host import WorkerHost
 from tests.support.fake_engine import FakeEngine
 from tests.support.patience import PATIENCE_S
 from tests.support.samples import LAYOUT
-from worker_runtime.host import WorkerHost
 
 MIB = 1 << 20
 U32, U64 = (1 << 32) - 1, (1 << 64) - 1
@@ -139,7 +139,7 @@ def test_an_invitation_to_a_port_that_does_not_exist_is_no_answer(port):
 _LISTEN = """
 import sys, grpc
 from concurrent.futures import ThreadPoolExecutor
-from kv_transfer.wire import grpc_methods
+from ridgeline.kv_transfer.wire import grpc_methods
 def peak(): return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmHWM")) >> 10
 server = grpc.server(ThreadPoolExecutor(2), options=grpc_methods.server_options(2 << 20))
 take = grpc.unary_stream_rpc_method_handler(lambda message, context: iter([message]))
@@ -244,7 +244,7 @@ def test_a_fetch_that_asks_for_the_absurd_is_a_bad_request(source, changes):
 
 
 async def test_logs_and_refusals_do_not_tell_an_id(source, caplog, monkeypatch):
-    monkeypatch.setattr("kv_transfer.control.RELEASE_RETRY_DELAYS_S", (0.0,))
+    monkeypatch.setattr("ridgeline.kv_transfer.control.RELEASE_RETRY_DELAYS_S", (0.0,))
     caplog.set_level(logging.DEBUG)
     handoff = KvHandoff(
         handoff_id=(secret := new_handoff_id()),
@@ -289,7 +289,7 @@ async def _nonsense(message, context):
 
 
 async def test_a_worker_and_its_source_listen_on_their_interface_only():
-    from kv_transfer.collective.group import host_store
+    from ridgeline.kv_transfer.collective.group import host_store
 
     before = listening()
     host = WorkerHost(FakeEngine(), HANDLERS)

@@ -16,13 +16,13 @@ import msgspec
 import torch
 from vllm.sampling_params import SamplingParams
 
-from contracts.handoff import KvHandoff, KvLayout, TransferResult
-from contracts.tasks import TokenDelta
-from contracts.vocabulary import Pool
-from engine.connector.events import TransferEvent, TransferEvents
-from engine.connector.scheduler_side import FETCH, FIRST_TOKEN_FOLLOWS, PUBLISH
-from kv_transfer.options import TransferOptions
-from kv_transfer.service import TransferService
+from ridgeline.contracts.handoff import KvHandoff, KvLayout, TransferResult
+from ridgeline.contracts.tasks import TokenDelta
+from ridgeline.contracts.vocabulary import Pool
+from ridgeline.engine.connector.events import TransferEvent, TransferEvents
+from ridgeline.engine.connector.scheduler_side import FETCH, FIRST_TOKEN_FOLLOWS, PUBLISH
+from ridgeline.kv_transfer.options import TransferOptions
+from ridgeline.kv_transfer.service import TransferService
 from tests.support.fake_engine import FakeStats
 from tests.support.samples import engine_config, kv_layout
 

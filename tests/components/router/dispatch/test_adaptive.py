@@ -8,21 +8,21 @@ from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 from vllm.sampling_params import SamplingParams
 
-import router.dispatch.request
-from contracts.tasks import LegTiming
-from contracts.workers import StepModel
-from engine.request.sampling import SURE_TOKENS, TPOT_LIMIT
-from router.dispatch.orchestrator import Orchestrator
-from router.dispatch.request import SequenceRequest
-from router.fleet.adaptive import Wanted
-from router.fleet.corrections import MOST
-from router.fleet.prediction import idle_prompt_s
-from router.flow.learned import Learned
-from router.flow.placement import LocalPlacement
-from router.flow.prompt_queue import prompt_queues
-from router.front.health import HealthProbe
-from router.front.sampling import sampling_of
-from router.observe.metrics import RequestMetrics
+import ridgeline.router.dispatch.request
+from ridgeline.contracts.tasks import LegTiming
+from ridgeline.contracts.workers import StepModel
+from ridgeline.engine.request.sampling import SURE_TOKENS, TPOT_LIMIT
+from ridgeline.router.dispatch.orchestrator import Orchestrator
+from ridgeline.router.dispatch.request import SequenceRequest
+from ridgeline.router.fleet.adaptive import Wanted
+from ridgeline.router.fleet.corrections import MOST
+from ridgeline.router.fleet.prediction import idle_prompt_s
+from ridgeline.router.flow.learned import Learned
+from ridgeline.router.flow.placement import LocalPlacement
+from ridgeline.router.flow.prompt_queue import prompt_queues
+from ridgeline.router.front.health import HealthProbe
+from ridgeline.router.front.sampling import sampling_of
+from ridgeline.router.observe.metrics import RequestMetrics
 from tests.components.router.dispatch.test_modes import LAYOUTS, ROLES, addresses
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.samples import next_token, router_settings
@@ -326,9 +326,11 @@ async def test_probes_teach_nothing():
 
 async def test_prompts_are_hashed_only_while_the_mode_is_adaptive(monkeypatch):
     hashed = []
-    block_hashes = router.dispatch.request.block_hashes
+    block_hashes = ridgeline.router.dispatch.request.block_hashes
     monkeypatch.setattr(
-        router.dispatch.request, "block_hashes", lambda *prompt: hashed.append(prompt) or block_hashes(*prompt)
+        ridgeline.router.dispatch.request,
+        "block_hashes",
+        lambda *prompt: hashed.append(prompt) or block_hashes(*prompt),
     )
     async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started, a_fleet(addresses(started), ROLES) as fleet:
         serving = Serving(started, fleet)

@@ -16,23 +16,23 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from vllm.sampling_params import SamplingParams
 
-from cluster.runtime.handlers import HANDLERS
-from contracts.errors import EngineError, EngineFailed
-from contracts.handoff import KvHandoff, TransferResult
-from contracts.tasks import TokenDelta
-from engine.connector.events import TransferEvent
-from router.dispatch.orchestrator import DeadlineExceeded, Orchestrator
-from router.dispatch.request import SequenceRequest
-from router.fleet.fleet import Fleet
-from router.flow.placement import LocalPlacement
-from router.flow.prompt_queue import prompt_queues
-from router.front.sampling import sampling_of
-from router.observe.metrics import RequestMetrics
+from ridgeline.cluster.runtime.handlers import HANDLERS
+from ridgeline.contracts.errors import EngineError, EngineFailed
+from ridgeline.contracts.handoff import KvHandoff, TransferResult
+from ridgeline.contracts.tasks import TokenDelta
+from ridgeline.engine.connector.events import TransferEvent
+from ridgeline.router.dispatch.orchestrator import DeadlineExceeded, Orchestrator
+from ridgeline.router.dispatch.request import SequenceRequest
+from ridgeline.router.fleet.fleet import Fleet
+from ridgeline.router.flow.placement import LocalPlacement
+from ridgeline.router.flow.prompt_queue import prompt_queues
+from ridgeline.router.front.sampling import sampling_of
+from ridgeline.router.observe.metrics import RequestMetrics
+from ridgeline.worker_runtime.host import WorkerHost
 from tests.support.failure_table import CANNOT_HAPPEN, FAULTS, ROWS, STATES, Row, as_markdown
 from tests.support.fake_engine import FakeEngine
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.samples import TIMING, engine_config, make_handoff, next_token, router_settings
-from worker_runtime.host import WorkerHost
 
 PAGE = Path(__file__).parents[4] / "docs" / "how-to" / "operate.md"
 PROMPT = list(range(70))
@@ -269,7 +269,9 @@ def test_the_document_is_the_table() -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.fault} while {row.state}")
 async def test_what_the_table_says_of(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker_runtime.draining.SETTLED_S", 0.1)  # else every row of a drain waits a second at its end
+    monkeypatch.setattr(
+        "ridgeline.worker_runtime.draining.SETTLED_S", 0.1
+    )  # else every row of a drain waits a second at its end
     async with workers() as (running, fleet, orchestrator):
         timeout = asyncio.timeout
 

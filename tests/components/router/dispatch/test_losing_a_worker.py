@@ -17,19 +17,19 @@ import pytest
 from prometheus_client import CollectorRegistry
 from vllm.sampling_params import SamplingParams
 
-from cluster.runtime.handlers import HANDLERS
-from contracts.tasks import TokenDelta
-from router.dispatch.orchestrator import Orchestrator
-from router.dispatch.request import SequenceRequest
-from router.flow.placement import LocalPlacement
-from router.flow.prompt_queue import prompt_queues
-from router.front.sampling import sampling_of
-from router.observe.metrics import RequestMetrics
+from ridgeline.cluster.runtime.handlers import HANDLERS
+from ridgeline.contracts.tasks import TokenDelta
+from ridgeline.router.dispatch.orchestrator import Orchestrator
+from ridgeline.router.dispatch.request import SequenceRequest
+from ridgeline.router.flow.placement import LocalPlacement
+from ridgeline.router.flow.prompt_queue import prompt_queues
+from ridgeline.router.front.sampling import sampling_of
+from ridgeline.router.observe.metrics import RequestMetrics
+from ridgeline.worker_runtime.host import WorkerHost
 from tests.support.fake_engine import FakeEngine
 from tests.support.patience import eventually
 from tests.support.samples import engine_config, router_settings
 from tests.support.small_fleet import a_fleet
-from worker_runtime.host import WorkerHost
 
 DECODE_WORKERS = 3
 STREAMS_EACH = 100
@@ -165,7 +165,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 async def test_a_lost_worker_with_a_hundred_streams_costs_the_streams_of_the_others_no_pause(monkeypatch):
-    monkeypatch.setattr("router.fleet.worker.STATUS_INTERVAL_S", 60.0)  # what is counted are not the polls
+    monkeypatch.setattr("ridgeline.router.fleet.worker.STATUS_INTERVAL_S", 60.0)  # what is counted are not the polls
     questions, gaps_s = counted(monkeypatch), []
     for _ in range(TRIES):
         async with asyncio.timeout(120):

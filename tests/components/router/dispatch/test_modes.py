@@ -7,16 +7,16 @@ import pytest
 from prometheus_client import CollectorRegistry
 from vllm.sampling_params import SamplingParams
 
-from contracts.workers import Role
-from router.dispatch.modes import Modes
-from router.dispatch.orchestrator import Orchestrator
-from router.dispatch.request import SequenceRequest
-from router.fleet.pairing import PairingRefused
-from router.fleet.roles import ModeImpossible, RoleTable
-from router.flow.placement import LocalPlacement
-from router.flow.prompt_queue import prompt_queues
-from router.front.sampling import sampling_of
-from router.observe.metrics import RequestMetrics
+from ridgeline.contracts.workers import Role
+from ridgeline.router.dispatch.modes import Modes
+from ridgeline.router.dispatch.orchestrator import Orchestrator
+from ridgeline.router.dispatch.request import SequenceRequest
+from ridgeline.router.fleet.pairing import PairingRefused
+from ridgeline.router.fleet.roles import ModeImpossible, RoleTable
+from ridgeline.router.flow.placement import LocalPlacement
+from ridgeline.router.flow.prompt_queue import prompt_queues
+from ridgeline.router.front.sampling import sampling_of
+from ridgeline.router.observe.metrics import RequestMetrics
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.samples import LAYOUT, router_settings, worker_description
 from tests.support.small_fleet import a_fleet, hosts

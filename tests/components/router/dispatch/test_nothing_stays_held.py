@@ -10,18 +10,18 @@ from itertools import count
 from prometheus_client import CollectorRegistry
 from vllm.sampling_params import SamplingParams
 
-from cluster.runtime.handlers import HANDLERS
-from router.dispatch.orchestrator import Orchestrator
-from router.dispatch.releaser import HandoffReleaser
-from router.dispatch.request import SequenceRequest
-from router.fleet.fleet import Fleet
-from router.flow.placement import LocalPlacement
-from router.flow.prompt_queue import prompt_queues
-from router.front.sampling import sampling_of
-from router.observe.metrics import RequestMetrics
+from ridgeline.cluster.runtime.handlers import HANDLERS
+from ridgeline.router.dispatch.orchestrator import Orchestrator
+from ridgeline.router.dispatch.releaser import HandoffReleaser
+from ridgeline.router.dispatch.request import SequenceRequest
+from ridgeline.router.fleet.fleet import Fleet
+from ridgeline.router.flow.placement import LocalPlacement
+from ridgeline.router.flow.prompt_queue import prompt_queues
+from ridgeline.router.front.sampling import sampling_of
+from ridgeline.router.observe.metrics import RequestMetrics
+from ridgeline.worker_runtime.host import WorkerHost
 from tests.components.router.dispatch.lease_engines import STEP_TOKENS, LeaseEngine
 from tests.support.samples import router_settings
-from worker_runtime.host import WorkerHost
 
 NUM_REQUESTS = 300
 MOST_REQUESTS = 5 * NUM_REQUESTS

@@ -8,27 +8,27 @@ import pytest
 from prometheus_client import CollectorRegistry
 from vllm.sampling_params import SamplingParams
 
-from contracts.errors import EngineFailed, HandoffLost, InvalidTask, TaskRejected, WorkerDraining, WorkerLost
-from contracts.handoff import TransferResult
-from contracts.tasks import TokenDelta
-from contracts.workers import WorkerStatus
-from engine.request import sampling
-from router.dispatch.legs import ABORT_FIRST_S
-from router.dispatch.orchestrator import (
+from ridgeline.contracts.errors import EngineFailed, HandoffLost, InvalidTask, TaskRejected, WorkerDraining, WorkerLost
+from ridgeline.contracts.handoff import TransferResult
+from ridgeline.contracts.tasks import TokenDelta
+from ridgeline.contracts.workers import WorkerStatus
+from ridgeline.engine.request import sampling
+from ridgeline.router.dispatch.legs import ABORT_FIRST_S
+from ridgeline.router.dispatch.orchestrator import (
     MAX_FRUITLESS_RETRIES,
     MAX_LOSSES,
     CannotContinue,
     DeadlineExceeded,
     Orchestrator,
 )
-from router.dispatch.request import SequenceRequest
-from router.fleet.fleet import Fleet, Worker
-from router.fleet.policy import Demand, NoWorker
-from router.fleet.roles import RoleTable
-from router.flow.placement import LocalPlacement
-from router.flow.prompt_queue import prompt_queues
-from router.front.sampling import sampling_of
-from router.observe.metrics import RequestMetrics
+from ridgeline.router.dispatch.request import SequenceRequest
+from ridgeline.router.fleet.fleet import Fleet, Worker
+from ridgeline.router.fleet.policy import Demand, NoWorker
+from ridgeline.router.fleet.roles import RoleTable
+from ridgeline.router.flow.placement import LocalPlacement
+from ridgeline.router.flow.prompt_queue import prompt_queues
+from ridgeline.router.front.sampling import sampling_of
+from ridgeline.router.observe.metrics import RequestMetrics
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.samples import LAYOUT, TIMING, make_handoff, router_settings, worker_description
 
@@ -43,7 +43,7 @@ FOREVER = "waits until it is closed"
 
 @pytest.fixture(autouse=True)
 def no_pause_between_attempts(monkeypatch):
-    monkeypatch.setattr("router.dispatch.orchestrator.RETRY_PAUSE_S", 0.0)
+    monkeypatch.setattr("ridgeline.router.dispatch.orchestrator.RETRY_PAUSE_S", 0.0)
 
 
 class FakeClient:

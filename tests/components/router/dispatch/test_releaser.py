@@ -2,14 +2,14 @@
 
 import asyncio
 
-from kv_transfer.control import GrpcControl
-from router.dispatch.releaser import HandoffReleaser
+from ridgeline.kv_transfer.control import GrpcControl
+from ridgeline.router.dispatch.releaser import HandoffReleaser
 from tests.support.patience import eventually
 from tests.support.samples import make_handoff
 
 
 async def test_nothing_is_kept_of_a_worker_that_is_gone_told_or_found_out(monkeypatch):
-    monkeypatch.setattr("kv_transfer.control.RELEASE_RETRY_DELAYS_S", ())
+    monkeypatch.setattr("ridgeline.kv_transfer.control.RELEASE_RETRY_DELAYS_S", ())
     asked, released = [], []
 
     async def release(self, address, handoff_id, reader=0, readers=1):

@@ -2,11 +2,11 @@
 
 import pytest
 
-from contracts.handoff import TransferResult
-from contracts.tasks import LegTiming, TokenDelta
-from router.dispatch.request import IllegalTransition, RequestProgress
-from router.observe.metrics import RequestMetrics
-from router.observe.timeline import RequestTimeline
+from ridgeline.contracts.handoff import TransferResult
+from ridgeline.contracts.tasks import LegTiming, TokenDelta
+from ridgeline.router.dispatch.request import IllegalTransition, RequestProgress
+from ridgeline.router.observe.metrics import RequestMetrics
+from ridgeline.router.observe.timeline import RequestTimeline
 from tests.support.clock import FakeClock
 from tests.support.failure_table import STATES
 

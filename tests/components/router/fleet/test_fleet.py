@@ -7,14 +7,15 @@ from collections import Counter
 import msgspec
 import pytest
 
-from contracts.errors import EngineFailed, WorkerLost
-from contracts.workers import Role, WorkerStatus
-from kv_transfer.service import PairedTransport
-from router.fleet.fleet import Fleet, Worker
-from router.fleet.pairing import KvPair, PairingRefused
-from router.fleet.policy import NoWorker
-from router.fleet.roles import RoleTable
-from router.observe.fleet_use import Member, members
+from ridgeline.contracts.errors import EngineFailed, WorkerLost
+from ridgeline.contracts.workers import Role, WorkerStatus
+from ridgeline.kv_transfer.service import PairedTransport
+from ridgeline.router.fleet.fleet import Fleet, Worker
+from ridgeline.router.fleet.pairing import KvPair, PairingRefused
+from ridgeline.router.fleet.policy import NoWorker
+from ridgeline.router.fleet.roles import RoleTable
+from ridgeline.router.observe.fleet_use import Member, members
+from ridgeline.worker_runtime.host import WorkerHost
 from tests.components.worker_runtime.test_host import Proxy
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import make_task
@@ -22,7 +23,6 @@ from tests.support.patience import PATIENCE_S, eventually
 from tests.support.samples import LAYOUT, worker_description
 from tests.support.small_fleet import Done, a_fleet, hosts
 from tests.support.task_deltas import task_deltas
-from worker_runtime.host import WorkerHost
 
 
 class Client:
@@ -65,7 +65,7 @@ def test_a_load_is_what_the_worker_last_said_and_what_was_sent_there():
 
 async def test_one_question_without_an_answer_is_forgiven_and_the_second_in_a_row_is_not(monkeypatch):
     now_s, worker, status = 100.0, a_worker(), WorkerStatus(worker_id="d0", kv_blocks_free=7)
-    monkeypatch.setattr("router.fleet.worker.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("ridgeline.router.fleet.worker.time.monotonic", lambda: now_s)
 
     async def answer():
         return status
@@ -92,7 +92,7 @@ async def test_one_question_without_an_answer_is_forgiven_and_the_second_in_a_ro
 
 async def test_a_router_that_stood_still_takes_no_worker_for_gone(monkeypatch):
     clock, worker, status = FakeClock(), a_worker(), WorkerStatus(worker_id="d0", kv_blocks_free=7)
-    monkeypatch.setattr("router.fleet.worker.time.monotonic", clock)
+    monkeypatch.setattr("ridgeline.router.fleet.worker.time.monotonic", clock)
     worker._silent_since_s, worker.status = clock(), status
 
     async def not_heard_for(seconds):
@@ -144,7 +144,7 @@ async def test_a_hundred_who_want_to_know_at_once_put_one_question_to_each_worke
 
 
 async def test_a_worker_that_hangs_does_not_make_what_is_known_of_the_others_old(asked, monkeypatch):
-    monkeypatch.setattr("router.fleet.worker.STATUS_INTERVAL_S", 0.01)
+    monkeypatch.setattr("ridgeline.router.fleet.worker.STATUS_INTERVAL_S", 0.01)
     async with (
         asyncio.timeout(PATIENCE_S),
         hosts(decode=LAYOUT, decode_1=LAYOUT) as started,
@@ -162,8 +162,8 @@ async def test_a_worker_that_hangs_does_not_make_what_is_known_of_the_others_old
 
 
 async def test_a_worker_without_work_says_itself_when_its_health_changes(monkeypatch):
-    monkeypatch.setattr("router.fleet.worker.STATUS_INTERVAL_S", 3600.0)
-    monkeypatch.setattr("worker_runtime.host.HEALTH_LOOK_S", 0.01)
+    monkeypatch.setattr("ridgeline.router.fleet.worker.STATUS_INTERVAL_S", 3600.0)
+    monkeypatch.setattr("ridgeline.worker_runtime.host.HEALTH_LOOK_S", 0.01)
     async with asyncio.timeout(PATIENCE_S), hosts(decode=LAYOUT) as started, a_fleet([started[0].address]) as fleet:
         worker = fleet.get("decode-0")
         await eventually(lambda: worker.load().usable)
@@ -212,8 +212,8 @@ async def test_an_idle_worker_is_asked_once_a_second_and_one_that_does_not_answe
         yield
 
     worker.client.status = status
-    monkeypatch.setattr("router.fleet.worker.time.monotonic", lambda: now_s)
-    monkeypatch.setattr("router.fleet.worker.asyncio.timeout", timeout)
+    monkeypatch.setattr("ridgeline.router.fleet.worker.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("ridgeline.router.fleet.worker.asyncio.timeout", timeout)
     with pytest.raises(Asked):
         await worker.keep_fresh()
     assert asked[: len(asked_at_s)] == asked_at_s
@@ -426,7 +426,7 @@ async def test_a_worker_that_came_back_different_or_not_at_all_changes_nothing(m
         before, pairs = fleet.get("decode-0"), fleet.kv_pairs
         with pytest.raises(PairingRefused, match="isa"):
             await fleet.replace(new[0].address, "actor_died")
-        monkeypatch.setattr("router.fleet.fleet.CONNECT_TIMEOUT_S", 0.5)
+        monkeypatch.setattr("ridgeline.router.fleet.fleet.CONNECT_TIMEOUT_S", 0.5)
         with pytest.raises(WorkerLost):
             await fleet.replace("127.0.0.1:9", "actor_died")
         assert (fleet.get("decode-0"), fleet.kv_pairs, dict(fleet.restarts)) == (before, pairs, {})
@@ -444,15 +444,15 @@ async def test_a_worker_comes_back_also_while_another_one_hangs(monkeypatch):
         a_fleet([host.address for host in old]) as fleet,
     ):
         old[1]._engine.pair = hang
-        monkeypatch.setattr("worker_runtime.client.PAIR_DEADLINE_S", 0.3)
+        monkeypatch.setattr("ridgeline.worker_runtime.client.PAIR_DEADLINE_S", 0.3)
         await fleet.replace(new[0].address, "stalled")
         assert fleet.get("prefill-0").client.address == new[0].address
         assert fleet.kv_pairs == []
 
 
 async def test_a_worker_that_hangs_holds_up_neither_a_newcomer_for_long_nor_the_next_one_at_all(monkeypatch):
-    monkeypatch.setattr("router.fleet.fleet.PAIR_WITHIN_S", 2 * PATIENCE_S)
-    monkeypatch.setattr("worker_runtime.client.PAIR_DEADLINE_S", 2 * PATIENCE_S)
+    monkeypatch.setattr("ridgeline.router.fleet.fleet.PAIR_WITHIN_S", 2 * PATIENCE_S)
+    monkeypatch.setattr("ridgeline.worker_runtime.client.PAIR_DEADLINE_S", 2 * PATIENCE_S)
     asked = []
 
     async def hang(addresses, transport=None):
@@ -476,7 +476,7 @@ async def test_a_worker_that_hangs_holds_up_neither_a_newcomer_for_long_nor_the_
         assert fleet.get("decode-1").load().usable
         assert fleet.kv_pairs == [KvPair("prefill-0", "decode-1", "shm", "")]
         assert not held_up.done()
-        monkeypatch.setattr("router.fleet.fleet.PAIR_WITHIN_S", 0.2)
+        monkeypatch.setattr("ridgeline.router.fleet.fleet.PAIR_WITHIN_S", 0.2)
         await fleet.replace(newest[0].address, "actor_died")
         assert fleet.get("prefill-0").client.address == newest[0].address
         assert fleet.get("prefill-0").load().usable
@@ -600,7 +600,7 @@ async def test_a_decode_worker_that_does_not_answer_does_not_keep_a_prefill_work
             return await pair(addresses, transport)
 
         client.pair = note_and_pair
-        monkeypatch.setattr("worker_runtime.client.PAIR_DEADLINE_S", 0.3)
+        monkeypatch.setattr("ridgeline.worker_runtime.client.PAIR_DEADLINE_S", 0.3)
         await fleet.remove("prefill-0")
         assert asked == [[]]
         assert [worker.worker_id for worker in fleet.workers] == ["decode-0"]
@@ -622,7 +622,7 @@ async def test_workers_that_cannot_exchange_kv_are_refused_with_the_field_that_d
 
 
 async def test_a_worker_that_cannot_be_reached_is_named(monkeypatch):
-    monkeypatch.setattr("router.fleet.fleet.CONNECT_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("ridgeline.router.fleet.fleet.CONNECT_TIMEOUT_S", 0.01)
     with pytest.raises(ExceptionGroup) as lost:
         async with asyncio.TaskGroup() as group:
             await Fleet("router").connect(["127.0.0.1:9"], group)
@@ -632,7 +632,7 @@ async def test_a_worker_that_cannot_be_reached_is_named(monkeypatch):
 
 
 async def test_a_fleet_that_is_started_again_begins_with_the_workers_that_it_reaches(monkeypatch):
-    monkeypatch.setattr("router.fleet.fleet.STRAGGLERS_S", 0.1)
+    monkeypatch.setattr("ridgeline.router.fleet.fleet.STRAGGLERS_S", 0.1)
     async with asyncio.timeout(PATIENCE_S), hosts(prefill=LAYOUT, decode=LAYOUT) as started:
         fleet = Fleet("router")
         try:
@@ -654,7 +654,7 @@ async def test_a_fleet_that_is_started_again_begins_with_the_workers_that_it_rea
 
 
 async def test_a_fleet_that_reaches_nobody_does_not_begin(monkeypatch):
-    monkeypatch.setattr("router.fleet.fleet.CONNECT_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("ridgeline.router.fleet.fleet.CONNECT_TIMEOUT_S", 0.01)
     with pytest.raises(ExceptionGroup) as lost:
         async with asyncio.TaskGroup() as group:
             await Fleet("router").connect(["127.0.0.1:9", "127.0.0.1:19"], group, some=True)

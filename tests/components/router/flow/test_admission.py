@@ -7,13 +7,13 @@ from http import HTTPStatus
 import pytest
 from prometheus_client import CollectorRegistry
 
-from contracts.workers import WorkerStatus
-from router.fleet.policy import Demand
-from router.fleet.worker import Worker
-from router.flow.admission import Admission
-from router.flow.admission_rules import Ask, Refused, Snapshot, decide
-from router.flow.prompt_queue import prompt_queues
-from router.observe.metrics import RequestMetrics
+from ridgeline.contracts.workers import WorkerStatus
+from ridgeline.router.fleet.policy import Demand
+from ridgeline.router.fleet.worker import Worker
+from ridgeline.router.flow.admission import Admission
+from ridgeline.router.flow.admission_rules import Ask, Refused, Snapshot, decide
+from ridgeline.router.flow.prompt_queue import prompt_queues
+from ridgeline.router.observe.metrics import RequestMetrics
 from tests.components.router.dispatch.test_orchestrator import FOREVER, Bench
 from tests.support.clock import FakeClock
 from tests.support.samples import router_settings

@@ -12,26 +12,26 @@ import pytest
 from fastapi import FastAPI
 from rich.console import Console
 
-from cluster.commands.operators.client import ANSWER_WITHIN_S, ask, operator_client
-from cluster.commands.operators.decisions import decisions
-from cluster.commands.operators.drain import drain
-from cluster.commands.operators.mode import CHANGE_WITHIN_S as MODE_WITHIN_S
-from cluster.commands.operators.scale import cancel, operations, scale
-from cluster.config.api_keys import ApiKeyError, key_hashes
-from cluster.config.loader import explain, load_config
-from contracts.former_names import FormerName
-from loadtest.errors import ServerError
-from router.client_identity import hash_key
-from router.dispatch.modes import Modes
-from router.fleet.fleet import SPLIT_FOR_EVER
-from router.fleet.roles import RoleTable
-from router.front.admin import admin_routes
-from router.front.http.context import WithContext
-from router.front.middleware.admin_access import AdminAccess, AdminRefusal
-from router.front.middleware.auth import Access, KeyGuard
-from router.front.operations import Cancellation, OperationLog
-from router.observe.explanations import Explanations
-from router.shared.shared_modes import CHANGE_WITHIN_S
+from ridgeline.cluster.commands.operators.client import ANSWER_WITHIN_S, ask, operator_client
+from ridgeline.cluster.commands.operators.decisions import decisions
+from ridgeline.cluster.commands.operators.drain import drain
+from ridgeline.cluster.commands.operators.mode import CHANGE_WITHIN_S as MODE_WITHIN_S
+from ridgeline.cluster.commands.operators.scale import cancel, operations, scale
+from ridgeline.cluster.config.api_keys import ApiKeyError, key_hashes
+from ridgeline.cluster.config.loader import explain, load_config
+from ridgeline.contracts.former_names import FormerName
+from ridgeline.loadtest.errors import ServerError
+from ridgeline.router.client_identity import hash_key
+from ridgeline.router.dispatch.modes import Modes
+from ridgeline.router.fleet.fleet import SPLIT_FOR_EVER
+from ridgeline.router.fleet.roles import RoleTable
+from ridgeline.router.front.admin import admin_routes
+from ridgeline.router.front.http.context import WithContext
+from ridgeline.router.front.middleware.admin_access import AdminAccess, AdminRefusal
+from ridgeline.router.front.middleware.auth import Access, KeyGuard
+from ridgeline.router.front.operations import Cancellation, OperationLog
+from ridgeline.router.observe.explanations import Explanations
+from ridgeline.router.shared.shared_modes import CHANGE_WITHIN_S
 from tests.support.fake_engine import make_task as a_task
 from tests.support.http_server import listening
 from tests.support.patience import PATIENCE_S, eventually
@@ -239,7 +239,7 @@ OPERATION_CALLS = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore::contracts.former_names.FormerName")
+@pytest.mark.filterwarnings("ignore::ridgeline.contracts.former_names.FormerName")
 async def test_only_operators_see_and_cancel_operations():
     wrong = {"authorization": "Bearer a-clients-key"}
     async with admin("10.0.0.7") as (http, _, _, _):
@@ -285,7 +285,7 @@ async def test_the_commands_list_operations_and_cancel_one():
 
 
 async def test_the_command_says_that_an_operation_is_lost_which_no_router_knows(monkeypatch):
-    monkeypatch.setattr("cluster.commands.operators.scale.UNKNOWN_S", 0.0)
+    monkeypatch.setattr("ridgeline.cluster.commands.operators.scale.UNKNOWN_S", 0.0)
     async with admin() as (_, _, _, app), listening(app) as url:
         scaling = asyncio.create_task(
             scale(url, {"decode": 2}, 1.0, admin_key_file=None, console=Console(file=io.StringIO()))

@@ -14,10 +14,10 @@ import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.passed_args import front
-from router.client_identity import hash_key
-from router.front.http.routes import OPEN_PATHS, ROUTES
-from router.front.http.unknown_paths import meant_by
+from ridgeline.engine.passed_args import front
+from ridgeline.router.client_identity import hash_key
+from ridgeline.router.front.http.routes import OPEN_PATHS, ROUTES
+from ridgeline.router.front.http.unknown_paths import meant_by
 from tests.support.fake_engine import FakeEngine
 from tests.support.served_router import serving
 

@@ -8,10 +8,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
-from contracts.errors import EngineFailed, WorkerLost
-from contracts.workers import WorkerStatus
-from router.front.health import HealthProbe, PoolVerdict, Readiness, probe_prompt_tokens, ready_endpoint
-from router.observe.metrics import RequestMetrics
+from ridgeline.contracts.errors import EngineFailed, WorkerLost
+from ridgeline.contracts.workers import WorkerStatus
+from ridgeline.router.front.health import HealthProbe, PoolVerdict, Readiness, probe_prompt_tokens, ready_endpoint
+from ridgeline.router.observe.metrics import RequestMetrics
 from tests.components.router.dispatch.test_orchestrator import ANNOUNCED, FIRST, FOREVER, once, split
 from tests.support.clock import FakeClock
 from tests.support.patience import eventually

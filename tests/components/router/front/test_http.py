@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from router.front.engine_client import _ask
+from ridgeline.router.front.engine_client import _ask
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.series_table import STEP_MODEL, documented, worker_counters
 from tests.support.served_router import serving
@@ -208,7 +208,7 @@ async def test_a_failure_that_nobody_has_foreseen_ends_the_request_with_500(serv
         raise ZeroDivisionError
 
     http, _, _ = served
-    monkeypatch.setattr("router.dispatch.orchestrator.Orchestrator.run", fails)
+    monkeypatch.setattr("ridgeline.router.dispatch.orchestrator.Orchestrator.run", fails)
     for _ in range(MAX_OUTSTANDING + 1):
         status, _, text = await send(http)
         assert (status, "failed to serve" in text) == (500, True)
@@ -240,8 +240,8 @@ async def test_ready_is_a_probe_through_both_pools_and_names_the_one_that_is_stu
     ago_s = 0.0
     monkeypatch.setattr(readiness, "_look", None)
     monkeypatch.setattr(readiness, "_deadline_s", PATIENCE_S)
-    monkeypatch.setattr("router.front.health.RECENT_S", 0.0)
-    monkeypatch.setattr("router.front.health.REUSE_S", PATIENCE_S)
+    monkeypatch.setattr("ridgeline.router.front.health.RECENT_S", 0.0)
+    monkeypatch.setattr("ridgeline.router.front.health.REUSE_S", PATIENCE_S)
     stepper = asyncio.create_task(stepping(prefill))
     before = len(decode.calls)
     ready = await http.get("/ready")

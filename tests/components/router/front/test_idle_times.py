@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from contracts.errors import EngineFailed
-from contracts.tasks import TokenDelta
-from router.front import idle_times
-from router.front.health import HealthProbe
-from router.front.idle_times import OUTPUT_TOKENS, IdleTimes, measure, too_short
-from router.server import Router
+from ridgeline.contracts.errors import EngineFailed
+from ridgeline.contracts.tasks import TokenDelta
+from ridgeline.router.front import idle_times
+from ridgeline.router.front.health import HealthProbe
+from ridgeline.router.front.idle_times import OUTPUT_TOKENS, IdleTimes, measure, too_short
+from ridgeline.router.server import Router
 from tests.components.router.dispatch.test_orchestrator import FIRST, split
 from tests.support.clock import FakeClock
 from tests.support.samples import router_settings

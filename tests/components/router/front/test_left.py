@@ -3,7 +3,7 @@
 import pytest
 import pytest_asyncio
 
-from router.flow.admission_rules import Ask
+from ridgeline.router.flow.admission_rules import Ask
 from tests.support.patience import eventually
 from tests.support.served_router import serving
 from tests.support.talking_router import TalkingEngine

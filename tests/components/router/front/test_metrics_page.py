@@ -9,11 +9,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from starlette.applications import Starlette
 from starlette.routing import Route
 
-import router.front.metrics_page
-from router.client_identity import hash_key
-from router.front.metrics_page import PIECE_SAMPLES, metrics_endpoint, page_of
-from router.observe.metrics import RequestMetrics
-from router.server import metrics_readers
+import ridgeline.router.front.metrics_page
+from ridgeline.router.client_identity import hash_key
+from ridgeline.router.front.metrics_page import PIECE_SAMPLES, metrics_endpoint, page_of
+from ridgeline.router.observe.metrics import RequestMetrics
+from ridgeline.router.server import metrics_readers
 from tests.support.samples import router_settings
 
 
@@ -45,14 +45,14 @@ async def test_the_page_in_pieces_is_the_page_of_the_library(registry):
 
 
 async def test_the_event_loop_turns_after_each_piece_of_a_page(registry, monkeypatch):
-    monkeypatch.setattr("router.observe.paced.SLICE_S", 0.0)
-    generate, since_turn = router.front.metrics_page.generate_latest, []
+    monkeypatch.setattr("ridgeline.router.observe.paced.SLICE_S", 0.0)
+    generate, since_turn = ridgeline.router.front.metrics_page.generate_latest, []
 
     def counting(piece):
         since_turn.append(sum(len(family.samples) for family in piece.collect()))
         return generate(piece)
 
-    monkeypatch.setattr(router.front.metrics_page, "generate_latest", counting)
+    monkeypatch.setattr(ridgeline.router.front.metrics_page, "generate_latest", counting)
     most, rendering = [], asyncio.create_task(page_of(registry))
     while not rendering.done():
         most.append(sum(since_turn))

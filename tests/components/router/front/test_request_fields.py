@@ -24,8 +24,8 @@ import pytest_asyncio
 from pydantic import BaseModel
 from vllm.sampling_params import SamplingParams
 
-from router.front import request_fields
-from router.front.request_fields import (
+from ridgeline.router.front import request_fields
+from ridgeline.router.front.request_fields import (
     FIELDS,
     FOREIGN,
     HEADERS,

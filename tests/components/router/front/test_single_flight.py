@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from router.front.single_flight import BURST, SingleFlight
+from ridgeline.router.front.single_flight import BURST, SingleFlight
 
 
 class Page:

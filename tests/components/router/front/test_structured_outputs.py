@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from contracts.errors import InvalidTask
+from ridgeline.contracts.errors import InvalidTask
 from tests.support.fake_engine import FakeEngine
 from tests.support.served_router import serving
 

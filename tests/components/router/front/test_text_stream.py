@@ -7,12 +7,12 @@ from transformers import AutoTokenizer
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.output_processor import OutputProcessor
 
-import router.front.text_stream
-from contracts.tasks import PositionLogprobs, TokenDelta
-from router.dispatch.request import SequenceRequest
-from router.front.sampling import sampling_of
-from router.front.text_stream import TextSink
-from router.front.text_turns import TextTurns
+import ridgeline.router.front.text_stream
+from ridgeline.contracts.tasks import PositionLogprobs, TokenDelta
+from ridgeline.router.dispatch.request import SequenceRequest
+from ridgeline.router.front.sampling import sampling_of
+from ridgeline.router.front.text_stream import TextSink
+from ridgeline.router.front.text_turns import TextTurns
 from tests.components.router.front.test_outputs import added
 from tests.support.patience import eventually
 
@@ -63,8 +63,8 @@ async def test_in_slices_the_result_is_the_same_and_the_loop_turns_between_them(
     beside = asyncio.create_task(other())
     sliced = await Bench().answer()
     beside.cancel()
-    assert turns >= TOKENS * WIDTH / router.front.text_stream.SLICE_ENTRIES
-    monkeypatch.setattr(router.front.text_stream, "SLICE_ENTRIES", 10**9)
+    assert turns >= TOKENS * WIDTH / ridgeline.router.front.text_stream.SLICE_ENTRIES
+    monkeypatch.setattr(ridgeline.router.front.text_stream, "SLICE_ENTRIES", 10**9)
     whole = await Bench().answer()
     assert len(whole.prompt_logprobs) == TOKENS
     assert sliced.prompt_logprobs == whole.prompt_logprobs

@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 from anthropic import AsyncAnthropic
 
-from engine.passed_args import front
+from ridgeline.engine.passed_args import front
 from tests.support import fake_engine
 from tests.support.fake_engine import FakeEngine
 from tests.support.served_router import serving

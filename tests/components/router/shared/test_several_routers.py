@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 from prometheus_client import generate_latest
 
-from contracts.vocabulary import Pool
-from router.fleet.policy import NoWorker
-from router.fleet.roles import ModeImpossible
-from router.fleet.worker import Outstanding
-from router.flow.admission_rules import Ask, Refused
+from ridgeline.contracts.vocabulary import Pool
+from ridgeline.router.fleet.policy import NoWorker
+from ridgeline.router.fleet.roles import ModeImpossible
+from ridgeline.router.fleet.worker import Outstanding
+from ridgeline.router.flow.admission_rules import Ask, Refused
 from tests.components.router.dispatch.test_modes import ROLES
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.samples import LAYOUT, next_token, router_settings

@@ -7,10 +7,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-import cluster.commands.bench
-from cluster.cli import app
-from cluster.commands.bench import render
-from kv_transfer.bench.measure import MeasureError, MeasureReport, MeasureSettings, TransferFigures
+import ridgeline.cluster.commands.bench
+from ridgeline.cluster.cli import app
+from ridgeline.cluster.commands.bench import render
+from ridgeline.kv_transfer.bench.measure import MeasureError, MeasureReport, MeasureSettings, TransferFigures
 
 
 def some_report(settings=None, **changes):
@@ -33,7 +33,7 @@ def bench(monkeypatch):
         asked.append(settings)
         return some_report(settings)
 
-    monkeypatch.setattr(cluster.commands.bench, "measure", measured)
+    monkeypatch.setattr(ridgeline.cluster.commands.bench, "measure", measured)
 
     def run(*args):
         asked.clear()
@@ -105,14 +105,14 @@ def test_a_measurement_that_fails_ends_with_a_sentence(bench, monkeypatch):
     def failed(settings, on_progress):
         raise MeasureError("the source process ended [exit status 1]")
 
-    monkeypatch.setattr(cluster.commands.bench, "measure", failed)
+    monkeypatch.setattr(ridgeline.cluster.commands.bench, "measure", failed)
     status, _, error, _ = bench()
     assert (status, error) == (1, "error: the source process ended [exit status 1]")
 
 
 def test_a_transport_that_does_not_work_here_is_named_beside_the_figures_of_the_others(bench, monkeypatch):
     report = some_report(refused={"shm": "not shm: it is on another host [x]"})
-    monkeypatch.setattr(cluster.commands.bench, "measure", lambda settings, on_progress: report)
+    monkeypatch.setattr(ridgeline.cluster.commands.bench, "measure", lambda settings, on_progress: report)
     status, shown, _, _ = bench()
     assert status == 0
     assert "not measured: shm: not shm: it is on another host [x]" in shown
@@ -121,5 +121,7 @@ def test_a_transport_that_does_not_work_here_is_named_beside_the_figures_of_the_
 def test_figures_of_cuda_ipc_are_said_to_be_of_host_memory(bench, monkeypatch):
     assert "no figure of a GPU" not in bench()[1]
     row = TransferFigures("cuda-ipc", "scattered", 39_813_120, (0.04,), (0.08,))
-    monkeypatch.setattr(cluster.commands.bench, "measure", lambda settings, on_progress: some_report(figures=(row,)))
+    monkeypatch.setattr(
+        ridgeline.cluster.commands.bench, "measure", lambda settings, on_progress: some_report(figures=(row,))
+    )
     assert "no figure of a GPU" in " ".join(bench()[1].split())

@@ -5,8 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from cluster.commands import top
-from loadtest.run.server_metrics import parse_metrics
+from ridgeline.cluster.commands import top
+from ridgeline.loadtest.run.server_metrics import parse_metrics
 
 PAGE = """
 # TYPE ridgeline_busy_seconds counter

@@ -2,9 +2,9 @@
 
 import pytest
 
-from cluster.config.autoscale import AutoscaleConfig, Bounds
-from cluster.config.loader import ConfigError, load_config
-from router.observe.metrics import LATENCY_BUCKETS, TOKEN_BUCKETS
+from ridgeline.cluster.config.autoscale import AutoscaleConfig, Bounds
+from ridgeline.cluster.config.loader import ConfigError, load_config
+from ridgeline.router.observe.metrics import LATENCY_BUCKETS, TOKEN_BUCKETS
 
 ACT = {"autoscale.mode": "act", "autoscale.decode.min_workers": "1", "autoscale.decode.max_workers": "4"}
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from cluster.config.grid import both_variants, read_grid
-from cluster.config.loader import ConfigError
-from cluster.config.models import MIB, RidgelineConfig
+from ridgeline.cluster.config.grid import both_variants, read_grid
+from ridgeline.cluster.config.loader import ConfigError
+from ridgeline.cluster.config.models import MIB, RidgelineConfig
 
 
 def _read(tmp_path, text: str, **base):

@@ -7,10 +7,10 @@ import pytest
 from pydantic import ValidationError
 from rich.console import Console
 
-from cluster.config.loader import ConfigError, explain, load_config
-from cluster.config.models import RidgelineConfig
-from contracts.former_names import FormerName
-from kv_transfer.names import MAX_GROUPS
+from ridgeline.cluster.config.loader import ConfigError, explain, load_config
+from ridgeline.cluster.config.models import RidgelineConfig
+from ridgeline.contracts.former_names import FormerName
+from ridgeline.kv_transfer.names import MAX_GROUPS
 
 REPOSITORY = Path(__file__).parents[4]
 

@@ -8,11 +8,11 @@ import sys
 import msgspec
 import pytest
 
-from cluster.deployments.names import AlreadyRunning, Place, running
+from ridgeline.cluster.deployments.names import AlreadyRunning, Place, running
 
 HOLD = """
 import sys
-from cluster.deployments.names import Place
+from ridgeline.cluster.deployments.names import Place
 with Place("mine").held(detached=True) as held:
     held.tell(phase="ready", url="http://127.0.0.1:1")
     print("holds", flush=True)

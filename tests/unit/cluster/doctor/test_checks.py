@@ -8,12 +8,12 @@ import socket
 import pytest
 from rich.console import Console
 
-from cluster.config.loader import load_config
-from cluster.config.models import RidgelineConfig
-from cluster.doctor.checks import checks, failures, node_checks, report, resolve_dtype
-from cluster.doctor.facts import HostFacts, ModelFacts, read_cpu_flags, read_host_facts, read_model_facts
-from cluster.node_gpus import Gpu
-from cluster.socket_folders import RayFolder
+from ridgeline.cluster.config.loader import load_config
+from ridgeline.cluster.config.models import RidgelineConfig
+from ridgeline.cluster.doctor.checks import checks, failures, node_checks, report, resolve_dtype
+from ridgeline.cluster.doctor.facts import HostFacts, ModelFacts, read_cpu_flags, read_host_facts, read_model_facts
+from ridgeline.cluster.node_gpus import Gpu
+from ridgeline.cluster.socket_folders import RayFolder
 from tests.support.symptoms import is_quoted
 
 GIB = 1024**3

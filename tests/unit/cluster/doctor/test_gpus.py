@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
-from cluster.config.loader import load_config
-from cluster.config.models import RidgelineConfig
-from cluster.doctor.checks import CheckResult, checks, failures, node_checks
-from cluster.doctor.facts import HostFacts, ModelFacts
-from cluster.node_gpus import Gpu
+from ridgeline.cluster.config.loader import load_config
+from ridgeline.cluster.config.models import RidgelineConfig
+from ridgeline.cluster.doctor.checks import CheckResult, checks, failures, node_checks
+from ridgeline.cluster.doctor.facts import HostFacts, ModelFacts
+from ridgeline.cluster.node_gpus import Gpu
 
 GIB = 1024**3
 H100 = Gpu(0, "NVIDIA H100 80GB HBM3", 80 * GIB, 79 * GIB, (580, 95, 5), (9, 0))

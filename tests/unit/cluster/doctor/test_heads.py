@@ -2,9 +2,9 @@
 
 import pytest
 
-from cluster.config.loader import load_config
-from cluster.doctor.facts import ModelFacts
-from cluster.doctor.heads import head_conflicts
+from ridgeline.cluster.config.loader import load_config
+from ridgeline.cluster.doctor.facts import ModelFacts
+from ridgeline.cluster.doctor.heads import head_conflicts
 
 
 def conflicts_of(model: ModelFacts, mode: str = "disaggregated", gpus: bool = False, **ranks: int) -> list[str]:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config.loader import load_config
-from cluster.config.models import RidgelineConfig
-from cluster.doctor.facts import ModelFacts, read_model_facts
-from cluster.doctor.model_support import model_conflicts
-from cluster.model_store import ModelError
-from cluster.runtime.plan import make_plan
+from ridgeline.cluster.config.loader import load_config
+from ridgeline.cluster.config.models import RidgelineConfig
+from ridgeline.cluster.doctor.facts import ModelFacts, read_model_facts
+from ridgeline.cluster.doctor.model_support import model_conflicts
+from ridgeline.cluster.model_store import ModelError
+from ridgeline.cluster.runtime.plan import make_plan
 
 MISTRAL = {"model_type": "mistral", "sliding_window": 4096}
 DEEPSEEK = {"model_type": "deepseek_v3", "kv_lora_rank": 512}

@@ -7,10 +7,10 @@ import time
 import pytest
 from ray.exceptions import ActorUnavailableError
 
-from cluster.config.loader import load_config
-from cluster.runtime.handles import actor
-from cluster.runtime.handles.actor import ActorHandle, DeploymentFailed, NoPlace
-from cluster.runtime.handles.routing import reachable
+from ridgeline.cluster.config.loader import load_config
+from ridgeline.cluster.runtime.handles import actor
+from ridgeline.cluster.runtime.handles.actor import ActorHandle, DeploymentFailed, NoPlace
+from ridgeline.cluster.runtime.handles.routing import reachable
 
 
 class Silent:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.runtime.actors import HOLD_S, LOOK_EVERY_S, other_than
+from ridgeline.cluster.runtime.actors import HOLD_S, LOOK_EVERY_S, other_than
 
 
 class Clock:

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster.config.models import RidgelineConfig
-from cluster.runtime.actors import NodePlace
-from cluster.runtime.deployment import _stop
-from cluster.runtime.handles.actor import ActorHandle
+from ridgeline.cluster.config.models import RidgelineConfig
+from ridgeline.cluster.runtime.actors import NodePlace
+from ridgeline.cluster.runtime.deployment import _stop
+from ridgeline.cluster.runtime.handles.actor import ActorHandle
 
 
 class Slot:
@@ -55,7 +55,7 @@ async def test_no_worker_ends_before_all_have_let_go_of_each_others_kv_caches(mo
 
 
 async def test_a_worker_that_hangs_is_not_waited_for_long(monkeypatch):
-    monkeypatch.setattr("cluster.runtime.deployment.LET_GO_WITHIN_S", 0.01)
+    monkeypatch.setattr("ridgeline.cluster.runtime.deployment.LET_GO_WITHIN_S", 0.01)
     hangs, other = Slot("worker-0"), Slot("worker-1")
     hangs.let_go = asyncio.Event().wait
     assert await _stop([hangs, other], SimpleNamespace(all=[])) == []
@@ -71,7 +71,7 @@ async def test_what_ray_says_of_an_actor_does_not_spare_its_processes(monkeypatc
     async def end(self, place):
         ended.append(self.name)
 
-    monkeypatch.setattr("cluster.runtime.handles.actor.ray.kill", refuse)
+    monkeypatch.setattr("ridgeline.cluster.runtime.handles.actor.ray.kill", refuse)
     monkeypatch.setattr(ActorHandle, "_end_processes", end)
     handle = ActorHandle("worker-1", None, RidgelineConfig())
     handle._place = NodePlace("node", "127.0.0.1", (0,), 1, "machine")

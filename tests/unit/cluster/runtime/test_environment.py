@@ -3,7 +3,7 @@
 import os
 import sys
 
-from cluster.runtime.environment import apart_from_the_shell, forwarded_variables, search_path
+from ridgeline.cluster.runtime.environment import apart_from_the_shell, forwarded_variables, search_path
 
 
 def test_variables_of_downloads_and_network_libraries_are_forwarded_and_no_others():

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.commands.operators.scale import wanted_workers
-from cluster.runtime.handles.actor import ActorGone, DeploymentFailed, NoPlace, NotReached
-from cluster.runtime.operation_queue import OperationQueue
-from cluster.runtime.operation_steps import LEAD_BACK_WITHIN_S, OperationSteps
-from router.front.operations import KEPT, OperationLog
-from router.observe.fleet_use import Member, Members
+from ridgeline.cluster.commands.operators.scale import wanted_workers
+from ridgeline.cluster.runtime.handles.actor import ActorGone, DeploymentFailed, NoPlace, NotReached
+from ridgeline.cluster.runtime.operation_queue import OperationQueue
+from ridgeline.cluster.runtime.operation_steps import LEAD_BACK_WITHIN_S, OperationSteps
+from ridgeline.router.front.operations import KEPT, OperationLog
+from ridgeline.router.observe.fleet_use import Member, Members
 from tests.support.clock import FakeClock
 from tests.support.patience import PATIENCE_S, eventually
 
@@ -437,7 +437,7 @@ async def test_a_worker_that_has_loaded_when_the_mode_is_another_one_is_not_adde
 
 
 async def test_a_worker_whose_kv_is_needed_for_a_long_lease_is_waited_for(monkeypatch):
-    monkeypatch.setattr("cluster.runtime.operation_steps.BEYOND_LEASE_S", 0.0)
+    monkeypatch.setattr("ridgeline.cluster.runtime.operation_steps.BEYOND_LEASE_S", 0.0)
     for lease_s, state in ((2 * PATIENCE_S, "done"), (0.0, "failed")):
         fleet = Fleet(start=["decode", "decode"])
         fleet.may_leave.clear()
@@ -451,7 +451,7 @@ async def test_a_worker_whose_kv_is_needed_for_a_long_lease_is_waited_for(monkey
 
 
 async def test_an_operation_whose_worker_waits_for_a_node_fails_in_the_end_and_later_ones_go_on(monkeypatch):
-    monkeypatch.setattr("cluster.runtime.operation_steps.BEYOND_LEASE_S", 0.0)
+    monkeypatch.setattr("ridgeline.cluster.runtime.operation_steps.BEYOND_LEASE_S", 0.0)
     fleet = Fleet(start=["prefill", "decode"])
     fleet.may_leave.clear()  # it drains, and its node is gone: it never comes back
     async with serving(fleet, start_within_s=0.01, lease_s=0.0) as (router,):

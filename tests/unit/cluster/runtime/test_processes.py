@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster.runtime.processes import ProcessId, _runs, end_processes, semaphores_of, this_process
+from ridgeline.cluster.runtime.processes import ProcessId, _runs, end_processes, semaphores_of, this_process
 from tests.support.patience import PATIENCE_S
 
 SLEEP = "import time; time.sleep(60)"

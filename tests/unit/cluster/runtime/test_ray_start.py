@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import ray
 
-from cluster.config.loader import load_config
-from cluster.runtime.handles.actor import DeploymentFailed
-from cluster.runtime.ray_start import SYSTEM_CONFIG, ray_runtime, start_ray
+from ridgeline.cluster.config.loader import load_config
+from ridgeline.cluster.runtime.handles.actor import DeploymentFailed
+from ridgeline.cluster.runtime.ray_start import SYSTEM_CONFIG, ray_runtime, start_ray
 from tests.support.symptoms import is_quoted
 
 NOT_UP = "The current node timed out during startup."

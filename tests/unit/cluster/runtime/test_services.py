@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster.runtime import services
-from cluster.runtime.services import DispatcherService, RouterService, device_of
-from contracts.errors import WorkerLost
+from ridgeline.cluster.runtime import services
+from ridgeline.cluster.runtime.services import DispatcherService, RouterService, device_of
+from ridgeline.contracts.errors import WorkerLost
 from tests.support.samples import router_settings
 
 

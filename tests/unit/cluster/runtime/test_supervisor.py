@@ -6,11 +6,11 @@ from functools import partial
 
 import pytest
 
-from cluster.config.models import SupervisionConfig
-from cluster.runtime.handles.actor import ActorGone, CoresBusy, DeploymentFailed, NoPlace, NotReached, Refused
-from cluster.runtime.supervision.registration import MAX_REGISTRATIONS, Registration
-from cluster.runtime.supervision.restart_budget import RestartBudget
-from cluster.runtime.supervisor import POLL_S, Supervisor
+from ridgeline.cluster.config.models import SupervisionConfig
+from ridgeline.cluster.runtime.handles.actor import ActorGone, CoresBusy, DeploymentFailed, NoPlace, NotReached, Refused
+from ridgeline.cluster.runtime.supervision.registration import MAX_REGISTRATIONS, Registration
+from ridgeline.cluster.runtime.supervision.restart_budget import RestartBudget
+from ridgeline.cluster.runtime.supervisor import POLL_S, Supervisor
 from tests.support.symptoms import is_quoted
 
 

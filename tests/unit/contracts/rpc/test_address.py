@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from contracts.rpc.address import http_url, ip_address, is_loopback, join_host_port, split_host_port
-from contracts.rpc.channel import add_port, open_channel
-from kv_transfer.collective.group import FETCHER_RANK, SOURCE_RANK, PairGroup, host_store, join_store
-from kv_transfer.control import GrpcControl
-from kv_transfer.memory.blocks import BlockPool
-from prefill_worker.kv_source.grpc_source import GrpcKvSource
-from prefill_worker.kv_source.lease import LeaseTable
+from ridgeline.contracts.rpc.address import http_url, ip_address, is_loopback, join_host_port, split_host_port
+from ridgeline.contracts.rpc.channel import add_port, open_channel
+from ridgeline.kv_transfer.collective.group import FETCHER_RANK, SOURCE_RANK, PairGroup, host_store, join_store
+from ridgeline.kv_transfer.control import GrpcControl
+from ridgeline.kv_transfer.memory.blocks import BlockPool
+from ridgeline.prefill_worker.kv_source.grpc_source import GrpcKvSource
+from ridgeline.prefill_worker.kv_source.lease import LeaseTable
 from tests.support import ipv6
 from tests.support.samples import kv_layout
 

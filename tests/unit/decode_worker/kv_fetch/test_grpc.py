@@ -12,19 +12,19 @@ import msgspec
 import numpy as np
 import pytest
 
-from contracts import errors
-from contracts.handoff import KvHandoff
-from decode_worker.kv_fetch.fetcher import KvFetcher
-from decode_worker.kv_fetch.grpc_puller import GrpcPuller
-from kv_transfer.control import GrpcControl
-from kv_transfer.interfaces import FetchRequest
-from kv_transfer.memory.blocks import BlockPool
-from kv_transfer.memory.glibc import keep_freed_memory
-from kv_transfer.options import TransferOptions
-from kv_transfer.wire import grpc_methods
-from prefill_worker.kv_source import grpc_source
-from prefill_worker.kv_source.grpc_source import GrpcKvSource
-from prefill_worker.kv_source.lease import LeaseTable
+from ridgeline.contracts import errors
+from ridgeline.contracts.handoff import KvHandoff
+from ridgeline.decode_worker.kv_fetch.fetcher import KvFetcher
+from ridgeline.decode_worker.kv_fetch.grpc_puller import GrpcPuller
+from ridgeline.kv_transfer.control import GrpcControl
+from ridgeline.kv_transfer.interfaces import FetchRequest
+from ridgeline.kv_transfer.memory.blocks import BlockPool
+from ridgeline.kv_transfer.memory.glibc import keep_freed_memory
+from ridgeline.kv_transfer.options import TransferOptions
+from ridgeline.kv_transfer.wire import grpc_methods
+from ridgeline.prefill_worker.kv_source import grpc_source
+from ridgeline.prefill_worker.kv_source.grpc_source import GrpcKvSource
+from ridgeline.prefill_worker.kv_source.lease import LeaseTable
 from tests.support.patience import PATIENCE_S
 from tests.support.samples import kv_layout
 

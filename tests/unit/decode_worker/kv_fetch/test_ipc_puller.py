@@ -10,10 +10,10 @@ import msgspec
 import pytest
 import torch
 
-from decode_worker.kv_fetch.ipc_puller import IpcPuller
-from kv_transfer.interfaces import UNSUPPORTED
-from kv_transfer.memory.ipc import export_shared
-from kv_transfer.memory.shared import KvCacheAllocation
+from ridgeline.decode_worker.kv_fetch.ipc_puller import IpcPuller
+from ridgeline.kv_transfer.interfaces import UNSUPPORTED
+from ridgeline.kv_transfer.memory.ipc import export_shared
+from ridgeline.kv_transfer.memory.shared import KvCacheAllocation
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ async def test_where_processes_cannot_be_watched_their_memory_is_read_all_the_sa
 
     monkeypatch.setattr(os, "pidfd_open", forbidden)
     source = a_source({"pid": 1})
-    with caplog.at_level("INFO", logger="decode_worker.kv_fetch.ipc_puller"):
+    with caplog.at_level("INFO", logger="ridgeline.decode_worker.kv_fetch.ipc_puller"):
         for _ in range(3):  # every pull asks
             assert puller.unsupported_reason(source) is None
     assert len(caplog.records) == 1
@@ -122,7 +122,7 @@ async def test_after_a_copy_that_failed_auto_goes_on_to_grpc_and_a_name_tries_ag
         yield 0
         raise RuntimeError("CUDA error: invalid argument\nCompile with ...")
 
-    monkeypatch.setattr("decode_worker.kv_fetch.ipc_puller.copy_out_of", lambda _pool, _pull: refused)
+    monkeypatch.setattr("ridgeline.decode_worker.kv_fetch.ipc_puller.copy_out_of", lambda _pool, _pull: refused)
     puller = IpcPuller(None, torch.device("cpu"), any_gpu=any_gpu)
     source = an_offer(exported)
     assert puller.unsupported_reason(source) is None

@@ -10,11 +10,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from contracts import errors
-from decode_worker.kv_fetch.pinned import PinnedRead, Readable
-from kv_transfer.interfaces import FetchProgress
-from kv_transfer.memory.blocks import BlockPool
-from kv_transfer.wire.grpc_methods import PinnedBlocks
+from ridgeline.contracts import errors
+from ridgeline.decode_worker.kv_fetch.pinned import PinnedRead, Readable
+from ridgeline.kv_transfer.interfaces import FetchProgress
+from ridgeline.kv_transfer.memory.blocks import BlockPool
+from ridgeline.kv_transfer.wire.grpc_methods import PinnedBlocks
 
 NUM_LAYERS = 3
 TARGETS = (5, 2)

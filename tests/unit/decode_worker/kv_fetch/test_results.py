@@ -1,7 +1,7 @@
 """Each completion is taken once, whoever takes it first."""
 
-from contracts.handoff import TransferResult
-from decode_worker.kv_fetch.results import CompletionBoard
+from ridgeline.contracts.handoff import TransferResult
+from ridgeline.decode_worker.kv_fetch.results import CompletionBoard
 
 OK = TransferResult(outcome="ok")
 FAILED = TransferResult(outcome="failed", reason="timeout")

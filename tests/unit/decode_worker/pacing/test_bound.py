@@ -7,8 +7,8 @@ import random
 import msgspec
 import pytest
 
-from contracts.workers import LEAST_PROMPT_SHARE, StepModel
-from decode_worker.pacing.bound import Prompt, most_prefill_tokens
+from ridgeline.contracts.workers import LEAST_PROMPT_SHARE, StepModel
+from ridgeline.decode_worker.pacing.bound import Prompt, most_prefill_tokens
 
 LINE = StepModel(
     base_s=0.05,

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from contracts.workers import MIN_FITTED_STEPS, StepModel
-from decode_worker.pacing.model import KNOWN, StepFit, StepLoad
+from ridgeline.contracts.workers import MIN_FITTED_STEPS, StepModel
+from ridgeline.decode_worker.pacing.model import KNOWN, StepFit, StepLoad
 
 TRUE = StepModel(
     base_s=0.04,

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from contracts.workers import DECODE_STEP_MARGIN, FUTURE_SLACK_USED, LOST_LIMITS, MOST_LIMITS, TPOT_LIMIT_USED
-from decode_worker.pacing.slack import CATCH_UP, DecodeSteps, TpotSlack
+from ridgeline.contracts.workers import DECODE_STEP_MARGIN, FUTURE_SLACK_USED, LOST_LIMITS, MOST_LIMITS, TPOT_LIMIT_USED
+from ridgeline.decode_worker.pacing.slack import CATCH_UP, DecodeSteps, TpotSlack
 
 LIMIT_S = 0.1
 STEP_S = TPOT_LIMIT_USED * LIMIT_S

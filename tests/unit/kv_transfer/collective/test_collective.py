@@ -11,17 +11,24 @@ import numpy as np
 import pytest
 import torch
 
-from contracts import errors
-from kv_transfer.collective import group
-from kv_transfer.collective.group import FETCHER_RANK, SOURCE_RANK, PairGroup, SendWindow, host_store, join_store
-from kv_transfer.collective.puller import _Membership
-from kv_transfer.collective.source import CollectiveSource
-from kv_transfer.control import GrpcControl
-from kv_transfer.memory.blocks import BlockPool
-from kv_transfer.memory.device import DeviceMemory, weighted_sum
-from kv_transfer.names import AUTO
-from prefill_worker.kv_source.grpc_source import GrpcKvSource
-from prefill_worker.kv_source.lease import LeaseTable
+from ridgeline.contracts import errors
+from ridgeline.kv_transfer.collective import group
+from ridgeline.kv_transfer.collective.group import (
+    FETCHER_RANK,
+    SOURCE_RANK,
+    PairGroup,
+    SendWindow,
+    host_store,
+    join_store,
+)
+from ridgeline.kv_transfer.collective.puller import _Membership
+from ridgeline.kv_transfer.collective.source import CollectiveSource
+from ridgeline.kv_transfer.control import GrpcControl
+from ridgeline.kv_transfer.memory.blocks import BlockPool
+from ridgeline.kv_transfer.memory.device import DeviceMemory, weighted_sum
+from ridgeline.kv_transfer.names import AUTO
+from ridgeline.prefill_worker.kv_source.grpc_source import GrpcKvSource
+from ridgeline.prefill_worker.kv_source.lease import LeaseTable
 from tests.support.patience import PATIENCE_S, in_the_end
 from tests.support.samples import kv_layout
 
@@ -274,7 +281,7 @@ async def test_a_source_joins_a_group_with_each_of_more_fetching_ranks_than_it_s
 
 
 async def test_a_group_beyond_those_that_a_source_can_have_is_refused_in_words(monkeypatch):
-    monkeypatch.setattr("kv_transfer.collective.source.MAX_GROUPS", 1)
+    monkeypatch.setattr("ridgeline.kv_transfer.collective.source.MAX_GROUPS", 1)
     async with joining() as (_, _, join):
         join()
         with pytest.raises(errors.TransferFailed, match="is in 1 pair groups already"):

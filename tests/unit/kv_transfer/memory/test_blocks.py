@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from kv_transfer.memory import host
-from kv_transfer.memory.blocks import BlockPool
+from ridgeline.kv_transfer.memory import host
+from ridgeline.kv_transfer.memory.blocks import BlockPool
 
 
 def as_bytes(tensor: torch.Tensor) -> bytes:

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.memory.blocks import BlockPool, byte_rows
-from kv_transfer.memory.device import LOOK_S, STREAMS, DeviceMemory, Mark, Streams, works
+from ridgeline.kv_transfer.memory.blocks import BlockPool, byte_rows
+from ridgeline.kv_transfer.memory.device import LOOK_S, STREAMS, DeviceMemory, Mark, Streams, works
 from tests.support.patience import PATIENCE_S
 
 NUM_LAYERS, NUM_BLOCKS, HEADS, TOKENS, CHANNELS = 3, 9, 2, 4, 6
@@ -156,7 +156,7 @@ class Event:
 @pytest.mark.parametrize(("looks", "sleeps"), [(0, False), (2, False), (1 << 40, True)])
 def test_a_thread_sleeps_unless_its_copies_end_at_once(looks, sleeps, monkeypatch):
     clock = iter(number * LOOK_S / 4 for number in range(100))
-    monkeypatch.setattr("kv_transfer.memory.device.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("ridgeline.kv_transfer.memory.device.time.perf_counter", lambda: next(clock))
     mark = Mark(None)
     mark._event = Event(looks)
     mark.wait()
@@ -177,8 +177,8 @@ def test_an_error_by_which_the_gpu_is_lost_is_reported_wherever_it_comes(doing, 
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr("kv_transfer.memory.rows._IndexedCopy.queue", fail)
-    monkeypatch.setattr("kv_transfer.memory.device.works", lambda _device: not lost)
+    monkeypatch.setattr("ridgeline.kv_transfer.memory.rows._IndexedCopy.queue", fail)
+    monkeypatch.setattr("ridgeline.kv_transfer.memory.device.works", lambda _device: not lost)
     work = {
         "gather": lambda: pool.gather(range(1), [1]),
         "scatter": lambda: pool.scatter(range(1), [1, 2], blocks),
@@ -260,7 +260,7 @@ def marks(monkeypatch):
         def wait(self):
             seen.append(("waited", self._number))
 
-    monkeypatch.setattr("kv_transfer.memory.device.Mark", Mark)
+    monkeypatch.setattr("ridgeline.kv_transfer.memory.device.Mark", Mark)
     return seen
 
 
@@ -268,7 +268,7 @@ def test_a_piece_is_reported_when_it_has_arrived_and_the_next_is_queued_by_then(
     _, source = make_layers("LBHNC", seed=1)
     _, target = make_layers("LBHNC", seed=2)
     to = device_pool(target)
-    monkeypatch.setattr("kv_transfer.memory.rows._IndexedCopy.piece_bytes", 2 * NUM_LAYERS * to.block_bytes)
+    monkeypatch.setattr("ridgeline.kv_transfer.memory.rows._IndexedCopy.piece_bytes", 2 * NUM_LAYERS * to.block_bytes)
     pieces = to.copies_from(device_pool(source), [0, 1, 5, 3, 8], [8, 2, 4, 6, 7])
     assert next(pieces) == 2 * NUM_LAYERS * to.block_bytes
     assert marks == [("made", 0), ("made", 1), ("waited", 0)]
@@ -279,7 +279,7 @@ def test_a_piece_is_reported_when_it_has_arrived_and_the_next_is_queued_by_then(
 def test_a_copy_that_is_given_up_has_ended_on_the_device_when_it_is_closed(marks, monkeypatch):
     _, source = make_layers("LBHNC", seed=1)
     _, target = make_layers("LBHNC", seed=2)
-    monkeypatch.setattr("kv_transfer.memory.rows._IndexedCopy.piece_bytes", 1)
+    monkeypatch.setattr("ridgeline.kv_transfer.memory.rows._IndexedCopy.piece_bytes", 1)
     pieces = device_pool(target).copies_from(device_pool(source), [0, 1, 5], [8, 2, 4])
     next(pieces)
     pieces.close()

@@ -10,13 +10,21 @@ import msgspec
 import pytest
 import torch
 
-from kv_transfer.interfaces import UNSUPPORTED
-from kv_transfer.memory import ipc
-from kv_transfer.memory.blocks import CannotOpen
-from kv_transfer.memory.ipc import CannotExport, IpcExport, IpcOffer, OpenedPool, export, export_shared, require_access
-from kv_transfer.memory.shared import KvCacheAllocation
-from kv_transfer.options import TransferOptions
-from kv_transfer.transports import exports, make_transport
+from ridgeline.kv_transfer.interfaces import UNSUPPORTED
+from ridgeline.kv_transfer.memory import ipc
+from ridgeline.kv_transfer.memory.blocks import CannotOpen
+from ridgeline.kv_transfer.memory.ipc import (
+    CannotExport,
+    IpcExport,
+    IpcOffer,
+    OpenedPool,
+    export,
+    export_shared,
+    require_access,
+)
+from ridgeline.kv_transfer.memory.shared import KvCacheAllocation
+from ridgeline.kv_transfer.options import TransferOptions
+from ridgeline.kv_transfer.transports import exports, make_transport
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 SHAPE = (4, 64, 4096)
@@ -88,7 +96,7 @@ def test_why_a_cache_cannot_be_exported_takes_the_place_of_the_offer(monkeypatch
     def cannot(_layers):
         raise CannotExport("CUDA does not export its KV cache")
 
-    monkeypatch.setattr("kv_transfer.transports.export", cannot)
+    monkeypatch.setattr("ridgeline.kv_transfer.transports.export", cannot)
     made = exports([OnGpu()], None, "cuda-ipc")  # type: ignore[list-item]
     assert made.offers == {"cuda-ipc": {UNSUPPORTED: "CUDA does not export its KV cache"}}
     assert exports([OnGpu()], None, "auto") == made  # type: ignore[list-item]

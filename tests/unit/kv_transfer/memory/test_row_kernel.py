@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_transfer.memory import rows
-from kv_transfer.memory.blocks import BlockPool, byte_rows
-from kv_transfer.memory.device import DeviceMemory
+from ridgeline.kv_transfer.memory import rows
+from ridgeline.kv_transfer.memory.blocks import BlockPool, byte_rows
+from ridgeline.kv_transfer.memory.device import DeviceMemory
 from tests.support.interpreted_triton import interpreted_kernel
 from tools.gpu.blocks import SHAPES, CacheShape, make_layers
 from tools.gpu.machine import Machine
@@ -144,7 +144,7 @@ def test_layers_that_are_laid_out_in_different_ways_are_left_to_torch(launches):
 
 @pytest.mark.parametrize("fault", ["raises", "is wrong"])
 def test_where_the_kernel_does_not_work_torch_copies_and_the_log_says_why(fault, monkeypatch, caplog):
-    from kv_transfer.memory import row_kernel
+    from ridgeline.kv_transfer.memory import row_kernel
 
     def launcher(_unit):
         def launch(*_):
@@ -173,7 +173,7 @@ def test_compiled_for_an_h100_each_thread_moves_the_widest_words_that_fit(unit, 
     monkeypatch.delenv("TRITON_INTERPRET")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # unset, Triton 3.9 warns
-    spec = importlib.util.find_spec("kv_transfer.memory.row_kernel")
+    spec = importlib.util.find_spec("ridgeline.kv_transfer.memory.row_kernel")
     compiled_module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(compiled_module)
     kernel = compiled_module.copy_rows

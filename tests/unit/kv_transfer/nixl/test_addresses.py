@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 import torch
 
-from decode_worker.kv_fetch.pinned import Readable
-from kv_transfer.memory.blocks import BlockPool, CannotOpen
-from kv_transfer.nixl.agent import merged
-from kv_transfer.nixl.offer import NixlOffer
-from kv_transfer.nixl.puller import pieces
+from ridgeline.decode_worker.kv_fetch.pinned import Readable
+from ridgeline.kv_transfer.memory.blocks import BlockPool, CannotOpen
+from ridgeline.kv_transfer.nixl.agent import merged
+from ridgeline.kv_transfer.nixl.offer import NixlOffer
+from ridgeline.kv_transfer.nixl.puller import pieces
 
 
 def offer(**changes):

@@ -6,14 +6,14 @@ import sys
 import pytest
 import torch
 
-from contracts.handoff import KvLayout
-from kv_transfer.bench.measure import MEASURABLE, MeasureSettings, measurable_here
-from kv_transfer.memory.blocks import BlockPool
-from kv_transfer.names import AUTO
-from kv_transfer.nixl import library
-from kv_transfer.options import TransferOptions
-from kv_transfer.transports import RankCache, make_transport
-from prefill_worker.kv_source.lease import LeaseTable
+from ridgeline.contracts.handoff import KvLayout
+from ridgeline.kv_transfer.bench.measure import MEASURABLE, MeasureSettings, measurable_here
+from ridgeline.kv_transfer.memory.blocks import BlockPool
+from ridgeline.kv_transfer.names import AUTO
+from ridgeline.kv_transfer.nixl import library
+from ridgeline.kv_transfer.options import TransferOptions
+from ridgeline.kv_transfer.transports import RankCache, make_transport
+from ridgeline.prefill_worker.kv_source.lease import LeaseTable
 from tests.support.samples import kv_layout
 
 
@@ -53,8 +53,8 @@ def test_the_package_is_that_of_torchs_cuda(monkeypatch, cuda, package):
 LOADS_NOTHING = """
 import sys, torch
 from tests.unit.kv_transfer.nixl.test_library import cache
-from kv_transfer.options import TransferOptions
-from kv_transfer.transports import make_transport, puller_classes
+from ridgeline.kv_transfer.options import TransferOptions
+from ridgeline.kv_transfer.transports import make_transport, puller_classes
 puller_classes()
 make_transport(cache(), TransferOptions("127.0.0.1"))[0].close()
 print([name for name in sys.modules if name.startswith("nixl")])

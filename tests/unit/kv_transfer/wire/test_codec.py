@@ -6,12 +6,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from contracts import errors
-from kv_transfer.interfaces import FetchProgress
-from kv_transfer.memory.blocks import BlockPool
-from kv_transfer.options import TransferOptions
-from kv_transfer.transports import RankCache, make_transport
-from kv_transfer.wire import codec, frames
+from ridgeline.contracts import errors
+from ridgeline.kv_transfer.interfaces import FetchProgress
+from ridgeline.kv_transfer.memory.blocks import BlockPool
+from ridgeline.kv_transfer.options import TransferOptions
+from ridgeline.kv_transfer.transports import RankCache, make_transport
+from ridgeline.kv_transfer.wire import codec, frames
 from tests.support.samples import kv_layout
 
 DTYPES = ("bfloat16", "float16", "float32")

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from contracts import errors
-from kv_transfer.interfaces import FetchProgress
-from kv_transfer.memory.blocks import BlockPool
-from kv_transfer.wire import frames
+from ridgeline.contracts import errors
+from ridgeline.kv_transfer.interfaces import FetchProgress
+from ridgeline.kv_transfer.memory.blocks import BlockPool
+from ridgeline.kv_transfer.wire import frames
 
 
 @given(st.integers(1, 1 << 22), st.integers(1, 5000), st.integers(1, 1 << 21))

@@ -2,8 +2,8 @@
 
 import pytest
 
-from loadtest.report.devices import per_device
-from loadtest.variants import Devices
+from ridgeline.loadtest.report.devices import per_device
+from ridgeline.loadtest.variants import Devices
 
 ARM = {
     "request_throughput": 3.0,

@@ -6,17 +6,17 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from loadtest.plan import ComparePlan
-from loadtest.report.page import write_report
-from loadtest.report.rounds import Round, labels_of, summarise_comparison
-from loadtest.report.tables import print_comparison
-from loadtest.run.calibration import Load
-from loadtest.run.records import RequestRecord
-from loadtest.run.replay import ReplayResult
-from loadtest.statistics.outcome import conclude
-from loadtest.statistics.pairs import pair_difference
-from loadtest.trace.trace import Trace, TraceRow
-from loadtest.variants import Devices
+from ridgeline.loadtest.plan import ComparePlan
+from ridgeline.loadtest.report.page import write_report
+from ridgeline.loadtest.report.rounds import Round, labels_of, summarise_comparison
+from ridgeline.loadtest.report.tables import print_comparison
+from ridgeline.loadtest.run.calibration import Load
+from ridgeline.loadtest.run.records import RequestRecord
+from ridgeline.loadtest.run.replay import ReplayResult
+from ridgeline.loadtest.statistics.outcome import conclude
+from ridgeline.loadtest.statistics.pairs import pair_difference
+from ridgeline.loadtest.trace.trace import Trace, TraceRow
+from ridgeline.loadtest.variants import Devices
 
 PLAN = ComparePlan(pairs=6, slo_ttft_ms=400, slo_tpot_ms=60, price_per_hour=0.05)
 TRACE = Trace("simulated", tuple(TraceRow(float(i), 100, 11) for i in range(20)))

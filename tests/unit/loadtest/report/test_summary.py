@@ -3,14 +3,14 @@
 import msgspec
 import pytest
 
-from loadtest.errors import RestartedError
-from loadtest.plan import Slo
-from loadtest.report.pools import bound, describe_pools, disaggregated_fraction, latency_parts, stage_seconds
-from loadtest.report.summary import FORMULAS, attainment, least_count, summarise
-from loadtest.report.tables import ROWS, formula_of
-from loadtest.report.wording import GapTail, gap_tails
-from loadtest.run.records import RequestRecord
-from loadtest.run.server_metrics import MetricsDelta, add_up, difference, parse_metrics
+from ridgeline.loadtest.errors import RestartedError
+from ridgeline.loadtest.plan import Slo
+from ridgeline.loadtest.report.pools import bound, describe_pools, disaggregated_fraction, latency_parts, stage_seconds
+from ridgeline.loadtest.report.summary import FORMULAS, attainment, least_count, summarise
+from ridgeline.loadtest.report.tables import ROWS, formula_of
+from ridgeline.loadtest.report.wording import GapTail, gap_tails
+from ridgeline.loadtest.run.records import RequestRecord
+from ridgeline.loadtest.run.server_metrics import MetricsDelta, add_up, difference, parse_metrics
 
 SLO = Slo(ttft_ms=200, tpot_ms=50)
 

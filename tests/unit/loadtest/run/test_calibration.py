@@ -5,8 +5,8 @@ import dataclasses
 import msgspec
 import pytest
 
-from loadtest.plan import ComparePlan, ReplayPlan, Slo
-from loadtest.run.calibration import (
+from ridgeline.loadtest.plan import ComparePlan, ReplayPlan, Slo
+from ridgeline.loadtest.run.calibration import (
     LEAST_REQUESTS,
     Schedule,
     Workers,
@@ -19,8 +19,8 @@ from loadtest.run.calibration import (
     settle,
     workers_of,
 )
-from loadtest.run.unloaded import Unloaded
-from loadtest.trace.trace import Trace, TraceRow
+from ridgeline.loadtest.run.unloaded import Unloaded
+from ridgeline.loadtest.trace.trace import Trace, TraceRow
 
 CPU = Unloaded(
     input_tokens=(128, 260, 510, 577, 1024),

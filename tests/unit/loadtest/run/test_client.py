@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from loadtest.run.client.stream import Completion, LoadClient
+from ridgeline.loadtest.run.client.stream import Completion, LoadClient
 from tests.support.patience import PATIENCE_S
 
 EVENTS = b'data: {"choices":[{"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
@@ -63,7 +63,7 @@ async def test_a_server_that_closes_a_new_connection_without_an_answer_has_faile
 
 
 async def test_a_kept_connection_that_breaks_long_after_the_request_is_a_failure(monkeypatch):
-    monkeypatch.setattr("loadtest.run.client.stream.CLOSED_BY_SERVER_S", -1.0)
+    monkeypatch.setattr("ridgeline.loadtest.run.client.stream.CLOSED_BY_SERVER_S", -1.0)
     server = _Server(answers=1)
     async with server.listening() as url, LoadClient(url, {}) as client:
         assert (await _complete(client)).ok
@@ -75,7 +75,7 @@ async def test_an_error_nobody_thought_of_is_a_record_too(monkeypatch):
     def fails(*_):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("loadtest.run.client.stream._take", fails)
+    monkeypatch.setattr("ridgeline.loadtest.run.client.stream._take", fails)
     server = _Server(answers=1)
     async with server.listening() as url, LoadClient(url, {}) as client:
         assert (await _complete(client)).error == "RuntimeError: a bug"

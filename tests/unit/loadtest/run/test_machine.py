@@ -3,7 +3,7 @@
 import psutil
 import pytest
 
-from loadtest.run.machine import busy_note
+from ridgeline.loadtest.run.machine import busy_note
 
 
 @pytest.mark.parametrize(("percent", "said"), [(0.0, False), (19.0, False), (57.4, True), (100.0, True)])

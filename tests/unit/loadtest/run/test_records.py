@@ -2,7 +2,7 @@
 
 import json
 
-from loadtest.run.records import RecordFile, RequestRecord
+from ridgeline.loadtest.run.records import RecordFile, RequestRecord
 
 
 def test_a_record_is_in_the_file_at_once_and_not_glued_to_a_line_that_was_cut(tmp_path):

@@ -3,8 +3,8 @@
 import httpx
 import pytest
 
-from loadtest.errors import ServerError
-from loadtest.run.server_metrics import scrape
+from ridgeline.loadtest.errors import ServerError
+from ridgeline.loadtest.run.server_metrics import scrape
 
 PAGE = "# TYPE ridgeline_running gauge\nridgeline_running 1\n"
 

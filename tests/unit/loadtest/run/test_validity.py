@@ -8,13 +8,13 @@ import sys
 import psutil
 import pytest
 
-from loadtest.plan import Slo
-from loadtest.run.machine import CpuReading, Disturbance, disturbance, listeners, read_cpu
-from loadtest.run.records import RequestRecord
-from loadtest.run.replay import ReplayResult
-from loadtest.run.server_metrics import fleet_change, parse_metrics, steps_by_worker, workers_of
-from loadtest.run.validity import discard_reasons
-from loadtest.trace.trace import Trace
+from ridgeline.loadtest.plan import Slo
+from ridgeline.loadtest.run.machine import CpuReading, Disturbance, disturbance, listeners, read_cpu
+from ridgeline.loadtest.run.records import RequestRecord
+from ridgeline.loadtest.run.replay import ReplayResult
+from ridgeline.loadtest.run.server_metrics import fleet_change, parse_metrics, steps_by_worker, workers_of
+from ridgeline.loadtest.run.validity import discard_reasons
+from ridgeline.loadtest.trace.trace import Trace
 
 SLO = Slo(ttft_ms=2000, tpot_ms=100)
 

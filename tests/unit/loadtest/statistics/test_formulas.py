@@ -5,10 +5,10 @@ import math
 
 import pytest
 
-from loadtest.statistics.looks import ALPHA, levels, looks_until, spent
-from loadtest.statistics.paired_tests import estimate, holm, sign_flip_p
-from loadtest.statistics.proportions import PairedCounts, paired_score_interval, wilson_interval
-from loadtest.statistics.student import critical_t, two_sided_p
+from ridgeline.loadtest.statistics.looks import ALPHA, levels, looks_until, spent
+from ridgeline.loadtest.statistics.paired_tests import estimate, holm, sign_flip_p
+from ridgeline.loadtest.statistics.proportions import PairedCounts, paired_score_interval, wilson_interval
+from ridgeline.loadtest.statistics.student import critical_t, two_sided_p
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ import math
 import msgspec
 import pytest
 
-from loadtest.plan import Slo
-from loadtest.run.records import RequestRecord
-from loadtest.statistics.outcome import Conclusion, conclude, pairs_to_see, smallest_seen
-from loadtest.statistics.pairs import PairDifference, pair_difference
-from loadtest.statistics.proportions import PairedCounts
+from ridgeline.loadtest.plan import Slo
+from ridgeline.loadtest.run.records import RequestRecord
+from ridgeline.loadtest.statistics.outcome import Conclusion, conclude, pairs_to_see, smallest_seen
+from ridgeline.loadtest.statistics.pairs import PairDifference, pair_difference
+from ridgeline.loadtest.statistics.proportions import PairedCounts
 
 MARGIN = 0.05
 

@@ -6,8 +6,8 @@ The powers are those of docs/results/comparisons.json.
 
 import pytest
 
-from loadtest.statistics import outcome
-from loadtest.statistics.looks import ALPHA
+from ridgeline.loadtest.statistics import outcome
+from ridgeline.loadtest.statistics.looks import ALPHA
 from tools.bench.power import ROUND_EFFECTS, World, rates, tpot_power
 
 COMPARISONS = 250

@@ -5,14 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from loadtest.errors import TraceError
-from loadtest.plan import ReplayPlan
-from loadtest.run.replay import completions
-from loadtest.trace import conversations
-from loadtest.trace.prompts import PromptMaker, TextWindows
-from loadtest.trace.readers import load_trace
-from loadtest.trace.shape import shape_trace
-from loadtest.trace.trace import TraceRow
+from ridgeline.loadtest.errors import TraceError
+from ridgeline.loadtest.plan import ReplayPlan
+from ridgeline.loadtest.run.replay import completions
+from ridgeline.loadtest.trace import conversations
+from ridgeline.loadtest.trace.prompts import PromptMaker, TextWindows
+from ridgeline.loadtest.trace.readers import load_trace
+from ridgeline.loadtest.trace.shape import shape_trace
+from ridgeline.loadtest.trace.trace import TraceRow
 
 BURSTGPT = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
 5,ChatGPT,472,18,490,Conversation log

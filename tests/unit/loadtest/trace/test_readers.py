@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from loadtest.errors import TraceError
-from loadtest.plan import ComparePlan, ReplayPlan
-from loadtest.trace import demo
-from loadtest.trace.prompts import TEXT_FILE, PromptMaker, TextWindows
-from loadtest.trace.readers import load_trace
-from loadtest.trace.shape import fit_context, shape_trace
-from loadtest.trace.trace import Trace, TraceRow
+from ridgeline.loadtest.errors import TraceError
+from ridgeline.loadtest.plan import ComparePlan, ReplayPlan
+from ridgeline.loadtest.trace import demo
+from ridgeline.loadtest.trace.prompts import TEXT_FILE, PromptMaker, TextWindows
+from ridgeline.loadtest.trace.readers import load_trace
+from ridgeline.loadtest.trace.shape import fit_context, shape_trace
+from ridgeline.loadtest.trace.trace import Trace, TraceRow
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44

@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from loadtest.errors import TraceError
-from loadtest.plan import ComparePlan
-from loadtest.trace.windows import PairTraces
+from ridgeline.loadtest.errors import TraceError
+from ridgeline.loadtest.plan import ComparePlan
+from ridgeline.loadtest.trace.windows import PairTraces
 
 
 def test_pairs_take_the_next_window_of_a_file_and_begin_again_after_the_last():

@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
-from contracts import errors
-from prefill_worker.kv_source.lease import REMEMBERED_ENDINGS, LeaseTable
+from ridgeline.contracts import errors
+from ridgeline.prefill_worker.kv_source.lease import REMEMBERED_ENDINGS, LeaseTable
 from tests.support.patience import PATIENCE_S
 
 

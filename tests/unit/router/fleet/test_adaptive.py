@@ -5,10 +5,10 @@ import time
 
 import pytest
 
-from contracts.workers import LEAST_PROMPT_SHARE, LOST_LIMITS, TPOT_LIMIT_USED, StepModel
-from router.fleet.adaptive import Wanted, choose
-from router.fleet.prediction import Load, attended, compute_s, joined_step_s, later, prompt_s, step_s, tpot_s
-from router.fleet.prediction import with_prompts as seat_prompts
+from ridgeline.contracts.workers import LEAST_PROMPT_SHARE, LOST_LIMITS, TPOT_LIMIT_USED, StepModel
+from ridgeline.router.fleet.adaptive import Wanted, choose
+from ridgeline.router.fleet.prediction import Load, attended, compute_s, joined_step_s, later, prompt_s, step_s, tpot_s
+from ridgeline.router.fleet.prediction import with_prompts as seat_prompts
 
 MODEL = StepModel(
     base_s=0.04,

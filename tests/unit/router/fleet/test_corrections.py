@@ -2,7 +2,7 @@
 
 import pytest
 
-from router.fleet.corrections import DOUBT, FADES_S, LATEST, MOST, Corrections
+from ridgeline.router.fleet.corrections import DOUBT, FADES_S, LATEST, MOST, Corrections
 from tests.support.clock import FakeClock
 
 

@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from router.fleet.policy import (
+from ridgeline.router.fleet.policy import (
     SHORT_PROMPT,
     SPLIT,
     WHOLE_REPLICA,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleet.prefixes import CLEARED_AT_ONCE, JUDGED_PROMPTS, PrefixIndex, block_hashes
+from ridgeline.router.fleet.prefixes import CLEARED_AT_ONCE, JUDGED_PROMPTS, PrefixIndex, block_hashes
 
 BLOCK = 4
 PROMPT = list(range(100, 120))
@@ -67,7 +67,8 @@ def test_prompts_of_other_salts_have_no_hash_in_common(salts):
 
 
 def test_hashes_are_the_same_in_another_process():
-    program = "from router.fleet.prefixes import block_hashes; print(block_hashes(list(range(100, 120)), 4, 'salt'))"
+    hashes = "from ridgeline.router.fleet.prefixes import block_hashes"
+    program = f"{hashes}; print(block_hashes(list(range(100, 120)), 4, 'salt'))"
     told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert told.stdout.strip() == str(block_hashes(PROMPT, BLOCK, "salt"))
 

@@ -5,9 +5,16 @@ import random
 
 import pytest
 
-from router.fleet.adaptive import Wanted
-from router.fleet.rebalance import INTERVAL_S, LEAST_COUNTED, QUICK_AGAIN_S, TURNED_PROMPTS, TURNED_S, Rebalancer
-from router.fleet.shape import held_per_s
+from ridgeline.router.fleet.adaptive import Wanted
+from ridgeline.router.fleet.rebalance import (
+    INTERVAL_S,
+    LEAST_COUNTED,
+    QUICK_AGAIN_S,
+    TURNED_PROMPTS,
+    TURNED_S,
+    Rebalancer,
+)
+from ridgeline.router.fleet.shape import held_per_s
 from tests.unit.router.fleet.test_shape import PROMPT_S, STEP_S, fleet, traffic
 
 NAMES = [f"worker-{number}" for number in range(8)]

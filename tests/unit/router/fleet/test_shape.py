@@ -5,9 +5,9 @@ import math
 import msgspec
 import pytest
 
-from contracts.workers import TPOT_LIMIT_USED, StepModel
-from router.fleet.prediction import attended
-from router.fleet.shape import Traffic, Workers, best_shape, held_per_s, mean_latency_s, needs_no_division
+from ridgeline.contracts.workers import TPOT_LIMIT_USED, StepModel
+from ridgeline.router.fleet.prediction import attended
+from ridgeline.router.fleet.shape import Traffic, Workers, best_shape, held_per_s, mean_latency_s, needs_no_division
 
 MODEL = StepModel(
     base_s=0.03,

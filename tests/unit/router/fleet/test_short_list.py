@@ -2,8 +2,8 @@
 
 import pytest
 
-from router.fleet.short_list import FOR_ANSWER, FOR_PREFIX, FOR_PROMPT, short_list
-from router.fleet.worker import Worker
+from ridgeline.router.fleet.short_list import FOR_ANSWER, FOR_PREFIX, FOR_PROMPT, short_list
+from ridgeline.router.fleet.worker import Worker
 from tests.support.samples import LAYOUT, worker_description
 
 PROMPT_TOKENS = 500

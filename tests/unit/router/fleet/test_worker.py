@@ -3,7 +3,7 @@
 import math
 from contextlib import ExitStack
 
-from router.fleet.worker import Worker
+from ridgeline.router.fleet.worker import Worker
 from tests.support.samples import LAYOUT, worker_description
 
 

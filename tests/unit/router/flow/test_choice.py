@@ -7,12 +7,12 @@ from contextlib import ExitStack
 import pytest
 from msgspec.structs import replace
 
-from contracts.workers import TPOT_LIMIT_USED, StepModel, WorkerStatus
-from router.fleet.corrections import FADES_S, Corrections
-from router.fleet.policy import Demand
-from router.fleet.worker import Worker
-from router.flow.choice import PROMPTS_WINDOW_S, ByPrediction
-from router.flow.learned import Learned
+from ridgeline.contracts.workers import TPOT_LIMIT_USED, StepModel, WorkerStatus
+from ridgeline.router.fleet.corrections import FADES_S, Corrections
+from ridgeline.router.fleet.policy import Demand
+from ridgeline.router.fleet.worker import Worker
+from ridgeline.router.flow.choice import PROMPTS_WINDOW_S, ByPrediction
+from ridgeline.router.flow.learned import Learned
 from tests.support.samples import LAYOUT, worker_description
 
 MODEL = StepModel(

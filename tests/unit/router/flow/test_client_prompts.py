@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.flow.client_prompts import FEW, ClientPrompts
-from router.flow.fair_queue import FairQueue
+from ridgeline.router.flow.client_prompts import FEW, ClientPrompts
+from ridgeline.router.flow.fair_queue import FairQueue
 
 QUANTUM = 512
 LEAST = 64

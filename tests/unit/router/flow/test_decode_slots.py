@@ -6,10 +6,10 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from contracts.workers import WorkerStatus
-from router.fleet.policy import Demand
-from router.flow.decode_slots import DecodeSlots
-from router.flow.prompt_queue import PromptQueue
+from ridgeline.contracts.workers import WorkerStatus
+from ridgeline.router.fleet.policy import Demand
+from ridgeline.router.flow.decode_slots import DecodeSlots
+from ridgeline.router.flow.prompt_queue import PromptQueue
 from tests.unit.router.flow.test_prompt_queue import Bench, a_worker, settle
 
 

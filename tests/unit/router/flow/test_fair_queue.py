@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.flow.fair_queue import FairQueue
+from ridgeline.router.flow.fair_queue import FairQueue
 
 QUANTUM = 512
 

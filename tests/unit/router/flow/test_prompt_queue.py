@@ -6,14 +6,14 @@ import random
 
 import pytest
 
-from contracts.workers import StepModel, WorkerStatus
-from router.fleet.adaptive import Wanted, choose
-from router.fleet.fleet import Worker
-from router.fleet.policy import PROMPT_SCORERS, Demand, NoWorker, Rerouted
-from router.fleet.prediction import Load
-from router.flow.choice import Choice
-from router.flow.decode_slots import DecodeSlots
-from router.flow.prompt_queue import PromptQueue
+from ridgeline.contracts.workers import StepModel, WorkerStatus
+from ridgeline.router.fleet.adaptive import Wanted, choose
+from ridgeline.router.fleet.fleet import Worker
+from ridgeline.router.fleet.policy import PROMPT_SCORERS, Demand, NoWorker, Rerouted
+from ridgeline.router.fleet.prediction import Load
+from ridgeline.router.flow.choice import Choice
+from ridgeline.router.flow.decode_slots import DecodeSlots
+from ridgeline.router.flow.prompt_queue import PromptQueue
 from tests.support.clock import FakeClock
 from tests.support.patience import eventually
 from tests.support.samples import LAYOUT, worker_description
@@ -342,7 +342,7 @@ async def test_the_time_without_a_worker_begins_anew_with_each_outage(bench):
 
 
 async def test_a_worker_is_found_again_without_being_told(bench, monkeypatch):
-    monkeypatch.setattr("router.flow.prompt_queue.RECHECK_S", 0.001)
+    monkeypatch.setattr("ridgeline.router.flow.prompt_queue.RECHECK_S", 0.001)
     bench.workers[0].client.connected = False
     await bench.send("one", 10)
     bench.workers[0].client.connected = True

@@ -2,7 +2,7 @@
 
 import pytest
 
-from router.flow.rates import ServiceRate
+from ridgeline.router.flow.rates import ServiceRate
 from tests.support.clock import FakeClock
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 
-from router.front.text_turns import EVENTS_LOOKED_AT, SLICE_S, TOLD_EVERY_S, TextTurns
+from ridgeline.router.front.text_turns import EVENTS_LOOKED_AT, SLICE_S, TOLD_EVERY_S, TextTurns
 from tests.support.symptoms import is_quoted
 
 

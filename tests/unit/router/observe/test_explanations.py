@@ -6,10 +6,10 @@ import math
 import msgspec
 import pytest
 
-from cluster.commands.operators.decisions import sentences
-from router.fleet.adaptive import Decision, Option, Wanted
-from router.observe.explanations import KEPT, MOST_ID_CHARACTERS, Explanation, Explanations
-from router.observe.timeline import RequestTimeline
+from ridgeline.cluster.commands.operators.decisions import sentences
+from ridgeline.router.fleet.adaptive import Decision, Option, Wanted
+from ridgeline.router.observe.explanations import KEPT, MOST_ID_CHARACTERS, Explanation, Explanations
+from ridgeline.router.observe.timeline import RequestTimeline
 from tests.support.clock import FakeClock
 
 

@@ -2,9 +2,9 @@
 
 from types import SimpleNamespace
 
-from contracts.workers import WorkerStatus
-from router.fleet.policy import WorkerLoad
-from router.observe.fleet_use import WorkerUse, fleet_use
+from ridgeline.contracts.workers import WorkerStatus
+from ridgeline.router.fleet.policy import WorkerLoad
+from ridgeline.router.observe.fleet_use import WorkerUse, fleet_use
 
 LOAD = WorkerLoad(
     worker_id="worker-0",

@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from router.observe.loop_lag import WINDOW_S, LoopLag
+from ridgeline.router.observe.loop_lag import WINDOW_S, LoopLag
 from tests.support.patience import eventually
 
 

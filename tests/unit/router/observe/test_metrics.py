@@ -7,15 +7,15 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from contracts.handoff import TransferResult
-from contracts.tasks import LegTiming
-from contracts.workers import WorkerStatus
-from router.fleet.pairing import KvPair
-from router.fleet.policy import WorkerLoad
-from router.observe.collectors import QueueCollector, WorkerCollector
-from router.observe.metrics import LATENCY_BUCKETS, TOKEN_BUCKETS, InFlight, RequestMetrics, Within
-from router.observe.timeline import RequestTimeline
-from router.settings import PoolHardware
+from ridgeline.contracts.handoff import TransferResult
+from ridgeline.contracts.tasks import LegTiming
+from ridgeline.contracts.workers import WorkerStatus
+from ridgeline.router.fleet.pairing import KvPair
+from ridgeline.router.fleet.policy import WorkerLoad
+from ridgeline.router.observe.collectors import QueueCollector, WorkerCollector
+from ridgeline.router.observe.metrics import LATENCY_BUCKETS, TOKEN_BUCKETS, InFlight, RequestMetrics, Within
+from ridgeline.router.observe.timeline import RequestTimeline
+from ridgeline.router.settings import PoolHardware
 from tests.support.clock import FakeClock
 
 HARDWARE = {

@@ -2,9 +2,9 @@
 
 import pytest
 
-from contracts.handoff import TransferResult
-from contracts.tasks import LegTiming
-from router.observe.timeline import RequestTimeline
+from ridgeline.contracts.handoff import TransferResult
+from ridgeline.contracts.tasks import LegTiming
+from ridgeline.router.observe.timeline import RequestTimeline
 from tests.support.clock import FakeClock
 
 

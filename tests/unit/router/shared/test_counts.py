@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from router.settings import RouterStart
-from router.shared.counts import Counts
+from ridgeline.router.settings import RouterStart
+from ridgeline.router.shared.counts import Counts
 
 ONE, TWO, ASKER = RouterStart("one"), RouterStart("two"), RouterStart("asker")
 

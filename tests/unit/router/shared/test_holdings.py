@@ -2,8 +2,8 @@
 
 import random
 
-from router.flow.admission import Held, Holdings
-from router.shared.holdings import Changes, Parts
+from ridgeline.router.flow.admission import Held, Holdings
+from ridgeline.router.shared.holdings import Changes, Parts
 
 
 class Router:

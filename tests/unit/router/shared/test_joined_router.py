@@ -4,17 +4,17 @@ import asyncio
 
 import msgspec
 
-from router.fleet.policy import Demand
-from router.flow.admission import Held
-from router.flow.placement import Wish
-from router.settings import RouterStart
-from router.shared.counts import Counts
-from router.shared.holdings import Parts
-from router.shared.joined_router import MOST_AT_ONCE, JoinedRouter
-from router.shared.messages import Counted, Denied, Downs, Holds, Joins, Others
-from router.shared.shared_placement import SharedPlacement
+from ridgeline.router.fleet.policy import Demand
+from ridgeline.router.flow.admission import Held
+from ridgeline.router.flow.placement import Wish
+from ridgeline.router.settings import RouterStart
+from ridgeline.router.shared.counts import Counts
+from ridgeline.router.shared.holdings import Parts
+from ridgeline.router.shared.joined_router import MOST_AT_ONCE, JoinedRouter
+from ridgeline.router.shared.messages import Counted, Denied, Downs, Holds, Joins, Others
+from ridgeline.router.shared.shared_placement import SharedPlacement
+from ridgeline.worker_runtime.client import decoder, encode
 from tests.support.samples import router_settings
-from worker_runtime.client import decoder, encode
 
 
 def joined(parts):
@@ -89,7 +89,7 @@ class Away:
 
 
 async def test_however_many_prompts_wait_one_look_for_a_dispatcher_serves_them_all(monkeypatch):
-    monkeypatch.setattr("router.shared.shared_placement.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("ridgeline.router.shared.shared_placement.LOOK_EVERY_S", 0.0)
     link = Away(looks=5)
     placement = SharedPlacement(_Fleet(), link, router_settings())
     waiting = [asyncio.create_task(_place(placement)) for _ in range(100)]

@@ -4,10 +4,10 @@ from datetime import UTC, datetime
 
 import pytest
 
-from loadtest.rate_search import Round
-from loadtest.run.records import RequestRecord
-from loadtest.run.unloaded import Unloaded
-from loadtest.statistics.proportions import wilson_interval
+from ridgeline.loadtest.rate_search import Round
+from ridgeline.loadtest.run.records import RequestRecord
+from ridgeline.loadtest.run.unloaded import Unloaded
+from ridgeline.loadtest.statistics.proportions import wilson_interval
 from tools.bench.modes.cells import (
     Goodput,
     cell_of,

@@ -4,11 +4,11 @@ from datetime import UTC, datetime
 
 import pytest
 
-from loadtest.errors import LoadTestError
-from loadtest.run.server import with_slo_headers
-from loadtest.run.unloaded import Unloaded
-from loadtest.trace.readers import load_trace
-from loadtest.trace.windows import PairTraces
+from ridgeline.loadtest.errors import LoadTestError
+from ridgeline.loadtest.run.server import with_slo_headers
+from ridgeline.loadtest.run.unloaded import Unloaded
+from ridgeline.loadtest.trace.readers import load_trace
+from ridgeline.loadtest.trace.windows import PairTraces
 from tools.bench.modes.__main__ import options, settings_of
 from tools.bench.modes.fleet import hopeless_after_s
 from tools.bench.modes.journal import (

@@ -8,8 +8,8 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from router.front.http.context import WithContext, current
-from router.front.middleware.http_protocol import BoundedHeads
+from ridgeline.router.front.http.context import WithContext, current
+from ridgeline.router.front.middleware.http_protocol import BoundedHeads
 from tests.support.http_server import listening
 from tests.support.patience import PATIENCE_S
 

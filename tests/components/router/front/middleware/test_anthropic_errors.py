@@ -16,10 +16,10 @@ from anthropic import AsyncAnthropic
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contracts.tasks import TokenDelta
-from engine.passed_args import front
-from router.client_identity import hash_key
-from router.front.middleware.anthropic_errors import AnthropicErrors
+from ridgeline.contracts.tasks import TokenDelta
+from ridgeline.engine.passed_args import front
+from ridgeline.router.client_identity import hash_key
+from ridgeline.router.front.middleware.anthropic_errors import AnthropicErrors
 from tests.support.fake_engine import FakeEngine
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.served_router import serving
@@ -147,7 +147,7 @@ async def test_a_full_server_is_a_rate_limit_with_retry_after_and_a_failure_is_t
     async def fails(*_: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("router.dispatch.orchestrator.Orchestrator.run", fails)
+    monkeypatch.setattr("ridgeline.router.dispatch.orchestrator.Orchestrator.run", fails)
     with pytest.raises(anthropic.InternalServerError) as failed:
         await client.messages.create(**WISH)
     assert kind(failed.value) == "api_error"

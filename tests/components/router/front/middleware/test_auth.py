@@ -16,17 +16,17 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Mount, Route
 
-import router.front.middleware.auth
-import router.front.middleware.http_protocol
-import router.front.middleware.ingress
-from cluster.config.api_keys import ApiKeyError, api_key_hashes, open_to_all
-from router.client_identity import AddressClients, hash_key
-from router.flow.held_bodies import HeldBodies
-from router.front.app import behind
-from router.front.http.context import WithContext, current
-from router.front.middleware.auth import Access, KeyGuard
-from router.front.middleware.http_protocol import MAX_HEAD_BYTES, BoundedHeads
-from router.front.middleware.ingress import Gates, Ingress
+import ridgeline.router.front.middleware.auth
+import ridgeline.router.front.middleware.http_protocol
+import ridgeline.router.front.middleware.ingress
+from ridgeline.cluster.config.api_keys import ApiKeyError, api_key_hashes, open_to_all
+from ridgeline.router.client_identity import AddressClients, hash_key
+from ridgeline.router.flow.held_bodies import HeldBodies
+from ridgeline.router.front.app import behind
+from ridgeline.router.front.http.context import WithContext, current
+from ridgeline.router.front.middleware.auth import Access, KeyGuard
+from ridgeline.router.front.middleware.http_protocol import MAX_HEAD_BYTES, BoundedHeads
+from ridgeline.router.front.middleware.ingress import Gates, Ingress
 from tests.support.http_server import listening
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.samples import router_settings
@@ -216,7 +216,9 @@ def test_an_open_server_that_others_can_reach_is_warned_about():
 
 async def test_of_many_keys_in_a_head_two_are_looked_at(monkeypatch):
     hashed = []
-    monkeypatch.setattr(router.front.middleware.auth, "hash_key", lambda key: hashed.append(key) or hash_key(key))
+    monkeypatch.setattr(
+        ridgeline.router.front.middleware.auth, "hash_key", lambda key: hashed.append(key) or hash_key(key)
+    )
     many = [("x-api-key", f"guess-{i}") for i in range(900)]
     bearers = [("authorization", f"Bearer guess-{i}") for i in range(900)]
     async with serving(KEY, *(f"key-{i}" for i in range(100))) as client:
@@ -325,8 +327,8 @@ async def test_a_body_up_to_the_limit_is_read_and_a_longer_one_refused():
 @pytest.fixture
 def a_short_linger(monkeypatch):
     """A refused client that sends on and never closes is read from for a tenth of a second only."""
-    monkeypatch.setattr(router.front.middleware.ingress, "LINGER_S", 0.1)
-    monkeypatch.setattr(router.front.middleware.http_protocol, "LINGER_S", 0.1)
+    monkeypatch.setattr(ridgeline.router.front.middleware.ingress, "LINGER_S", 0.1)
+    monkeypatch.setattr(ridgeline.router.front.middleware.http_protocol, "LINGER_S", 0.1)
 
 
 @pytest.mark.usefixtures("a_short_linger")
@@ -349,7 +351,7 @@ async def test_a_chunked_body_is_refused_as_soon_as_it_is_too_long_and_never_kep
 
 
 async def test_a_body_that_stops_in_the_middle_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(router.front.middleware.ingress, "BODY_PART_WITHIN_S", 0.2)
+    monkeypatch.setattr(ridgeline.router.front.middleware.ingress, "BODY_PART_WITHIN_S", 0.2)
     async with serving() as client:
         head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n"
         answer = await raw(client.port, head, b"half")
@@ -357,8 +359,8 @@ async def test_a_body_that_stops_in_the_middle_is_not_waited_for(monkeypatch):
 
 
 async def test_a_router_that_stood_still_does_not_refuse_a_body_that_came_meanwhile(monkeypatch):
-    monkeypatch.setattr(router.front.middleware.ingress, "BODY_PART_WITHIN_S", 0.2)
-    monkeypatch.setattr(router.front.middleware.ingress, "LATE_S", 0.2)
+    monkeypatch.setattr(ridgeline.router.front.middleware.ingress, "BODY_PART_WITHIN_S", 0.2)
+    monkeypatch.setattr(ridgeline.router.front.middleware.ingress, "LATE_S", 0.2)
     parts, answered = asyncio.Queue(), []
 
     async def send(message):
@@ -420,7 +422,7 @@ async def test_a_head_that_does_not_end_is_refused_and_many_short_ones_are_not()
 
 
 async def test_the_refusal_of_a_head_arrives_however_much_is_still_on_its_way(monkeypatch):
-    monkeypatch.setattr(router.front.middleware.http_protocol, "LINGER_S", PATIENCE_S)
+    monkeypatch.setattr(ridgeline.router.front.middleware.http_protocol, "LINGER_S", PATIENCE_S)
     async with serving() as client:
         reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
         writer.write(b"GET /health HTTP/1.1\r\nx: " + b"a" * MAX_HEAD_BYTES)
@@ -448,7 +450,7 @@ async def test_a_trailer_that_does_not_end_is_refused(heads_read):
 @pytest.fixture
 def heads_within(monkeypatch):
     """Sets how long a head may take of which the wait has not begun."""
-    return partial(monkeypatch.setattr, router.front.middleware.http_protocol, "HEAD_WITHIN_S")
+    return partial(monkeypatch.setattr, ridgeline.router.front.middleware.http_protocol, "HEAD_WITHIN_S")
 
 
 @pytest.mark.parametrize("begun", [b"", b"GET /health HTTP/1.1\r\nhost:", b"\r\n"], ids=repr)
@@ -518,7 +520,7 @@ async def test_an_idle_connection_is_kept_for_the_next_request_and_half_of_one_d
 
 
 async def test_a_connection_too_many_is_told_so_and_the_others_are_served(monkeypatch):
-    monkeypatch.setattr(router.front.middleware.http_protocol, "MOST_CONNECTIONS", 3)
+    monkeypatch.setattr(ridgeline.router.front.middleware.http_protocol, "MOST_CONNECTIONS", 3)
     async with serving() as client:
         opened = [await asyncio.open_connection("127.0.0.1", client.port) for _ in range(3)]
         reader, writer = await asyncio.open_connection("127.0.0.1", client.port)

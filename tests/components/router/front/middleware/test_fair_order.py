@@ -9,11 +9,11 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from router.flow.admission_rules import Refused
-from router.flow.concurrency_limiter import AT_A_TIME, ConcurrencyLimiter
-from router.flow.held_bodies import HeldBodies
-from router.front.http.context import WithContext, current
-from router.front.middleware.ingress import Gates, Ingress
+from ridgeline.router.flow.admission_rules import Refused
+from ridgeline.router.flow.concurrency_limiter import AT_A_TIME, ConcurrencyLimiter
+from ridgeline.router.flow.held_bodies import HeldBodies
+from ridgeline.router.front.http.context import WithContext, current
+from ridgeline.router.front.middleware.ingress import Gates, Ingress
 from tests.support.http_server import listening
 from tests.support.samples import router_settings
 from tests.unit.router.flow.test_prompt_queue import settle

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-import router.front.app
-import router.front.metrics_page
-from cluster.runtime.actors import ServiceActor
-from cluster.runtime.environment import SERVER_VARIABLES, server_variables, server_variables_hidden
-from router.client_identity import hash_key
-from router.front.http.context import current
-from router.front.http.routes import ON_WISH, OPEN_PATHS, ROUTES, keep_known_routes
-from router.front.middleware.auth import KeyGuard
-from router.front.single_flight import BURST
+import ridgeline.router.front.app
+import ridgeline.router.front.metrics_page
+from ridgeline.cluster.runtime.actors import ServiceActor
+from ridgeline.cluster.runtime.environment import SERVER_VARIABLES, server_variables, server_variables_hidden
+from ridgeline.router.client_identity import hash_key
+from ridgeline.router.front.http.context import current
+from ridgeline.router.front.http.routes import ON_WISH, OPEN_PATHS, ROUTES, keep_known_routes
+from ridgeline.router.front.middleware.auth import KeyGuard
+from ridgeline.router.front.single_flight import BURST
 from tests.support import ipv6
 from tests.support.served_router import serving
 
@@ -69,7 +69,7 @@ def a_careless_shell(seen, apps):
         from model_hosting_container_standards import logging_config
 
         logging_config.configure_root_logger()
-        assert not logging.getLogger("router.front.vllm_workarounds.unread").isEnabledFor(logging.WARNING)
+        assert not logging.getLogger("ridgeline.router.front.vllm_workarounds.unread").isEnabledFor(logging.WARNING)
         return build_app(*args)
 
     def kept(app):
@@ -80,9 +80,9 @@ def a_careless_shell(seen, apps):
     with pytest.MonkeyPatch.context() as patch:
         for variable, value in CARELESS.items():
             patch.setenv(variable, value)
-        patch.setattr("router.front.app.vllm_app.build_app", built)
-        patch.setattr("router.front.app.layers", partial(layers, router.front.app.layers))
-        patch.setattr("router.front.app.keep_known_routes", kept)
+        patch.setattr("ridgeline.router.front.app.vllm_app.build_app", built)
+        patch.setattr("ridgeline.router.front.app.layers", partial(layers, ridgeline.router.front.app.layers))
+        patch.setattr("ridgeline.router.front.app.keep_known_routes", kept)
         yield patch
 
 
@@ -209,7 +209,7 @@ async def test_each_route_answers_those_it_is_for_and_nobody_else(keyed):
 
 
 async def test_what_vllms_app_imports_does_not_silence_the_routers_warnings(keyed):
-    assert logging.getLogger("router.front.vllm_workarounds.unread").isEnabledFor(logging.WARNING)
+    assert logging.getLogger("ridgeline.router.front.vllm_workarounds.unread").isEnabledFor(logging.WARNING)
     assert all(handler.level <= logging.WARNING for handler in logging.root.handlers)
 
 
@@ -225,7 +225,7 @@ async def test_an_actors_process_forgets_the_variables_before_vllm_could_read_th
         assert server_variables() == []
         assert KEY not in os.environ.values()
     assert dict(os.environ) == before
-    ServiceActor("cluster.runtime.services:RouterService", "router")
+    ServiceActor("ridgeline.cluster.runtime.services:RouterService", "router")
     assert server_variables() == []
     assert KEY not in os.environ.values()
     assert os.environ["VLLM_CACHE_ROOT"] == "/somewhere"
@@ -311,8 +311,10 @@ async def test_without_the_setting_no_page_may_use_the_server(behind_a_proxy):
 async def test_fifty_scrapes_at_once_share_a_few_renderings(keyed, monkeypatch):
     http = keyed[0]
     rendered = []
-    page_of = router.front.metrics_page.page_of
-    monkeypatch.setattr("router.front.metrics_page.page_of", lambda registry: rendered.append(1) or page_of(registry))
+    page_of = ridgeline.router.front.metrics_page.page_of
+    monkeypatch.setattr(
+        "ridgeline.router.front.metrics_page.page_of", lambda registry: rendered.append(1) or page_of(registry)
+    )
     pages = await asyncio.gather(*(http.get("/metrics") for _ in range(50)))
     assert {page.status_code for page in pages} == {200}
     assert pages[0].headers["content-type"].startswith("text/plain; version=0.0.4")

@@ -7,8 +7,8 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from router.client_identity import hash_key
-from router.flow.held_bodies import MOST_BODIES
+from ridgeline.router.client_identity import hash_key
+from ridgeline.router.flow.held_bodies import MOST_BODIES
 from tests.support.fake_engine import FakeEngine
 from tests.support.patience import eventually
 from tests.support.served_router import serving

@@ -5,8 +5,8 @@ import json
 import pytest
 from starlette.responses import JSONResponse
 
-from router.front.middleware.json_cost import MAX_COST, cost
-from router.front.vllm_workarounds.app_gaps import QuickJson
+from ridgeline.router.front.middleware.json_cost import MAX_COST, cost
+from ridgeline.router.front.vllm_workarounds.app_gaps import QuickJson
 
 
 @pytest.mark.parametrize(

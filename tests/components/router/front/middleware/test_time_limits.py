@@ -8,11 +8,11 @@ import pytest_asyncio
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from router.dispatch.orchestrator import Orchestrator
-from router.front.http.context import WithContext, current
-from router.front.http.errors import HttpRefusal, send_error
-from router.front.middleware.time_limits import TPOT, TTFT, note_limits, read_limit_s, read_timeout_s
-from router.settings import LONGEST_LIMIT_MS, SHORTEST_LIMIT_MS
+from ridgeline.router.dispatch.orchestrator import Orchestrator
+from ridgeline.router.front.http.context import WithContext, current
+from ridgeline.router.front.http.errors import HttpRefusal, send_error
+from ridgeline.router.front.middleware.time_limits import TPOT, TTFT, note_limits, read_limit_s, read_timeout_s
+from ridgeline.router.settings import LONGEST_LIMIT_MS, SHORTEST_LIMIT_MS
 from tests.support.fake_engine import FakeEngine
 from tests.support.http_server import listening
 from tests.support.served_router import serving

@@ -10,8 +10,8 @@ from openai.types.responses import ResponseOutputMessage
 from pydantic import BaseModel, model_validator
 from vllm.entrypoints.openai.responses.utils import construct_input_messages
 
-from router.front.http.context import WithContext
-from router.front.vllm_workarounds import app_gaps
+from ridgeline.router.front.http.context import WithContext
+from ridgeline.router.front.vllm_workarounds import app_gaps
 
 
 class Body(BaseModel):

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.parser import ParserManager
 
-from router.front.vllm_workarounds import cut_off_calls
+from ridgeline.router.front.vllm_workarounds import cut_off_calls
 
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"properties": {"at": {"type": "string"}}}}}

@@ -7,7 +7,7 @@ import pytest
 import vllm.renderers.hf
 from vllm.renderers.hf import resolve_chat_template
 
-from router.front.vllm_workarounds.no_processor import note_that_there_is_no_processor
+from ridgeline.router.front.vllm_workarounds.no_processor import note_that_there_is_no_processor
 
 OF_THE_TOKENIZER = "{{ messages[0].content }}"
 

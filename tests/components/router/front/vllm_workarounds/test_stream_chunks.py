@@ -10,7 +10,7 @@ from vllm.entrypoints.openai.completion import serving as completion_serving
 from vllm.entrypoints.serve.engine.protocol import UsageInfo
 from vllm.entrypoints.serve.utils.tool_calls_utils import maybe_filter_parallel_tool_calls
 
-from router.front.vllm_workarounds import stream_chunks
+from ridgeline.router.front.vllm_workarounds import stream_chunks
 
 texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
 token_ids = st.none() | st.lists(st.integers(0, 200_000), max_size=3)

@@ -5,8 +5,8 @@ import threading
 import pytest
 import pytest_asyncio
 
-from router.flow.concurrency_limiter import AT_A_TIME
-from router.front.vllm_workarounds.text_length import CHARACTERS_PER_TOKEN
+from ridgeline.router.flow.concurrency_limiter import AT_A_TIME
+from ridgeline.router.front.vllm_workarounds.text_length import CHARACTERS_PER_TOKEN
 from tests.support.fake_engine import FakeEngine
 from tests.support.served_router import serving
 

@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
-from router.front.vllm_workarounds import unread
-from router.front.vllm_workarounds.unread import BoundedCollector, look
+from ridgeline.router.front.vllm_workarounds import unread
+from ridgeline.router.front.vllm_workarounds.unread import BoundedCollector, look
 from tests.components.router.front.test_http import body, stepping
 from tests.support.fake_engine import FakeEngine
 from tests.support.patience import eventually
@@ -152,7 +152,7 @@ async def unread_answer(http, **fields):
 @pytest.fixture
 def registry(monkeypatch):
     registry = CollectorRegistry()
-    monkeypatch.setattr("router.server.KERNEL_UNSENT_BYTES", 4096)
+    monkeypatch.setattr("ridgeline.router.server.KERNEL_UNSENT_BYTES", 4096)
     return registry
 
 

@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from cluster.config.autoscale import AutoscaleConfig
-from cluster.runtime.autoscale.policy import Memory, decide
-from cluster.runtime.autoscale.use import Reading
-from router.observe.fleet_use import FleetUse
-from router.observe.metrics import Within
+from ridgeline.cluster.config.autoscale import AutoscaleConfig
+from ridgeline.cluster.runtime.autoscale.policy import Memory, decide
+from ridgeline.cluster.runtime.autoscale.use import Reading
+from ridgeline.router.observe.fleet_use import FleetUse
+from ridgeline.router.observe.metrics import Within
 from tests.unit.cluster.runtime.autoscale.uses import a_fleet_use
 
 EVERY_S = 15.0

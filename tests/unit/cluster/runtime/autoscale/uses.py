@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from contracts.vocabulary import Pool
-from router.observe.fleet_use import FleetUse, WorkerUse
+from ridgeline.contracts.vocabulary import Pool
+from ridgeline.router.observe.fleet_use import FleetUse, WorkerUse
 
 PLACES = 100
 KV_BLOCKS = 1000

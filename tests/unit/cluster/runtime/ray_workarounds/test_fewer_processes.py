@@ -7,7 +7,7 @@ import ray._private.parameter
 import ray._private.utils
 from ray._private.node import Node
 
-from cluster.runtime.ray_workarounds.fewer_processes import fewer_processes
+from ridgeline.cluster.runtime.ray_workarounds.fewer_processes import fewer_processes
 
 
 @pytest.fixture

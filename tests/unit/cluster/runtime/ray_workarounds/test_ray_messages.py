@@ -8,7 +8,7 @@ import pytest
 from ray import JobID
 from ray._private import worker as ray_worker
 
-from cluster.runtime.ray_workarounds.ray_messages import ray_messages_in_a_file
+from ridgeline.cluster.runtime.ray_workarounds.ray_messages import ray_messages_in_a_file
 
 DIED = "A worker died or was killed while executing a task by an unexpected system error."
 

@@ -12,7 +12,7 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from cluster.runtime.service_process.launch import PRELOADED, preloaded_parent, start_service
+from ridgeline.cluster.runtime.service_process.launch import PRELOADED, preloaded_parent, start_service
 
 MODULES = ["tests.support.example_service"]
 

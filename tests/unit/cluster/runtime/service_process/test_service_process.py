@@ -17,10 +17,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster.runtime.processes import this_process
-from cluster.runtime.service_process import launch
-from cluster.runtime.service_process.calls import CallServer, ServiceClient, ServiceError, ServiceGone
-from cluster.runtime.service_process.launch import PRELOADED, preloaded_parent, start_service
+from ridgeline.cluster.runtime.processes import this_process
+from ridgeline.cluster.runtime.service_process import launch
+from ridgeline.cluster.runtime.service_process.calls import CallServer, ServiceClient, ServiceError, ServiceGone
+from ridgeline.cluster.runtime.service_process.launch import PRELOADED, preloaded_parent, start_service
 from tests.support.example_service import Example
 from tests.support.patience import PATIENCE_S
 
