@@ -16,7 +16,7 @@ from pathlib import Path
 HELD = "ridgeline-core-"
 HOLD_WITHIN_S = 10.0
 """How long a core may still be held: as long as the end of the processes that had it is waited for
-(`cluster.runtime.processes`)."""
+(`ridgeline.cluster.runtime.processes`)."""
 RETRY_S = 0.05
 
 

@@ -132,7 +132,7 @@ FetchOutcome = Literal["ok", "failed", "cancelled"]
 
 
 class TransferResult(msgspec.Struct, frozen=True, kw_only=True):
-    """How one fetch ended. `reason` is empty or one of `contracts.errors.REASONS`."""
+    """How one fetch ended. `reason` is empty or one of `ridgeline.contracts.errors.REASONS`."""
 
     outcome: FetchOutcome
     reason: str = ""

@@ -17,16 +17,16 @@ from ridgeline.contracts.vocabulary import ErrorKind, FirstToken, Leg
 class GenerateTask(msgspec.Struct, frozen=True, kw_only=True):
     """One leg of one request, sent to one worker.
 
-    `sampling` holds all that the client asked for (`engine.request.sampling.encode`): each worker derives its own leg
-    from it. `emitted_token_ids` are output tokens the client already has; the worker goes on after them and sends none
-    again. `first_token` says how: `continue` computes them as part of the prompt, `resample` has decode produce every
-    token itself, also those once more (`engine.request.forced_tokens`), so that its sampling state is right. `handoff`
-    tells a decode worker where the KV of `prompt_token_ids` lies; without it the worker computes it. If the
-    hand-off is not complete, its transfer overlaps the prefill and brings the first token along. `cache_salt` keeps the
-    request's blocks apart in the prefix caches, on every worker: only requests with the same salt find them.
-    `tpot_limit_s` is the time per output token that the sequence may take; its engine then bounds the prompt tokens in
-    its steps so that it does not take longer. 0: no limit. `sure_output_tokens`: how long the answer will most
-    likely become at least, emitted tokens included; 0: not known.
+    `sampling` holds all that the client asked for (`ridgeline.engine.request.sampling.encode`): each worker derives its
+    own leg from it. `emitted_token_ids` are output tokens the client already has; the worker goes on after them and
+    sends none again. `first_token` says how: `continue` computes them as part of the prompt, `resample` has decode
+    produce every token itself, also those once more (`ridgeline.engine.request.forced_tokens`), so that its sampling
+    state is right. `handoff` tells a decode worker where the KV of `prompt_token_ids` lies; without it the worker
+    computes it. If the hand-off is not complete, its transfer overlaps the prefill and brings the first token along.
+    `cache_salt` keeps the request's blocks apart in the prefix caches, on every worker: only requests with the same
+    salt find them. `tpot_limit_s` is the time per output token that the sequence may take; its engine then bounds the
+    prompt tokens in its steps so that it does not take longer. 0: no limit. `sure_output_tokens`: how long the answer
+    will most likely become at least, emitted tokens included; 0: not known.
     """
 
     request_id: str

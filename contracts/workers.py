@@ -15,7 +15,7 @@ from ridgeline.contracts.vocabulary import Mode, Pool
 
 
 class StepModel(msgspec.Struct, frozen=True, kw_only=True):
-    """How long a step of a worker's engine takes, as fitted to its own steps (`decode_worker.pacing`).
+    """How long a step of a worker's engine takes, as fitted to its own steps (`ridgeline.decode_worker.pacing`).
 
     t = (base + a P + b S + c C + d A) k, where P are the prompt tokens that the step computes, S the sequences that
     decode in it, C their context tokens together, A the sum over the chunks of prompts of (chunk tokens x (tokens

@@ -10,7 +10,7 @@ activity.py          what an engine's processes do, as the kernel tells
 root_cause.py        why an engine could not load, or ended
 stall.py             distinguishes a hung engine from an idle one
 request/             sampling and log-probabilities of a request's legs
-step_scheduler.py    vLLM's scheduler, with the prompts in a step bounded by `decode_worker.pacing`
+step_scheduler.py    vLLM's scheduler, with the prompts in a step bounded by `ridgeline.decode_worker.pacing`
 connector/           vLLM's KV connector: publishes, fetches and releases KV
 worker_extension.py  reaches it from the front end: methods for vLLM's worker
 vllm_workarounds/    workarounds for vLLM's behaviour

@@ -44,7 +44,7 @@ class EngineConfig:
     """Its KV source listens on the host named there, and so does the worker's data plane, with the same TLS files."""
     on_cpu: bool
     passed: Mapping[str, Any] = field(default_factory=dict)
-    """vLLM's own arguments, as configured: see `engine.passed_args`."""
+    """vLLM's own arguments, as configured: see `ridgeline.engine.passed_args`."""
     step_target_s: float = 0.0
     """How long a step may take while sequences decode, until a role says otherwise; 0: no target."""
     rack: str = ""

@@ -1,7 +1,7 @@
 """What a request may ask of structured output, so that one client's grammar holds up nobody else.
 
 A grammar costs when it is compiled, and again at each token. Before either, `refusal` bounds its size; the engine then
-meters it (`engine.vllm_workarounds.bounded_grammars`).
+meters it (`ridgeline.engine.vllm_workarounds.bounded_grammars`).
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Distinguishes a hung engine from an idle one.
 
-`engine.vllm_engine` feeds the watch; `worker_runtime.host` reads it.
+`ridgeline.engine.vllm_engine` feeds the watch; `ridgeline.worker_runtime.host` reads it.
 
 An engine process can hang without ending: stopped by a signal, or waiting for a device or a lock. From outside this
 shows only as work without reported steps. Work may leave before the engine counts as stalled, since clients give up, so
 the time is added up over all work until a step is reported. A running engine reports a step for any work it is given,
 and idle time does not count.
 
-How long is too long depends on what the engine does meanwhile (`engine.activity`). One that does nothing gets three
-times its longest step so far. One that computes gets three times the longest step so far, or three times the length
-that it has foretold for the step that runs. It foretells no end for a step of a kind or size that it has hardly met,
-which may have to compile something (`StepFit.foretell_s`). One that waits for a core, for swapped memory or for a
+How long is too long depends on what the engine does meanwhile (`ridgeline.engine.activity`). One that does nothing gets
+three times its longest step so far. One that computes gets three times the longest step so far, or three times the
+length that it has foretold for the step that runs. It foretells no end for a step of a kind or size that it has hardly
+met, which may have to compile something (`StepFit.foretell_s`). One that waits for a core, for swapped memory or for a
 compiler gets `supervision.stall_timeout_s`, which is also the most that any gets.
 """
 
@@ -26,7 +26,7 @@ LONGEST_STEPS = 3.0
 """An engine is given so many times its longest step."""
 LEAST_STILL_S = 5.0
 """But this long at the least, also before its first step: for about as long, routers give work to one that does not
-answer (`router.fleet.worker`)."""
+answer (`ridgeline.router.fleet.worker`)."""
 LEAST_PART = 1 / 3
 """And one that computes this part of `supervision.stall_timeout_s` at the least: only after it do routers doubt it too,
 and it is long beside what may come between two steps, as compiling a kernel for a sampling parameter that is new."""

@@ -1,9 +1,9 @@
 """vLLM's scheduler, with as many prompt tokens in a step as fit a time while sequences decode.
 
-`engine.vllm_engine` names the class in vLLM's setting `scheduler_cls`, so vLLM makes it in the engine process. What
-it does otherwise than vLLM's comes before `schedule`: it lowers `max_num_scheduled_tokens`, which vLLM reads in every
-step, and puts what decodes before what does not. Without a target, and without a sequence that has a limit, it changes
-nothing.
+`ridgeline.engine.vllm_engine` names the class in vLLM's setting `scheduler_cls`, so vLLM makes it in the engine
+process. What it does otherwise than vLLM's comes before `schedule`: it lowers `max_num_scheduled_tokens`, which vLLM
+reads in every step, and puts what decodes before what does not. Without a target, and without a sequence that has a
+limit, it changes nothing.
 """
 
 from __future__ import annotations

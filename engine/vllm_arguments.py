@@ -1,4 +1,4 @@
-"""Converts the arguments that a configuration passes on (`engine.passed_args`) to vLLM's types."""
+"""Converts the arguments that a configuration passes on (`ridgeline.engine.passed_args`) to vLLM's types."""
 
 from __future__ import annotations
 

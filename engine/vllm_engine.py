@@ -1,7 +1,7 @@
 """One vLLM engine: tokens in, token deltas out.
 
-Both handlers use it through `worker_runtime.host`. vLLM runs the engine in a child process; this object is its front
-end and runs in the worker's event loop.
+Both handlers use it through `ridgeline.worker_runtime.host`. vLLM runs the engine in a child process; this object is
+its front end and runs in the worker's event loop.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The settings of the hand-off, in one object from the plan of a deployment to the fetcher of each rank.
 
-`engine.config` carries it to the engine's process, `kv_transfer.service` to both ends of the transport. A setting of
-its own for a transport is a field here, and nothing on the way knows of it.
+`ridgeline.engine.config` carries it to the engine's process, `ridgeline.kv_transfer.service` to both ends of the
+transport. A setting of its own for a transport is a field here, and nothing on the way knows of it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,6 @@ class TransferOptions:
     """How long a hand-off that nobody fetches or renews stays pinned."""
     fetch_deadline_s: float = 30.0
     faults: str | None = None
-    """For tests: makes its own fetches fail as planned, see `kv_transfer.testing.faults`."""
+    """For tests: makes its own fetches fail as planned, see `ridgeline.kv_transfer.testing.faults`."""
     tls: TlsFiles | None = None
     """For every connection with peers and routers; None: plain text."""

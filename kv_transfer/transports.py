@@ -1,6 +1,6 @@
 """The transports by their names in configuration, and how to build them.
 
-`cluster.config.models` asks the pullers' classes here what settings they exclude.
+`ridgeline.cluster.config.models` asks the pullers' classes here what settings they exclude.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ async def find_rate(
 ) -> FoundRates:
     """Measure two or three variants, write summary.json, records.jsonl and report.html into `out`, and print the rates.
 
-    A search cannot be resumed. The parameters are those of `loadtest.compare.compare`. Without a rate the search starts
-    at 80 % of what the unloaded server is calculated to hold. Raises LoadTestError.
+    A search cannot be resumed. The parameters are those of `ridgeline.loadtest.compare.compare`. Without a rate the
+    search starts at 80 % of what the unloaded server is calculated to hold. Raises LoadTestError.
     """
     began_s = time.monotonic() if began_s is None else began_s
     bounds = Bounds(attainment=plan.attainment, most_pairs=MOST_PAIRS_OF_A_SEARCH)

@@ -1,6 +1,6 @@
 """The settings of a run, checked before anything starts.
 
-Each field is an option of the commands, and its docstring is the help text (`cluster.commands.plan_options`).
+Each field is an option of the commands, and its docstring is the help text (`ridgeline.cluster.commands.plan_options`).
 """
 
 import math
@@ -18,7 +18,7 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 BASELINE: Final = "baseline"
 """The kind of a variant that somebody else runs."""
 LEAST_PAIRS = 6
-"""The fewest pairs that a conclusion takes; `loadtest.statistics.looks` says why."""
+"""The fewest pairs that a conclusion takes; `ridgeline.loadtest.statistics.looks` says why."""
 LEAST_PAIRS_OF_A_SEARCH, MOST_PAIRS_OF_A_SEARCH = 18, 36
 """Three pairs at each of six rates, or of twelve."""
 AUTO: Final = "auto"
@@ -129,7 +129,7 @@ class ReplayPlan(BaseModel):
 
     @property
     def measures_first(self) -> bool:
-        """Whether a server must be measured before this plan says what is sent (`loadtest.run.calibration`)."""
+        """Whether a server must be measured before this plan says what is sent, see `loadtest.run.calibration`."""
         return AUTO in (self.rate, self.slo)
 
     @classmethod

@@ -1,8 +1,8 @@
 """The errors of this package; each names the value at fault and what would be valid.
 
 They are `ValueError`s because each is caused by an argument: a config, a model name or a hardware name. They are raised
-by `roofline.hf_config`, `roofline.model_shape`, `roofline.quantisation` and `roofline.hardware`; the `ridgeline`
-command prints the message as it is.
+by `ridgeline.roofline.hf_config`, `ridgeline.roofline.model_shape`, `ridgeline.roofline.quantisation` and
+`ridgeline.roofline.hardware`; the `ridgeline` command prints the message as it is.
 """
 
 from collections.abc import Iterable

@@ -2,7 +2,7 @@
 
 Peaks are dense (no structured sparsity) and per device; `-fp8` names use the FP8 peak. Public tables disagree (some
 print H100 bf16 as 494 TFLOP/s or 3,072 GB/s), so every entry names its figures and their source. Hosts without an entry
-are measured by `roofline.calibration`.
+are measured by `ridgeline.roofline.calibration`.
 
 Two GPUs of one name may differ: an A100 with 40 GB has three quarters of the bandwidth of one with 80 GB, an H100 NVL
 is no H100 SXM. So a driver's name finds an entry only if all of its words are known and the memory is the entry's.

@@ -1,6 +1,6 @@
 """The rows of `ridgeline roofline`: prefill at several lengths and decode at several batch sizes, on one device.
 
-`roofline.render` prints them.
+`ridgeline.roofline.render` prints them.
 """
 
 from collections.abc import Iterable

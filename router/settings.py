@@ -120,7 +120,7 @@ class RouterSettings:
     tpot_limit_s: float | None = None
     """The same for the mean time from one token to the next."""
     rebalance: RebalanceMode
-    """Whether workers of mode adaptive come to favour a phase, see `router.fleet.rebalance`."""
+    """Whether workers of mode adaptive come to favour a phase, see `ridgeline.router.fleet.rebalance`."""
     prefix_routing: bool
     """Whether mode adaptive counts what each worker has of a prompt."""
     routers: int = 1

@@ -1,6 +1,6 @@
 """`ridgeline replay`.
 
-Apart from `cluster.commands.loadtest`, which imports the page of a comparison and all that draws it.
+Apart from `ridgeline.cluster.commands.loadtest`, which imports the page of a comparison and all that draws it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The section `autoscale`: whether the number of workers follows the load, within which bounds, and how soon.
 
-Part of `cluster.config.models`; `cluster.config.loader` checks it against the other sections.
+Part of `ridgeline.cluster.config.models`; `ridgeline.cluster.config.loader` checks it against the other sections.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The shape of a Ridgeline configuration: every setting, its unit, its default and what it means.
 
 Why: one typed, frozen object travels from the command line to every actor, so no part reads files or environment
-variables of its own. `cluster.config.loader` fills it from YAML and flags.
+variables of its own. `ridgeline.cluster.config.loader` fills it from YAML and flags.
 """
 
 from ipaddress import IPv6Address

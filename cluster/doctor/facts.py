@@ -1,7 +1,7 @@
 """What this machine, its packages and the configured model are, as plain values.
 
-Why: `cluster.doctor.checks` judges these values, and tests hand it others. Nothing heavy is imported: package versions
-come from metadata, GPUs from device files and the driver, model sizes from files.
+Why: `ridgeline.cluster.doctor.checks` judges these values, and tests hand it others. Nothing heavy is imported: package
+versions come from metadata, GPUs from device files and the driver, model sizes from files.
 """
 
 import errno
@@ -61,7 +61,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class HostFacts:
-    """Everything that `cluster.doctor.checks` judges."""
+    """Everything that `ridgeline.cluster.doctor.checks` judges."""
 
     python_version: tuple[int, int]
     machine: str

@@ -1,7 +1,7 @@
 """Whether a model can be served as configured, judged by its `config.json`.
 
 Why: an engine that finds out has loaded the weights by then, and a property that nobody checks gives wrong text. For a
-model that is still on the hub, `engine.vllm_engine` makes the same checks before it loads anything.
+model that is still on the hub, `ridgeline.engine.vllm_engine` makes the same checks before it loads anything.
 """
 
 from __future__ import annotations

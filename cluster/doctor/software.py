@@ -1,4 +1,4 @@
-"""The checks of `cluster.doctor.checks` that concern software and the host's settings rather than its size.
+"""The checks of `ridgeline.cluster.doctor.checks` that concern software and the host's settings rather than its size.
 
 Why apart: these apply on every machine that runs the `ridgeline` command, also when the engines run elsewhere.
 """

@@ -1,7 +1,7 @@
 """Starts the workers and the routers on Ray, watches them, and takes them down again.
 
 Everything is tied to this process: when it ends, however it ends, Ray ends its actors, every service ends with its
-actor, and an engine with its worker (`engine.vllm_workarounds.orphan_watch`).
+actor, and an engine with its worker (`ridgeline.engine.vllm_workarounds.orphan_watch`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LET_GO_WITHIN_S = 1.0
 STOP_WORKERS_WITHIN_S = 15.0
 PROGRESS_EVERY_S = 10.0
 MEASURED_WITHIN_S = 30.0
-"""More than a router takes to measure (`router.front.idle_times`)."""
+"""More than a router takes to measure (`ridgeline.router.front.idle_times`)."""
 T = TypeVar("T")
 
 

@@ -1,6 +1,7 @@
 """What runs in the process behind an actor: a worker's host with its engine, a router, or the dispatcher.
 
-`cluster.runtime.handles` names the classes, and the actors of `cluster.runtime.actors` pass on its calls.
+`ridgeline.cluster.runtime.handles` names the classes, and the actors of `ridgeline.cluster.runtime.actors` pass on its
+calls.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ FORGOTTEN_WITHIN_S = 2.0
 """How long a worker that has drained still lives for others to let go of its KV cache: a few steps of theirs."""
 CORES_FREE_WITHIN_S = 60.0
 """How long cores that are taken may be those of a worker's former process: several times as long as the end of one is
-waited for (`cluster.node_cores.HOLD_WITHIN_S`). After that they are another worker's."""
+waited for (`ridgeline.cluster.node_cores.HOLD_WITHIN_S`). After that they are another worker's."""
 Say = Callable[[str], None]
 T = TypeVar("T")
 _WHAT_HAPPENED: dict[RestartReason, str] = {

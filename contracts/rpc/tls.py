@@ -1,6 +1,6 @@
 """The certificates of mutual TLS between router and workers: which files, and whether peers would accept each other.
 
-No gRPC in here, so that a command line can judge the files quickly. `contracts.rpc.channel` uses them.
+No gRPC in here, so that a command line can judge the files quickly. `ridgeline.contracts.rpc.channel` uses them.
 """
 
 from __future__ import annotations

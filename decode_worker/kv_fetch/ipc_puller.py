@@ -5,8 +5,8 @@ together, on a stream of high priority, and a pull's thread sleeps until their e
 See `pinned` for what keeps the blocks meanwhile.
 
 What the source announces is in its GPU's memory already: a block is announced when a token that was computed after it
-is on the source's host, and never in the middle of a step there (`engine.connector.worker_side`). In the other
-direction, the pin ends only after the kernels that read under it: a cancelled copy waits for them too.
+is on the source's host, and never in the middle of a step there (`ridgeline.engine.connector.worker_side`). In the
+other direction, the pin ends only after the kernels that read under it: a cancelled copy waits for them too.
 
 While a peer has it open, a GPU's memory outlives the process that allocated it, and that process's successor is to be
 loaded into it. So the puller watches each source process, and drops its memory when the process ends.

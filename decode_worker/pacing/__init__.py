@@ -1,6 +1,6 @@
 """How long the engine's steps take, and how many prompt tokens a step may compute so that it does not take too long.
 
-`engine.step_scheduler` bounds vLLM's scheduler by these.
+`ridgeline.engine.step_scheduler` bounds vLLM's scheduler by these.
 
 model.py    fits a step's time to what the step computes
 weights.py  the least squares behind it, without negative results

@@ -37,7 +37,7 @@ DOUBT: Final = 2.0
 """Steps' worth of doubt that a size needs a correction at all."""
 GROWN: Final = 2.0
 """A step that reads at most so many times the context of any before, or attends to as much more, is like those: its
-predicted time is wrong by this factor at the most, and `engine.stall` allows for three."""
+predicted time is wrong by this factor at the most, and `ridgeline.engine.stall` allows for three."""
 ERRORS: Final = 64
 BUCKETS: Final = 24
 FEATURES: Final = 5

@@ -1,7 +1,7 @@
 """FLOPs, bytes and busy seconds of each engine step, derived from what the scheduler decided.
 
 It runs in the engine process: `scheduler_side.py` calls `begin` when a step has been scheduled and `end` when its
-outputs are there. FLOPs and bytes come from the formulas of `roofline.cost`; only time is measured.
+outputs are there. FLOPs and bytes come from the formulas of `ridgeline.roofline.cost`; only time is measured.
 
 Where vLLM schedules a step before it reads the last one's outputs (on GPUs), a sequence that ends at a stop token is in
 one step more. It is counted, because the engine computes it: tokens are those computed, one more than were sent.

@@ -123,13 +123,13 @@ class Endpoint(KVConnectorHandshakeMetadata):
 
 
 TRANSFER_EVENTS = "transfer_events"
-"""Key of a list of `engine.connector.events.TransferEvent` as plain data; from the scheduler side only."""
+"""Key of a list of `ridgeline.engine.connector.events.TransferEvent` as plain data; from the scheduler side only."""
 STALE_HANDOFFS = "stale_handoffs"
 """Key of a list of sentences about hand-offs that were not released for long; from the worker side only."""
 FORETOLD = "foretold_s"
 """Key of the seconds that the running steps are expected to take at the most: infinite if that is not known."""
 STEP_MODEL = "step_model"
-"""Key of a `contracts.workers.StepModel` as plain data; only after it has changed."""
+"""Key of a `ridgeline.contracts.workers.StepModel` as plain data; only after it has changed."""
 
 
 BYTES = "kv_bytes_total."

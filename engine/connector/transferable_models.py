@@ -1,7 +1,7 @@
 """Which models' KV can be handed off, judged by the model's configuration before an engine loads.
 
 Checked before the start for a model on disk, and for any other once its configuration is there. As the last line of
-defence, `engine.connector.transferable_cache` judges the cache itself.
+defence, `ridgeline.engine.connector.transferable_cache` judges the cache itself.
 """
 
 from __future__ import annotations

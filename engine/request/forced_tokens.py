@@ -3,8 +3,8 @@
 A stream continues on another worker after its own has died (request migration). Where sampling depends on the tokens
 produced so far (grammars, penalties, a seeded generator: `sampling.resample_reason`), they cannot become part of the
 prompt. So the new engine runs the request from its prompt and is given no choice for the first tokens. The grammar, the
-penalty counts and the generator then end up where the lost engine's were. `engine.vllm_engine` names this class among
-the logits processors, and vLLM loads it into the engine process.
+penalty counts and the generator then end up where the lost engine's were. `ridgeline.engine.vllm_engine` names this
+class among the logits processors, and vLLM loads it into the engine process.
 """
 
 from __future__ import annotations

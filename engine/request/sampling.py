@@ -14,10 +14,11 @@ from ridgeline.contracts.errors import InvalidTask
 from ridgeline.contracts.handoff import UNREADABLE
 
 FORCED = "forced_token_ids"
-"""Key in `extra_args` that `engine.request.forced_tokens` reads; clients cannot set it."""
+"""Key in `extra_args` that `ridgeline.engine.request.forced_tokens` reads; clients cannot set it."""
 
 TPOT_LIMIT = "tpot_limit_s"
-"""Key in `extra_args` that `engine.step_scheduler` reads: `GenerateTask.tpot_limit_s`; clients cannot set it."""
+"""Key in `extra_args` that `ridgeline.engine.step_scheduler` reads: `GenerateTask.tpot_limit_s`; clients cannot set
+it."""
 SURE_TOKENS = "sure_output_tokens"
 """The same for the tokens that this leg will most likely make at least."""
 

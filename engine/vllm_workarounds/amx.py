@@ -2,7 +2,7 @@
 
 Linux lets a process use tiles only once it has asked; without that their first use is SIGILL, which ends the engine at
 its first step in bfloat16. vLLM's kernels use them unasked. oneDNN asks, when something of it happens to run first.
-Called at the start of each process of an engine by `engine.vllm_workarounds.engine_process`.
+Called at the start of each process of an engine by `ridgeline.engine.vllm_workarounds.engine_process`.
 """
 
 from __future__ import annotations

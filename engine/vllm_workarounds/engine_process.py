@@ -1,8 +1,8 @@
 """What each process of an engine does before vLLM's own code, and what it leaves behind when it fails.
 
-vLLM's front end cannot tell why a process of its engine ended (`engine.root_cause`), its kernels use tiles unasked
-(`engine.vllm_workarounds.amx`), and it leaves the file of its process groups in the temporary folder. Installed where
-the engine's process is started; that one installs it for the processes of its ranks.
+vLLM's front end cannot tell why a process of its engine ended (`ridgeline.engine.root_cause`), its kernels use tiles
+unasked (`ridgeline.engine.vllm_workarounds.amx`), and it leaves the file of its process groups in the temporary folder.
+Installed where the engine's process is started; that one installs it for the processes of its ranks.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ CPU_ENGINE_MODULES = (
     "vllm.v1.worker.cpu_model_runner",
     "vllm.v1.worker.cpu_worker",
 )
-"""What an engine on CPUs imports when it starts, beside what `engine.vllm_engine` does."""
+"""What an engine on CPUs imports when it starts, beside what `ridgeline.engine.vllm_engine` does."""
 
 
 def fork_engines() -> None:

@@ -4,7 +4,7 @@ vLLM makes a dozen process groups, even for a model that is not split. Each make
 thread that wakes a hundred times a second whether or not it has a peer: 2.6 % of a core for an idle prefill and decode
 worker. A group of one rank never sends anything, so one device serves them all, and its thread may wake late.
 
-Installed by the import of `engine.worker_extension`, which vLLM does before it makes the groups.
+Installed by the import of `ridgeline.engine.worker_extension`, which vLLM does before it makes the groups.
 """
 
 from __future__ import annotations

@@ -23,4 +23,4 @@ def _limit_steps(core: Any, max_num_seqs: int, max_num_batched_tokens: int, step
     scheduler, made_for = core.scheduler, core.vllm_config.scheduler_config
     scheduler.max_num_active_reqs = min(max_num_seqs, made_for.max_num_seqs)
     scheduler.max_num_scheduled_tokens = min(max_num_batched_tokens, made_for.max_num_batched_tokens)
-    scheduler.step_target_s = step_target_s  # read by `engine.step_scheduler`
+    scheduler.step_target_s = step_target_s  # read by `ridgeline.engine.step_scheduler`

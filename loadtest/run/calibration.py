@@ -1,6 +1,6 @@
 """Chooses rate, SLOs and number of requests from what an unloaded server was measured to take.
 
-Pure arithmetic; `loadtest.run.unloaded` measures.
+Pure arithmetic; `ridgeline.loadtest.run.unloaded` measures.
 
 Machines differ by a factor of ten, so a fixed load is too light for one and too heavy for the next, and fixed SLOs
 are met by all or by none. One prefill worker is saturated when a prompt arrives every mean TTFT.

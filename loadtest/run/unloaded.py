@@ -1,7 +1,7 @@
 """Measures what a server takes for one request at a time, and for one step with several sequences.
 
-Needed before the first round of a plan that leaves something to be measured. `loadtest.run.calibration` makes rate and
-limits of it.
+Needed before the first round of a plan that leaves something to be measured. `ridgeline.loadtest.run.calibration` makes
+rate and limits of it.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """Serves this engine's published blocks over gRPC.
 
-It runs in the engine's process; `kv_transfer.service` starts and closes it. Calls run on the server's own threads,
-beside the engine's step loop. gRPC provides the back-pressure: the next frame is made only when the last one has left
-for the socket, so a slow reader costs one frame plus the flow-control window.
+It runs in the engine's process; `ridgeline.kv_transfer.service` starts and closes it. Calls run on the server's own
+threads, beside the engine's step loop. gRPC provides the back-pressure: the next frame is made only when the last one
+has left for the socket, so a slow reader costs one frame plus the flow-control window.
 """
 
 from __future__ import annotations

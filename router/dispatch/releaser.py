@@ -1,6 +1,6 @@
 """Tells prefill workers, in the background, that a hand-off will not be fetched.
 
-`router.server` creates it and gives it to the orchestrator.
+`ridgeline.router.server` creates it and gives it to the orchestrator.
 
 Without it the blocks would stay pinned until their lease ends: harmless for a crash, but too slow when a client leaves.
 """

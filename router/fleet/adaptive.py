@@ -1,8 +1,8 @@
 """The policy of mode `adaptive`: predict, then choose. A pure function of what a request asks for and of the workers.
 
 An option says which worker computes the prompt and which one decodes; they may be the same. For each one it is
-predicted (`router.fleet.prediction`) what the request would see, whom else it would take beyond their limits, and how
-much of the workers' time it would take. The choice is the option that loses the fewest requests:
+predicted (`ridgeline.router.fleet.prediction`) what the request would see, whom else it would take beyond their limits,
+and how much of the workers' time it would take. The choice is the option that loses the fewest requests:
 
     lost = limits that it is likely to break, its own and others' + work / least work of all options - 1
            + `OVERDUE` for each limit on TTFT by which its first token comes too late
@@ -15,11 +15,11 @@ Without limits nothing is broken, and only latency counts: its mean is kept low.
 suffice for that: an answer that is decoded where there are fewer than anywhere else is made slower by the prompts to
 come, since that is where they will be computed, and it makes them slower. `BESIDE_PROMPTS` counts that.
 
-Some workers may favour a phase (`router.fleet.rebalance`). To use one against its favour counts as `AGAINST` lost
-requests: it is done to save more than one. A worker that favours decode has nothing better to do with its steps, so an
-answer there costs what it adds to them, and answers are spread instead of gathered.
+Some workers may favour a phase (`ridgeline.router.fleet.rebalance`). To use one against its favour counts as `AGAINST`
+lost requests: it is done to save more than one. A worker that favours decode has nothing better to do with its steps,
+so an answer there costs what it adds to them, and answers are spread instead of gathered.
 
-`router.flow.choice` asks when a prompt is next; the answer may be a worker that has no room for a prompt yet.
+`ridgeline.router.flow.choice` asks when a prompt is next; the answer may be a worker that has no room for a prompt yet.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Option(msgspec.Struct, frozen=True, gc=False):
     beside: bool = False
     """Whether sequences decode now where the prompt is computed."""
     slower: float = 1.0
-    """By what the predicted time of the prompt was multiplied, see `router.fleet.corrections`."""
+    """By what the predicted time of the prompt was multiplied, see `ridgeline.router.fleet.corrections`."""
     outside_s: float = 0.0
     """Seconds of its `ttft_s` that pass outside of the engine once it is placed."""
 

@@ -20,13 +20,13 @@ from typing import Final
 import msgspec
 
 LATEST: Final = 16
-"""The latest prompts of a kind that count, as many as steps of a size count in `decode_worker.pacing.model`. Their
-median does, so that a few that something else held up change nothing: by what was predicted, of which one prompt has at
-most half as much as all others. So many short ones change little, and a single long one nothing."""
+"""The latest prompts of a kind that count, as many as steps of a size count in `ridgeline.decode_worker.pacing.model`.
+Their median does, so that a few that something else held up change nothing: by what was predicted, of which one prompt
+has at most half as much as all others. So many short ones change little, and a single long one nothing."""
 LEAST: Final = 3
 """Fewer prompts correct nothing: the median of three is the first that one which was held up cannot move alone."""
 DOUBT: Final = 2.0
-"""Prompts' worth of doubt that a kind needs a correction at all, as in `decode_worker.pacing.model`."""
+"""Prompts' worth of doubt that a kind needs a correction at all, as in `ridgeline.decode_worker.pacing.model`."""
 FADES_S: Final = 60.0
 """A kind without news for so long is predicted as it was at first, or it would never be tried again."""
 MOST: Final = 4.0

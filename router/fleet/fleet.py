@@ -1,6 +1,6 @@
 """The workers that this router is connected to: clients, load, pairing.
 
-`router.server` creates it; `router.dispatch` reads it.
+`ridgeline.router.server` creates it; `ridgeline.router.dispatch` reads it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ASKED_AT_ONCE = 8
 """Workers that are asked for their status in one turn of the event loop."""
 STRAGGLERS_S = 5.0
 """How long a router that is started again waits for workers that it does not reach, once it reaches one: as long as one
-attempt of gRPC's to connect takes at the most (`worker_runtime.client`)."""
+attempt of gRPC's to connect takes at the most (`ridgeline.worker_runtime.client`)."""
 PAIR_WITHIN_S = 10.0
 """How long adding a worker waits for pairings that are not answered."""
 SPLIT_FOR_EVER = RoleTable("disaggregated")

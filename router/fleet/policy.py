@@ -1,11 +1,12 @@
 """The routing policy: which path a request takes, which worker gets it, and how much of a worker it may use.
 
-Pure functions of a `Demand` and of snapshots of workers. `router.dispatch` and `router.flow` have no rules of their
-own. `pick` makes both choices: who computes a prompt, when `router.flow.prompt_queue` has found which one is next, and
-who decodes it, when it is that prompt's turn.
+Pure functions of a `Demand` and of snapshots of workers. `ridgeline.router.dispatch` and `ridgeline.router.flow` have
+no rules of their own. `pick` makes both choices: who computes a prompt, when `ridgeline.router.flow.prompt_queue` has
+found which one is next, and who decodes it, when it is that prompt's turn.
 
 To change a choice, write a `Scorer` and enter it in `PROMPT_SCORERS` or as `DECODE_SCORER`. If it needs more data, add
-a field to `Demand`, which `router.dispatch.request` fills in, or to `WorkerLoad`, which `router.fleet.worker` fills in.
+a field to `Demand`, which `ridgeline.router.dispatch.request` fills in, or to `WorkerLoad`, which
+`ridgeline.router.fleet.worker` fills in.
 """
 
 from __future__ import annotations

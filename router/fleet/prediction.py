@@ -1,12 +1,12 @@
 """What a prompt or an answer would take on a worker, from the worker's own model of its steps. Pure functions.
 
 In the formulas, n sequences with c tokens of context decode on the worker, L is the least time per output token that
-one of them may take, and step(P, n, c, A) is `contracts.workers.StepModel`:
+one of them may take, and step(P, n, c, A) is `ridgeline.contracts.workers.StepModel`:
 
 - s = step(0, n, c, 0) is a step without prompts, and T = `TPOT_LIMIT_USED` L the longest that keeps all limits. While
-  n > 0, the engine computes as many prompt tokens in a step as fit (`decode_worker.pacing`), or as many as its limit
-  says if no sequence has an L. In the first steps beside a prompt that is `MOST_LIMITS` T, until sequences with r
-  tokens left on average have lost a slack of `FUTURE_SLACK_USED` r (T - `DECODE_STEP_MARGIN` s), and then
+  n > 0, the engine computes as many prompt tokens in a step as fit (`ridgeline.decode_worker.pacing`), or as many as
+  its limit says if no sequence has an L. In the first steps beside a prompt that is `MOST_LIMITS` T, until sequences
+  with r tokens left on average have lost a slack of `FUTURE_SLACK_USED` r (T - `DECODE_STEP_MARGIN` s), and then
   (1 + `AHEAD`) T - `AHEAD` s on average. While nothing decodes but sequences are to come, it is `MOST_LIMITS` T.
   Where T < `DECODE_STEP_MARGIN` s, L cannot be kept, and a step beside a prompt takes `LOST_LIMITS` s.
 - a prompt of p tokens takes w = p times the time per prompt token, with its attention, and k steps, in which there is
@@ -97,10 +97,10 @@ class Load(msgspec.Struct, frozen=True, gc=False):
     shares: bool = False
     """Whether it computes the same prompt now for another sequence."""
     favours: Phase | None = None
-    """The phase that it should be kept free for (`router.fleet.rebalance`); None: it does both."""
+    """The phase that it should be kept free for (`ridgeline.router.fleet.rebalance`); None: it does both."""
     slower: float = 1.0
     """By what to multiply the predicted time of a prompt, since the latest ones took as much longer
-    (`router.fleet.corrections`)."""
+    (`ridgeline.router.fleet.corrections`)."""
     outside_s: float = 0.0
     """Seconds of the time to first token that pass outside of its engine, after the prompt was placed (likewise)."""
     sharers: tuple[Load, ...] = ()

@@ -1,9 +1,9 @@
 """Decides now and then how many workers of mode `adaptive` should favour which phase. No clock and no I/O of its own.
 
-Told of prompts by `router.flow.choice`, which asks for the workers' favours, and of answers by `router.flow.placement`.
-The loop is slow and lazy: once in `INTERVAL_S`, when a prompt has been placed, it compares what the fleet holds
-in its present shape with what it would hold in the best one (`router.fleet.shape`). What keeps it from changing its
-mind:
+Told of prompts by `ridgeline.router.flow.choice`, which asks for the workers' favours, and of answers by
+`ridgeline.router.flow.placement`. The loop is slow and lazy: once in `INTERVAL_S`, when a prompt has been placed, it
+compares what the fleet holds in its present shape with what it would hold in the best one
+(`ridgeline.router.fleet.shape`). What keeps it from changing its mind:
 
 - nothing is changed while all is well: the load is below `LEAST_USE` of what the present shape holds, and at least
   `LEAST_KEPT` of the answers kept their limits;

@@ -203,7 +203,7 @@ def _fitting(workers: Workers, traffic: Traffic) -> float:
     """Return the mean number of sequences whose step takes the limit on TPOT; 0 if one alone takes longer.
 
     Between two numbers it is interpolated: the mean counts, and a place less for a limit that is missed by a hair would
-    turn the fleet. Limits are at least what one alone takes (`router.fleet.rebalance.Rebalancer.placed`).
+    turn the fleet. Limits are at least what one alone takes (`ridgeline.router.fleet.rebalance.Rebalancer.placed`).
     """
     most = min(workers.places, int(workers.kv_tokens / traffic.context_tokens))
     numbers = range(1, most + 1)

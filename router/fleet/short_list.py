@@ -25,7 +25,7 @@ LAST: Final = 1 << 48
 
 
 class Listed(Protocol):
-    """What the rules look at; of the product it is `router.fleet.worker.Worker`."""
+    """What the rules look at; of the product it is `ridgeline.router.fleet.worker.Worker`."""
 
     @property
     def outstanding(self) -> Outstanding:

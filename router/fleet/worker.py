@@ -1,6 +1,6 @@
 """One connected worker: its status, polled regularly, and what this router has outstanding there.
 
-`router.fleet.fleet` creates it.
+`ridgeline.router.fleet.fleet` creates it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ IDLE_INTERVALS = 2
 """Factor on the interval for a worker without work, which reports a change of its health itself. One that hangs is
 still found within 5 s, because a status request without an answer is repeated at once."""
 UNANSWERED_S = 4.0
-"""Two status requests in a row, of 2 s each (`worker_runtime.client`)."""
+"""Two status requests in a row, of 2 s each (`ridgeline.worker_runtime.client`)."""
 LATE_S = 0.25
 """If a request's end is noticed this long after its deadline, the router was stuck, not the worker."""
 STALL_TIMEOUT_S = 60.0
@@ -54,7 +54,7 @@ class Outstanding(msgspec.Struct):
     context_tokens: int = 0
     """Tokens of the contexts of `decodes`, half of each answer included."""
     favours: Phase | None = None
-    """The phase that it is kept for (`router.fleet.rebalance`); None: it does both."""
+    """The phase that it is kept for (`ridgeline.router.fleet.rebalance`); None: it does both."""
 
 
 class Worker:

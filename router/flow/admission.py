@@ -85,7 +85,7 @@ class Holdings(msgspec.Struct):
 
 
 class Wait(Protocol):
-    """What admission asks of a pool's queue: `router.flow.prompt_queue.PromptQueue`, or `QueueNow`."""
+    """What admission asks of a pool's queue: `ridgeline.router.flow.prompt_queue.PromptQueue`, or `QueueNow`."""
 
     def wait_s(self, client: str, prompt_tokens: int, prompts: int = 1) -> float | None:
         """Estimate the seconds that a prompt would wait; None until measured."""
@@ -267,7 +267,7 @@ class _Workers(msgspec.Struct):
     """Blocks in use on the usable ones, by their last reports."""
     promised_blocks: int = 0
     held_blocks: int = 0
-    """See `router.fleet.worker.Outstanding`."""
+    """See `ridgeline.router.fleet.worker.Outstanding`."""
 
 
 def _look_at(answer: Sequence[Worker], prompt: Sequence[Worker]) -> _Workers:

@@ -1,6 +1,6 @@
 """The rules of admission: whether a request is accepted, as a pure function of a snapshot (`decide`).
 
-`router.flow.admission` makes the snapshot. `Refused` is also raised by `router.flow.held_bodies`.
+`ridgeline.router.flow.admission` makes the snapshot. `Refused` is also raised by `ridgeline.router.flow.held_bodies`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which workers a prompt gets when it is next: by score in the pure modes, by prediction in mode `adaptive`.
 
-The rules are pure, in `router.fleet.policy` and `router.fleet.adaptive`; here the workers' state becomes what these
-need.
+The rules are pure, in `ridgeline.router.fleet.policy` and `ridgeline.router.fleet.adaptive`; here the workers' state
+becomes what these need.
 """
 
 from __future__ import annotations

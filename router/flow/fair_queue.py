@@ -5,7 +5,7 @@ a longer prompt, it keeps while it has prompts waiting. So clients get equal pro
 prompts. A short prompt is work for router and engines too, and counts as `LEAST_TOKENS`.
 
 Whose turn it is depends on no deadline: a client cannot get more by being in a hurry. Which of its prompts goes in its
-turn does (`router.flow.client_prompts`); without deadlines they go first come, first served.
+turn does (`ridgeline.router.flow.client_prompts`); without deadlines they go first come, first served.
 
 A client that may not have more of what its prompts need is skipped, see `pop`.
 

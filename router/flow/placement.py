@@ -1,7 +1,8 @@
-"""When a prompt starts and on which workers: what `router.dispatch` asks for each attempt.
+"""When a prompt starts and on which workers: what `ridgeline.router.dispatch` asks for each attempt.
 
 `LocalPlacement` decides in this process. If several routers serve one deployment, it runs in their dispatcher, and each
-router asks there (`router.shared`), so that windows, slots and the order among clients hold for all of them together.
+router asks there (`ridgeline.router.shared`), so that windows, slots and the order among clients hold for all of them
+together.
 """
 
 from __future__ import annotations

@@ -205,7 +205,7 @@ class _Waiting:
     pushed_s: float
     urgent: bool
     held_s: float = 0.0
-    """See `router.fleet.adaptive.Decision`."""
+    """See `ridgeline.router.fleet.adaptive.Decision`."""
 
 
 class PromptQueue:

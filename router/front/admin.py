@@ -2,8 +2,8 @@
 
 Part of the HTTP app.
 
-`router.front.middleware.admin_access` decides who may use them; without its permission nobody may. `ridgeline drain`,
-`mode`, `decisions`, `scale`, `restart` and `operations` are clients.
+`ridgeline.router.front.middleware.admin_access` decides who may use them; without its permission nobody may. `ridgeline
+drain`, `mode`, `decisions`, `scale`, `restart` and `operations` are clients.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ async def build_app(
 ) -> Asgi:
     """Build the whole HTTP application: vLLM's app with our routes, behind the layers.
 
-    `operators` are the routes of `router.front.admin`, `metrics` is the endpoint of GET /metrics.
+    `operators` are the routes of `ridgeline.router.front.admin`, `metrics` is the endpoint of GET /metrics.
     """
     with app_gaps.root_logger_kept():
         app = vllm_app.build_app(args, SUPPORTED_TASKS, client.model_config)

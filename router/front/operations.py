@@ -1,8 +1,8 @@
 """Operations on running workers, as one router knows them: another number of workers, or a restart of all of them.
 
-They are asked for over HTTP (`router.front.admin`), or by the driver's autoscaler, and carried out by the driver,
-whose `cluster.runtime.operation_queue` takes what it does not know yet and tells how that goes on. An operation is
-handed out until its end is told, so an answer that got lost loses none.
+They are asked for over HTTP (`ridgeline.router.front.admin`), or by the driver's autoscaler, and carried out by the
+driver, whose `ridgeline.cluster.runtime.operation_queue` takes what it does not know yet and tells how that goes on. An
+operation is handed out until its end is told, so an answer that got lost loses none.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Feeds the deltas of one sequence to vLLM's output processor, which makes text; long work is cut into short slices.
 
-Deltas that wait for their stream's turn (`router.front.text_turns`) are processed as one.
+Deltas that wait for their stream's turn (`ridgeline.router.front.text_turns`) are processed as one.
 
 vLLM turns every log-probability of a prompt into an object with a text: for 4,000 tokens with 20 each, this takes the
 event loop a second, during which all streams would stand still. Here it is done a few milliseconds at a time, for one

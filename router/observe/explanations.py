@@ -1,7 +1,7 @@
 """The latest decisions of mode `adaptive`, each with what was predicted, what else there was, and what came of it.
 
-`router.observe.metrics` records them; `GET /ridgeline/decisions` (`router.front.admin`) shows them to operators, for
-whom `cluster.commands.operators.decisions` puts them into sentences.
+`ridgeline.router.observe.metrics` records them; `GET /ridgeline/decisions` (`ridgeline.router.front.admin`) shows them
+to operators, for whom `ridgeline.cluster.commands.operators.decisions` puts them into sentences.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class Explanation(msgspec.Struct, frozen=True):
     placed_after_s: float
     """Time from its arrival to the decision."""
     held_s: float
-    """See `router.fleet.adaptive.Decision`."""
+    """See `ridgeline.router.fleet.adaptive.Decision`."""
     options: Annotated[list[Option], msgspec.Meta(min_length=1)]
     """The chosen one, then the next best."""
     costs: Annotated[list[float], msgspec.Meta(min_length=1)]
-    """By what they were ranked, see `router.fleet.adaptive.Decision`."""
+    """By what they were ranked, see `ridgeline.router.fleet.adaptive.Decision`."""
     ended_s_ago: float = 0.0
 
 

@@ -1,6 +1,7 @@
 """Which workers there are, and how much of them is in use.
 
-`cluster.runtime.autoscale` and `cluster.runtime.operation_queue` ask a router that decides for it, or the dispatcher.
+`ridgeline.cluster.runtime.autoscale` and `ridgeline.cluster.runtime.operation_queue` ask a router that decides for it,
+or the dispatcher.
 """
 
 from __future__ import annotations

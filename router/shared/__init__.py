@@ -9,7 +9,7 @@ joined_router.py     one router as the dispatcher sees it
 link.py              a router's connection to the dispatcher
 counts.py            what each router has counted, also those that are gone
 holdings.py          what a router must know of what the others have admitted, by differences
-shared_placement.py  places from the dispatcher, as `router.dispatch` asks for them
+shared_placement.py  places from the dispatcher, as `ridgeline.router.dispatch` asks for them
 shared_modes.py      changes the mode through the dispatcher
 shared_metrics.py    adds up the request series of all routers
 """

@@ -46,7 +46,8 @@ from ridgeline.router.shared.messages import (
 MOST_UNREAD = 100_000
 """Messages that may wait for a router that does not read; far more than any router has requests."""
 MOST_AT_ONCE = 1_000
-"""Messages in one batch: a few MiB, far below the limit of gRPC (`worker_runtime.client.MAX_MESSAGE_BYTES`)."""
+"""Messages in one batch: a few MiB, far below the limit of gRPC
+(`ridgeline.worker_runtime.client.MAX_MESSAGE_BYTES`)."""
 _REASONS: dict[type[Exception], Reason] = {NoWorker: "no_worker", WorkerLost: "lost", WorkerDraining: "draining"}
 logger = logging.getLogger(__name__)
 

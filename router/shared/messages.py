@@ -19,7 +19,7 @@ from ridgeline.router.settings import RouterStart
 
 SERVICE = "ridgeline.Dispatcher"
 Step = Literal["prompt_done", "prompt_left", "decode_began"]
-"""The methods of `router.flow.placement.Place`."""
+"""The methods of `ridgeline.router.flow.placement.Place`."""
 Samples = list[tuple[str, dict[str, str], float]]
 """Samples of Prometheus series: name, labels, value."""
 
@@ -36,7 +36,7 @@ class Told(msgspec.Struct, frozen=True, array_like=True):
 
 
 EndedRouters = dict[str, Told]
-"""By the router's name; see `router.shared.counts`."""
+"""By the router's name; see `ridgeline.router.shared.counts`."""
 
 
 class WayOf(msgspec.Struct, frozen=True, array_like=True):
@@ -48,7 +48,7 @@ class WayOf(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Asked(msgspec.Struct, frozen=True, array_like=True):
-    """What a wish asks for, see `router.flow.placement.Wish`."""
+    """What a wish asks for, see `ridgeline.router.flow.placement.Wish`."""
 
     prompt_tokens: int
     output_tokens: int
@@ -102,7 +102,7 @@ class Happened(msgspec.Struct, frozen=True, tag="happened"):
 
 
 class Answered(msgspec.Struct, frozen=True, tag="answered"):
-    """An answer is complete, see `router.flow.placement.Place.answered`."""
+    """An answer is complete, see `ridgeline.router.flow.placement.Place.answered`."""
 
     number: int
     answer: Answer

@@ -1,8 +1,9 @@
 """How often comparisons of simulated rounds find what is there, and what is not: `make power`.
 
-The product's own judgement (`loadtest.statistics`) looks at pairs of rounds of made-up requests: a round is slower or
-faster as a whole by a log-normal effect, its requests scatter around that and resemble their neighbours. Prints a
-table; docs/results/comparisons.json has its figures, and tests/unit/loadtest/statistics/test_power.py holds the rates.
+The product's own judgement (`ridgeline.loadtest.statistics`) looks at pairs of rounds of made-up requests: a round is
+slower or faster as a whole by a log-normal effect, its requests scatter around that and resemble their neighbours.
+Prints a table; docs/results/comparisons.json has its figures, and tests/unit/loadtest/statistics/test_power.py holds
+the rates.
 """
 
 import argparse

@@ -2,8 +2,9 @@
 
 Everything that it prints is simulated. Its steps take what a step model says, times a random factor; the choice of
 workers, the order of late prompts, the bound of a step and the fit of a worker's model to its steps are the product's
-own code (`router.fleet.adaptive`, `decode_worker.pacing`). `make bench-modes` measures the same on real engines. Of
-disaggregated fleets with more than two workers, the one with the best number of prefill workers is shown. With
+own code (`ridgeline.router.fleet.adaptive`, `ridgeline.decode_worker.pacing`). `make bench-modes` measures the same on
+real engines. Of disaggregated fleets with more than two workers, the one with the best number of prefill workers is
+shown. With
 --without-limits the mean latency of each mode is shown, at several loads. With --per-device 2, every two workers take
 turns on one device: while both compute, each goes at half of its speed.
 
@@ -100,7 +101,7 @@ SHARED_H100: Final = Fleet(
     step_tokens={"colocated": 8192, "disaggregated": 8192, "adaptive": 8192},
     handover_s=0.012,
 )
-"""Two engines on that GPU, with the limits of steps of `cluster.config.gpu_defaults`."""
+"""Two engines on that GPU, with the limits of steps of `ridgeline.cluster.config.gpu_defaults`."""
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,7 @@ class Worker:
         return fit.model if fit is not None and fit.known and fit.model.is_whole else self.machine
 
     def _prompt_tokens(self, now_s: float, context_tokens: int) -> int:
-        """Return how many prompt tokens the step may have, as `engine.step_scheduler` bounds them."""
+        """Return how many prompt tokens the step may have, as `ridgeline.engine.step_scheduler` bounds them."""
         free, sequences = self.step_tokens - len(self.decoding), len(self.decoding)
         together_s = self.model.decode_s(sequences, context_tokens)
         allowances_s = (self._allowed_s(request, now_s, together_s) for request in self.assigned.values())

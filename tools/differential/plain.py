@@ -74,7 +74,7 @@ def arguments(plan: Plan, port: int) -> list[str]:
         "max-num-batched-tokens": pool.max_num_batched_tokens,
         "kv-cache-memory-bytes": pool.kv_cache_bytes,
         "tensor-parallel-size": pool.ranks,
-        "structured-outputs-config.backend": "guidance",  # as `engine.grammars` chooses
+        "structured-outputs-config.backend": "guidance",  # as `ridgeline.engine.grammars` chooses
         "distributed-executor-backend": "uni" if on_cpu else None,
         "worker-extension-cls": "tools.differential.worker.PlainWorkerExtension" if on_cpu else None,
     }

@@ -55,7 +55,7 @@ async def main(model: str, words: list[str]) -> None:
             running = router = Router(settings(model, 1))
             address = await router.serve(workers, {})
     gc_schedule = GcSchedule(lambda: running.streams if isinstance(running, Router) else 0)
-    gc_schedule.start()  # as `cluster.runtime.services` does
+    gc_schedule.start()  # as `ridgeline.cluster.runtime.services` does
     sys.stdout.write(address + "\n")
     sys.stdout.flush()
     await asyncio.to_thread(sys.stdin.read)

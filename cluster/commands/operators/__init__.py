@@ -1,4 +1,4 @@
-"""Commands for operators of a running server. The server's side is `router.front.admin`.
+"""Commands for operators of a running server. The server's side is `ridgeline.router.front.admin`.
 
 client.py     calls to the paths of operators
 decisions.py  `ridgeline decisions`

@@ -12,7 +12,7 @@ from ridgeline.contracts.vocabulary import Mode
 PATH = "/ridgeline/mode"
 CHANGE_WITHIN_S = 90.0
 """More than a server takes for a change while another one is under way: with several routers a minute
-(`router.shared.shared_modes`), of which each change is half."""
+(`ridgeline.router.shared.shared_modes`), of which each change is half."""
 
 
 async def mode(url: str, wanted: Mode | None, *, admin_key_file: Path | None, console: Console) -> None:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from ridgeline.cluster.runtime.processes import ProcessId
 
-READABLE = frozenset({"builtins", "asyncio", "contracts", "cluster", "router"})
+READABLE = ("builtins", "asyncio", "ridgeline.contracts", "ridgeline.cluster", "ridgeline.router")
 """Packages whose exceptions travel as they are: an actor can read them without importing vLLM."""
 Collect = Callable[[], Awaitable[object]]
 ENDED = "the service's process has ended"
@@ -216,7 +216,7 @@ class CallServer:
 
 
 def _encoded_error(call_id: int, error: Exception) -> bytes:
-    if type(error).__module__.partition(".")[0] in READABLE:
+    if type(error).__module__.startswith(READABLE):
         with suppress(Exception):  # its pickling may do anything
             data = encode(Reply(call_id, error=error))
             pickle.loads(data[_LENGTH.size :])  # some exceptions can be written and not read

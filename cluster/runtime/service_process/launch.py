@@ -1,6 +1,7 @@
 """Gets a process for a service: from a preloaded parent where there is one, else a fresh one.
 
-`cluster.runtime.deployment` starts the preloaded parent of its machine, before Ray; actors learn of it by a variable.
+`ridgeline.cluster.runtime.deployment` starts the preloaded parent of its machine, before Ray; actors learn of it by a
+variable.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The context of the HTTP request being served.
 
-The layers before vLLM's app fill it in, and `router.front.engine_client` reads it. Tasks created for a request inherit
-it.
+The layers before vLLM's app fill it in, and `ridgeline.router.front.engine_client` reads it. Tasks created for a
+request inherit it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Who may use the operator's paths. `router.front.middleware.auth` asks before anything else of a request is read.
 
-These are the routes of `router.front.admin`, which can end the service. A client's key never opens them. If
+These are the routes of `ridgeline.router.front.admin`, which can end the service. A client's key never opens them. If
 `security.admin_keys_file` is set, its keys do, from anywhere. Otherwise a caller on the server's own machine may use
 them, but only while nobody else can look like one: not if clients have keys or come through proxies, and not if the
 request shows that it was forwarded or comes from a page in a browser.

@@ -1,7 +1,7 @@
 """Checks API keys, and names each client.
 
 Nothing of a request's body is read before its key has been checked. This process holds only hashes of keys;
-`cluster.config.api_keys` reads the keys themselves.
+`ridgeline.cluster.config.api_keys` reads the keys themselves.
 
 A key is found by its hash in a set. The time this takes may reveal something about the hash, but a caller who could
 steer the hash of a guess towards a known one could also find the key, so nothing useful can be learned.

@@ -168,7 +168,7 @@ class BoundedHeads(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Record that a body has begun; `router.front.middleware.ingress` limits its length."""
+        """Record that a body has begun; `ridgeline.router.front.middleware.ingress` limits its length."""
         self._part_ended = True
         super().on_body(body)
 

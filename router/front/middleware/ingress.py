@@ -1,7 +1,7 @@
 """Limits what a request may take before vLLM's app reads it: its headers, body, memory, parsing, and its turn.
 
 A body is read whole before anything is done with it, and refusals cost a fraction of taking a request in. The fair
-share is of places and of memory for bodies. Turns are those of `router.flow.concurrency_limiter`.
+share is of places and of memory for bodies. Turns are those of `ridgeline.router.flow.concurrency_limiter`.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def _nothing_starts(monkeypatch):
 
 
 @pytest.fixture
-def ridgeline():
+def run_ridgeline():
     """Run a command; (exit status, stdout, stderr in one line)."""
 
     def run(*args):
@@ -57,9 +57,9 @@ def ridgeline():
 # --- former names
 
 
-def test_a_command_is_known_by_its_former_name_for_one_version(ridgeline):
+def test_a_command_is_known_by_its_former_name_for_one_version(run_ridgeline):
     with pytest.warns(FormerName, match="`ridgeline operations`"):
-        status, out, _ = ridgeline("orders", "cancel", "--help")
+        status, out, _ = run_ridgeline("orders", "cancel", "--help")
     assert status == 0
     assert "operation" in out
 
@@ -68,14 +68,14 @@ def test_a_command_is_known_by_its_former_name_for_one_version(ridgeline):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_an_unknown_option_is_refused_by_name(ridgeline, command):
-    status, _, error = ridgeline(command, "--frobnicate")
+def test_an_unknown_option_is_refused_by_name(run_ridgeline, command):
+    status, _, error = run_ridgeline(command, "--frobnicate")
     assert status == 2
     assert "--frobnicate" in error
 
 
-def test_an_unknown_command_is_refused_by_name(ridgeline):
-    status, _, error = ridgeline("sreve")
+def test_an_unknown_command_is_refused_by_name(run_ridgeline):
+    status, _, error = run_ridgeline("sreve")
     assert status == 2
     assert "sreve" in error
 
@@ -91,28 +91,28 @@ def test_an_unknown_command_is_refused_by_name(ridgeline):
         ("pools.prefill.workers=0", "pools.prefill.workers"),
     ],
 )
-def test_a_wrong_setting_ends_every_command_with_a_sentence_that_names_it(ridgeline, command, setting, sentence):
-    status, _, error = ridgeline(*command, "--set", setting)
+def test_a_wrong_setting_ends_every_command_with_a_sentence_that_names_it(run_ridgeline, command, setting, sentence):
+    status, _, error = run_ridgeline(*command, "--set", setting)
     assert status == 2
     assert error.startswith("error:")
     assert sentence in error
 
 
 @pytest.mark.parametrize("setting", ["[/x]", "[red]server.port", "server.port=[/]", "a[b]=1"])
-def test_a_setting_with_brackets_is_shown_as_it_was_typed(ridgeline, setting):
-    status, _, error = ridgeline("serve", "--set", setting)
+def test_a_setting_with_brackets_is_shown_as_it_was_typed(run_ridgeline, setting):
+    status, _, error = run_ridgeline("serve", "--set", setting)
     assert status == 2
     assert setting.partition("=")[0] in error
 
 
-def test_every_problem_is_told_at_once_one_a_line(ridgeline):
+def test_every_problem_is_told_at_once_one_a_line(run_ridgeline):
     result = CliRunner().invoke(app, ["serve", "--set", "server.prot=1", "--set", "pools.decode.workers=0"])
     assert result.exit_code == 2
     assert [line.partition(":")[0] for line in result.stderr.splitlines()] == ["error", "error"]
 
 
-def test_a_configuration_file_that_is_not_there_is_named(ridgeline, tmp_path):
-    status, _, error = ridgeline("serve", "--config", tmp_path / "none.yaml")
+def test_a_configuration_file_that_is_not_there_is_named(run_ridgeline, tmp_path):
+    status, _, error = run_ridgeline("serve", "--config", tmp_path / "none.yaml")
     assert status == 2
     assert "none.yaml" in error
     assert "name an existing YAML file" in error
@@ -121,10 +121,10 @@ def test_a_configuration_file_that_is_not_there_is_named(ridgeline, tmp_path):
 # --- serve
 
 
-def test_explain_shows_effective_values_and_their_origin_and_starts_nothing(ridgeline, tmp_path):
+def test_explain_shows_effective_values_and_their_origin_and_starts_nothing(run_ridgeline, tmp_path):
     file = tmp_path / "my.yaml"
     file.write_text("router:\n  max_outstanding_requests: 77\n", encoding="utf-8")
-    status, shown, _ = ridgeline(
+    status, shown, _ = run_ridgeline(
         "serve", "--config", file, "--port", "8123", "--prefill", "3", "--mode", "colocated", "--explain"
     )
     assert status == 0
@@ -137,12 +137,12 @@ def test_explain_shows_effective_values_and_their_origin_and_starts_nothing(ridg
     assert "my.yaml" in "".join(shown.split())
 
 
-def test_an_unfit_machine_is_told_every_fix_and_nothing_starts(ridgeline, monkeypatch):
+def test_an_unfit_machine_is_told_every_fix_and_nothing_starts(run_ridgeline, monkeypatch):
     async def unfit(config, console, *, detached):
         raise Unfit(["Free some memory.", "Use another port [8001]."])
 
     monkeypatch.setattr(ridgeline.cluster.commands.serve, "serve", unfit)
-    status, _, error = ridgeline("serve")
+    status, _, error = run_ridgeline("serve")
     assert status == 1
     assert error == "error: Free some memory. error: Use another port [8001]."
 
@@ -150,38 +150,38 @@ def test_an_unfit_machine_is_told_every_fix_and_nothing_starts(ridgeline, monkey
 # --- doctor
 
 
-def test_a_fit_machine_makes_doctor_end_with_0_and_an_unfit_one_with_1_and_the_fix(ridgeline, monkeypatch):
+def test_a_fit_machine_makes_doctor_end_with_0_and_an_unfit_one_with_1_and_the_fix(run_ridgeline, monkeypatch):
     good = CheckResult("memory", True, "1 needed, 2 available")
     bad = CheckResult("cores", False, "9 needed", "Lower workers in pools.prefill.")
     monkeypatch.setattr("ridgeline.cluster.doctor.checks.checks", lambda config: [good])
-    status, shown, _ = ridgeline("doctor")
+    status, shown, _ = run_ridgeline("doctor")
     assert status == 0
     assert "1 needed, 2 available" in shown
     monkeypatch.setattr("ridgeline.cluster.doctor.checks.checks", lambda config: [good, bad])
-    status, shown, _ = ridgeline("doctor")
+    status, shown, _ = run_ridgeline("doctor")
     assert status == 1
     assert "Lower workers in pools.prefill." in " ".join(shown.split())
 
 
-def test_doctor_judges_the_configuration_it_is_given(ridgeline, monkeypatch):
+def test_doctor_judges_the_configuration_it_is_given(run_ridgeline, monkeypatch):
     seen = []
     monkeypatch.setattr("ridgeline.cluster.doctor.checks.checks", lambda config: seen.append(config) or [])
-    assert ridgeline("doctor", "--set", "pools.decode.workers=5")[0] == 0
+    assert run_ridgeline("doctor", "--set", "pools.decode.workers=5")[0] == 0
     assert seen[0].pools.decode.workers == 5
 
 
 # --- roofline
 
 
-def test_roofline_prints_json_that_a_program_can_read(ridgeline):
-    status, shown, _ = ridgeline("roofline", "--model", "mixtral-8x7b", "--hardware", "h100-sxm", "--json")
+def test_roofline_prints_json_that_a_program_can_read(run_ridgeline):
+    status, shown, _ = run_ridgeline("roofline", "--model", "mixtral-8x7b", "--hardware", "h100-sxm", "--json")
     assert status == 0
     told = json.loads(shown)
     assert "h100" in json.dumps(told).lower()
 
 
-def test_roofline_prints_a_table_without_json(ridgeline):
-    status, shown, _ = ridgeline("roofline", "--model", "mixtral-8x7b", "--hardware", "h100-sxm")
+def test_roofline_prints_a_table_without_json(run_ridgeline):
+    status, shown, _ = run_ridgeline("roofline", "--model", "mixtral-8x7b", "--hardware", "h100-sxm")
     assert status == 0
     assert "ridge" in shown.lower()
     with pytest.raises(json.JSONDecodeError):
@@ -196,8 +196,8 @@ def test_roofline_prints_a_table_without_json(ridgeline):
         (["--model", "/no/such/model", "--hardware", "h100-sxm"], "/no/such/model"),
     ],
 )
-def test_roofline_names_what_it_does_not_know(ridgeline, args, part):
-    status, _, error = ridgeline("roofline", *args)
+def test_roofline_names_what_it_does_not_know(run_ridgeline, args, part):
+    status, _, error = run_ridgeline("roofline", *args)
     assert status == 1
     assert error.startswith("error:")
     assert part in error
@@ -206,8 +206,8 @@ def test_roofline_names_what_it_does_not_know(ridgeline, args, part):
 # --- model
 
 
-def test_a_model_that_cannot_be_prepared_is_named(ridgeline):
-    status, _, error = ridgeline("model", "/no/such/model")
+def test_a_model_that_cannot_be_prepared_is_named(run_ridgeline):
+    status, _, error = run_ridgeline("model", "/no/such/model")
     assert status == 1
     assert "/no/such/model" in error
 
@@ -239,10 +239,10 @@ def test_a_model_that_cannot_be_prepared_is_named(ridgeline):
     ],
 )
 def test_a_plan_that_cannot_work_is_refused_before_anything_starts(
-    ridgeline, tmp_path, command, options, status, sentence
+    run_ridgeline, tmp_path, command, options, status, sentence
 ):
     out = tmp_path / "out"
-    found, _, error = ridgeline(*(out if part == "OUT" else part for part in command), *options)
+    found, _, error = run_ridgeline(*(out if part == "OUT" else part for part in command), *options)
     assert found == status
     assert error.startswith("error:")
     assert sentence in error
@@ -258,7 +258,7 @@ def test_every_field_of_the_plan_is_an_option_that_says_what_it_does(command, ki
         assert options[name].default == field.default
 
 
-def test_the_options_reach_the_plan(ridgeline, monkeypatch):
+def test_the_options_reach_the_plan(run_ridgeline, monkeypatch):
     plans = []
 
     async def noted(url, plan, out, console):
@@ -266,41 +266,41 @@ def test_the_options_reach_the_plan(ridgeline, monkeypatch):
 
     monkeypatch.setattr(ridgeline.cluster.commands.replay, "replay_command", noted)
     flags = "--length-scale 0.5 --too-long drop --jitter-s 0.25 --duration-s 9 --served-name m --warmup-requests 0"
-    assert ridgeline("replay", *flags.split())[0] == 0
+    assert run_ridgeline("replay", *flags.split())[0] == 0
     asked = {"length_scale": 0.5, "too_long": "drop", "jitter_s": 0.25, "duration_s": 9, "served_name": "m"}
     assert plans == [ReplayPlan(warmup_requests=0, **asked)]
-    assert ridgeline("replay", "--rate", "auto", "--slo", "auto")[0] == 0
+    assert run_ridgeline("replay", "--rate", "auto", "--slo", "auto")[0] == 0
     assert plans[-1] == ReplayPlan(rate="auto", slo="auto")
-    assert ridgeline("replay", "--rate", "0.5")[0] == 0
+    assert run_ridgeline("replay", "--rate", "0.5")[0] == 0
     assert plans[-1] == ReplayPlan(rate=0.5)
 
 
-def test_replay_without_a_server_says_where_it_looked(ridgeline):
-    status, _, error = ridgeline(
+def test_replay_without_a_server_says_where_it_looked(run_ridgeline):
+    status, _, error = run_ridgeline(
         "replay", "--url", "http://127.0.0.1:9", "--trace", "poisson:rate=2,input=8,output=2,n=2"
     )
     assert status == 1
     assert "http://127.0.0.1:9" in error
 
 
-def test_compare_of_one_round_is_refused_with_the_reason(ridgeline, tmp_path):
-    status, _, error = ridgeline("compare", "--out", tmp_path, "--pairs", "0")
+def test_compare_of_one_round_is_refused_with_the_reason(run_ridgeline, tmp_path):
+    status, _, error = run_ridgeline("compare", "--out", tmp_path, "--pairs", "0")
     assert status == 2
     assert "pairs: should be greater than or equal to 1, not 0" in error
 
 
-def test_a_former_name_of_an_option_works_and_is_told(ridgeline, tmp_path):
-    status, _, error = ridgeline("compare", "--out", tmp_path, "--opponent", "h:1", "--arms", "adaptive")
+def test_a_former_name_of_an_option_works_and_is_told(run_ridgeline, tmp_path):
+    status, _, error = run_ridgeline("compare", "--out", tmp_path, "--opponent", "h:1", "--arms", "adaptive")
     assert status == 2
     assert error.count("warning: --arms is now --variants, --opponent is now --baseline") == 1
     assert "baseline: must be URLs" in error
-    assert "--arms" not in ridgeline("compare", "--help")[1]
+    assert "--arms" not in run_ridgeline("compare", "--help")[1]
 
 
 def test_compare_of_a_model_that_the_configuration_does_not_serve_is_refused_before_anything_starts(
-    ridgeline, tmp_path
+    run_ridgeline, tmp_path
 ):
-    status, _, error = ridgeline("compare", "--out", tmp_path, "--served-name", "llama")
+    status, _, error = run_ridgeline("compare", "--out", tmp_path, "--served-name", "llama")
     assert status == 2
     assert "--served-name llama: this configuration serves smollm2-135m: leave it out" in error
 
@@ -312,9 +312,11 @@ def test_compare_of_a_model_that_the_configuration_does_not_serve_is_refused_bef
         (["pools.decode.cores_per_worker=2"], "prefill and decode have 3 cores, colocated has 2"),
     ],
 )
-def test_compare_on_unequal_hardware_is_refused_with_both_numbers_and_the_fix(ridgeline, tmp_path, settings, sentence):
+def test_compare_on_unequal_hardware_is_refused_with_both_numbers_and_the_fix(
+    run_ridgeline, tmp_path, settings, sentence
+):
     flags = [flag for setting in settings for flag in ("--set", setting)]
-    status, _, error = ridgeline("compare", "--out", tmp_path, *flags)
+    status, _, error = run_ridgeline("compare", "--out", tmp_path, *flags)
     assert status == 2
     assert sentence in error
     assert "change pools.colocated.workers or cores_per_worker" in error
@@ -331,9 +333,9 @@ def test_compare_on_unequal_hardware_is_refused_with_both_numbers_and_the_fix(ri
         (["transfer.faults=seed=7,drop=0.02"], "transfer.faults (seed=7,drop=0.02) makes fetches fail on purpose"),
     ],
 )
-def test_compare_of_what_would_say_nothing_is_refused_with_the_fix(ridgeline, tmp_path, settings, sentence):
+def test_compare_of_what_would_say_nothing_is_refused_with_the_fix(run_ridgeline, tmp_path, settings, sentence):
     flags = [flag for setting in settings for flag in ("--set", setting)]
-    status, _, error = ridgeline("compare", "--out", tmp_path / "out", *flags)
+    status, _, error = run_ridgeline("compare", "--out", tmp_path / "out", *flags)
     assert status == 2
     assert sentence in error
     assert not (tmp_path / "out").exists()
@@ -360,25 +362,25 @@ def test_compare_of_what_would_say_nothing_is_refused_with_the_fix(ridgeline, tm
     ],
 )
 def test_a_grid_with_an_impossible_candidate_is_refused_before_anything_starts(
-    ridgeline, tmp_path, grid, settings, sentence
+    run_ridgeline, tmp_path, grid, settings, sentence
 ):
     (tmp_path / "grid.yaml").write_text(grid)
     flags = [flag for setting in settings for flag in ("--set", setting)]
-    status, _, error = ridgeline("compare", "--out", tmp_path / "out", "--grid", tmp_path / "grid.yaml", *flags)
+    status, _, error = run_ridgeline("compare", "--out", tmp_path / "out", "--grid", tmp_path / "grid.yaml", *flags)
     assert status == 2
     assert sentence in error
     assert error.count("error:") == 1
     assert not (tmp_path / "out").exists()
 
 
-def test_a_candidate_that_does_not_fit_the_machine_is_refused_by_name(ridgeline, tmp_path, monkeypatch):
+def test_a_candidate_that_does_not_fit_the_machine_is_refused_by_name(run_ridgeline, tmp_path, monkeypatch):
     def unfit(config):
         if config.router.max_prompt_wait_s == 7:
             raise Unfit(["too large"])
 
     monkeypatch.setattr(ridgeline.cluster.commands.loadtest, "refuse_unfit_machine", unfit)
     (tmp_path / "grid.yaml").write_text("colocated: {plain: {}, late: {router: {max_prompt_wait_s: 7}}}")
-    status, _, error = ridgeline("compare", "--out", tmp_path / "out", "--grid", tmp_path / "grid.yaml")
+    status, _, error = run_ridgeline("compare", "--out", tmp_path / "out", "--grid", tmp_path / "grid.yaml")
     assert status == 1
     assert "candidate late of colocated: too large" in error
 
@@ -416,28 +418,28 @@ def test_workers_of_the_split_are_counted_in_the_replicas_that_are_measured(pool
     assert split_workers(_with_pools(pools)) == workers
 
 
-def test_compare_on_an_unfit_machine_starts_nothing(ridgeline, tmp_path, monkeypatch):
+def test_compare_on_an_unfit_machine_starts_nothing(run_ridgeline, tmp_path, monkeypatch):
     def unfit(config):
         raise Unfit(["Free some memory."])
 
     monkeypatch.setattr(ridgeline.cluster.commands.loadtest, "refuse_unfit_machine", unfit)
-    status, _, error = ridgeline("compare", "--out", tmp_path)
+    status, _, error = run_ridgeline("compare", "--out", tmp_path)
     assert (status, error) == (1, "error: Free some memory.")
 
 
-def test_compare_needs_a_folder_to_write_to(ridgeline):
-    status, _, error = ridgeline("compare")
+def test_compare_needs_a_folder_to_write_to(run_ridgeline):
+    status, _, error = run_ridgeline("compare")
     assert status == 2
     assert "--out" in error
 
 
-def test_compare_goes_on_in_one_folder_or_begins_in_one_but_not_both(ridgeline, tmp_path):
-    status, _, error = ridgeline("compare", "--out", tmp_path, "--resume", tmp_path)
+def test_compare_goes_on_in_one_folder_or_begins_in_one_but_not_both(run_ridgeline, tmp_path):
+    status, _, error = run_ridgeline("compare", "--out", tmp_path, "--resume", tmp_path)
     assert (status, error) == (
         2,
         "error: give --out DIR for a new comparison, or --resume DIR to go on with an interrupted one",
     )
-    status, _, error = ridgeline("compare", "--resume", tmp_path)
+    status, _, error = run_ridgeline("compare", "--resume", tmp_path)
     assert status == 1
     assert "holds no comparison that could go on" in error
 
@@ -451,18 +453,18 @@ def _interrupted(folder: Path, settings: dict, tuning: dict | None = None) -> No
     RunFolder(folder).start(Settled(given, settled, load, setup, None, 1000, 1, tuning))
 
 
-def test_an_interrupted_comparison_does_not_go_on_with_another_plan_or_configuration(ridgeline, tmp_path):
+def test_an_interrupted_comparison_does_not_go_on_with_another_plan_or_configuration(run_ridgeline, tmp_path):
     _interrupted(tmp_path / "run", {})
-    status, _, error = ridgeline("compare", "--resume", tmp_path / "run", "--pairs", "3")
+    status, _, error = run_ridgeline("compare", "--resume", tmp_path / "run", "--pairs", "3")
     assert status == 1
     assert "pairs is 3, was 2" in error
-    status, _, error = ridgeline("compare", "--resume", tmp_path / "run", "--set", "server.port=8123")
+    status, _, error = run_ridgeline("compare", "--resume", tmp_path / "run", "--set", "server.port=8123")
     assert status == 1
     assert "configuration.server.port is 8123, was 8000" in error
     assert "begin anew with --out" in error
 
 
-def test_an_interrupted_comparison_goes_on_with_its_own_plan_and_configuration(ridgeline, tmp_path, monkeypatch):
+def test_an_interrupted_comparison_goes_on_with_its_own_plan_and_configuration(run_ridgeline, tmp_path, monkeypatch):
     gone_on = []
 
     async def compare_command(config, plan, out, console, past, grid):
@@ -471,12 +473,12 @@ def test_an_interrupted_comparison_goes_on_with_its_own_plan_and_configuration(r
 
     monkeypatch.setattr(ridgeline.cluster.commands.loadtest, "compare_command", compare_command)
     _interrupted(tmp_path / "run", {"mode": "disaggregated"})
-    status, _, error = ridgeline("compare", "--resume", tmp_path / "run", "--pairs", "2")
+    status, _, error = run_ridgeline("compare", "--resume", tmp_path / "run", "--pairs", "2")
     assert (status, error) == (0, "")
     assert gone_on == [("disaggregated", 2, 2.0, tmp_path / "run", 0)]
 
 
-def test_an_interrupted_comparison_goes_on_with_the_candidates_that_were_chosen(ridgeline, tmp_path, monkeypatch):
+def test_an_interrupted_comparison_goes_on_with_the_candidates_that_were_chosen(run_ridgeline, tmp_path, monkeypatch):
     gone_on = []
 
     async def compare_command(config, plan, out, console, past, grid):
@@ -491,22 +493,22 @@ def test_an_interrupted_comparison_goes_on_with_the_candidates_that_were_chosen(
         for mode, name, wait_s, chosen in tried
     ]
     _interrupted(tmp_path / "run", {}, {"candidates": candidates})
-    status, _, error = ridgeline("compare", "--resume", tmp_path / "run")
+    status, _, error = run_ridgeline("compare", "--resume", tmp_path / "run")
     assert (status, error) == (0, "")
     assert gone_on == [{"colocated": [("late", 7)], "disaggregated": [("split", 9)]}]
 
 
-def test_report_names_a_folder_without_a_run_and_takes_two_at_most(ridgeline, tmp_path):
-    status, _, error = ridgeline("report", tmp_path)
+def test_report_names_a_folder_without_a_run_and_takes_two_at_most(run_ridgeline, tmp_path):
+    status, _, error = run_ridgeline("report", tmp_path)
     assert status == 1
     assert "holds no run: give a folder that compare has written" in error
-    status, _, error = ridgeline("report", tmp_path, tmp_path, tmp_path)
+    status, _, error = run_ridgeline("report", tmp_path, tmp_path, tmp_path)
     assert status == 1
     assert "not 3" in error
 
 
-def test_help_lists_every_command(ridgeline):
-    status, shown, _ = ridgeline("--help")
+def test_help_lists_every_command(run_ridgeline):
+    status, shown, _ = run_ridgeline("--help")
     assert status == 0
     for command in COMMANDS:
         assert command in shown
@@ -516,8 +518,8 @@ def test_help_lists_every_command(ridgeline):
 @pytest.mark.parametrize(
     "url", ["http://::1:8000", "127.0.0.1:8000", "http://", "ftp://x", "http://key@x", "http://x:y"]
 )
-def test_what_is_no_url_of_a_server_is_told_with_how_to_write_one(ridgeline, command, url):
-    status, _, error = ridgeline(*command, "--url", url)
+def test_what_is_no_url_of_a_server_is_told_with_how_to_write_one(run_ridgeline, command, url):
+    status, _, error = run_ridgeline(*command, "--url", url)
     assert status == 2
     assert "[::1]:8000" in error
 

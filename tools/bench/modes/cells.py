@@ -2,7 +2,7 @@
 
 Goodput is the requests/s that met both limits: the rate times the share. A variant's figure is its highest over
 the rates that it was tried at, and its interval is that of the share there: the score interval, widened by the scatter
-between rounds (`loadtest.rate_search`). It says nothing of the choice of the rate.
+between rounds (`ridgeline.loadtest.rate_search`). It says nothing of the choice of the rate.
 """
 
 from __future__ import annotations

@@ -43,9 +43,7 @@ async def ask(http, fields):
 
 def ours(objects):
     """What of it is the router's, by class."""
-    return Counter(
-        type(one).__qualname__ for one in objects if type(one).__module__.startswith(("router", "contracts"))
-    )
+    return Counter(type(one).__qualname__ for one in objects if type(one).__module__.startswith("ridgeline."))
 
 
 async def answered(http, router, fields):

@@ -335,7 +335,7 @@ async def test_the_bodies_of_all_routes_are_known(served: Served):
     models, unknown = set(), []
     for route in served.app.router.routes:
         module = getattr(getattr(route, "endpoint", None), "__module__", "")
-        if "POST" not in (getattr(route, "methods", None) or ()) or module.startswith("router."):
+        if "POST" not in (getattr(route, "methods", None) or ()) or module.startswith("ridgeline."):
             continue
         found = {
             model.__name__ for param in route.dependant.body_params for model in bodies_of(param.field_info.annotation)

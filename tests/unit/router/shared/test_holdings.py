@@ -7,7 +7,7 @@ from ridgeline.router.shared.holdings import Changes, Parts
 
 
 class Router:
-    """What a router holds, and what it knows of the others, as `router.decisions` keeps it."""
+    """What a router holds, and what it knows of the others, as `ridgeline.router.decisions` keeps it."""
 
     def __init__(self, parts):
         self.parts = parts
