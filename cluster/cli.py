@@ -101,10 +101,6 @@ def fail(sentences: list[str], status: int = 1) -> None:
     raise typer.Exit(status)
 
 
-def warn(sentence: str) -> None:
-    errors.print(sentence, style="yellow", highlight=False, markup=False)
-
-
 def load(config: Path | None, settings: list[str] | None, *, both_modes: bool = False, **flags: Any) -> LoadedConfig:
     """Load the configuration with flags on top; any problem ends the command."""
     overrides: dict[str, str] = {}
@@ -425,7 +421,7 @@ def cancel(
 
 
 @app.command()
-@with_plan(ReplayPlan, partial(fail, status=2), warn)
+@with_plan(ReplayPlan, partial(fail, status=2))
 def replay(
     plan: ReplayPlan,
     url: UrlOption = LOCAL_URL,
@@ -441,7 +437,7 @@ def replay(
 
 
 @app.command()
-@with_plan(ComparePlan, partial(fail, status=2), warn)
+@with_plan(ComparePlan, partial(fail, status=2))
 def compare(
     plan: ComparePlan,
     out: Annotated[

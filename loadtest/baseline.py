@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 
+from ridgeline.contracts.former_names import warn_of_former_name
 from ridgeline.loadtest.errors import LoadTestError, ServerError
 from ridgeline.loadtest.plan import ComparePlan
 from ridgeline.loadtest.run.client.stream import Completion, LoadClient, encode_body
@@ -130,8 +131,6 @@ class BaselineVariant:
         longest = self.cards[0].max_model_len
         if longest is not None and longest > context_tokens:
             notes.append(f"{self.mode} serves contexts of {longest} tokens and we {context_tokens}")
-        if self.servers.key_variable == FORMER_KEY_VARIABLE:
-            notes.append(f"{FORMER_KEY_VARIABLE} is now {KEY_VARIABLE}; the former name goes in the next version")
         if self.process_ids is None:
             notes.append(
                 f"the processes of {self.mode} on this machine are another user's, so other work is not noticed in its "
@@ -151,6 +150,8 @@ def baseline_of(plan: ComparePlan, unit_of_ours: Devices) -> BaselineVariant:
     count = plan.baseline_devices
     devices = None if count is None else Devices(unit_of_ours.unit, count, {})
     is_former = KEY_VARIABLE not in os.environ and FORMER_KEY_VARIABLE in os.environ
+    if is_former:
+        warn_of_former_name(FORMER_KEY_VARIABLE, KEY_VARIABLE)
     servers = Servers(plan.baseline_urls, FORMER_KEY_VARIABLE if is_former else KEY_VARIABLE)
     return BaselineVariant(plan.baseline_name, servers, changes, devices, _processes(plan))
 

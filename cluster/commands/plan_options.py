@@ -10,23 +10,20 @@ import typer
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from ridgeline.contracts.former_names import warn_of_former_name
 from ridgeline.loadtest.plan import NumberOrAuto, ReplayPlan
 
 Refuse = Callable[[list[str]], None]
 """Ends the command with the given sentences."""
-Warn = Callable[[str], None]
-"""Prints a sentence."""
 
 
-def with_plan(
-    kind: type[ReplayPlan], refuse: Refuse, warn: Warn
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_plan(kind: type[ReplayPlan], refuse: Refuse) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command with a parameter `plan` an option for each field instead, and call it with the checked plan."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         def call(context: typer.Context, **values: Any) -> None:
             chosen = {name: values.pop(name) for name in (*kind.model_fields, *kind.renamed)}
-            command(**values, plan=_checked(kind, _given(context, chosen), refuse, warn))
+            command(**values, plan=_checked(kind, _given(context, chosen), refuse))
 
         hints = get_type_hints(command, include_extras=True)
         own = [
@@ -69,11 +66,10 @@ def _given(context: typer.Context, chosen: dict[str, Any]) -> dict[str, Any]:
     return {name: chosen[name] for name, source in sources.items() if source and source.name != "DEFAULT"}
 
 
-def _checked(kind: type[ReplayPlan], given: dict[str, Any], refuse: Refuse, warn: Warn) -> ReplayPlan:
-    former = {_as_option(name): _as_option(kind.renamed[name]) for name in given if name in kind.renamed}
-    if former:
-        renamed = ", ".join(f"{one} is now {other}" for one, other in former.items())
-        warn(f"warning: {renamed}; the former names go in the next version")
+def _checked(kind: type[ReplayPlan], given: dict[str, Any], refuse: Refuse) -> ReplayPlan:
+    for name in given:
+        if name in kind.renamed:
+            warn_of_former_name(_as_option(name), _as_option(kind.renamed[name]))
     try:
         return kind(**given)
     except ValidationError as error:

@@ -10,8 +10,9 @@ from starlette.applications import Starlette
 from starlette.responses import HTMLResponse
 from starlette.routing import Route
 
+from ridgeline.contracts.former_names import FormerName
 from ridgeline.loadtest import baseline as baseline_module
-from ridgeline.loadtest.baseline import KEY_VARIABLE, BaselineVariant, baseline_of
+from ridgeline.loadtest.baseline import FORMER_KEY_VARIABLE, KEY_VARIABLE, BaselineVariant, baseline_of
 from ridgeline.loadtest.compare import compare
 from ridgeline.loadtest.errors import ServerError
 from ridgeline.loadtest.plan import ComparePlan
@@ -145,6 +146,14 @@ async def test_an_baseline_that_cannot_be_compared_with_is_refused_in_a_sentence
         assert "ours by --set model.max_model_len_tokens=4096" in await refused(url)
     with running(Behaviour(faults={0: "refuse"})) as url:
         assert "does not answer as a comparison needs it (completions): HTTP 503" in await refused(url)
+
+
+def test_the_key_is_known_by_its_former_name_for_one_version(monkeypatch):
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    monkeypatch.setenv(FORMER_KEY_VARIABLE, "theirs")
+    with pytest.warns(FormerName, match=f"{FORMER_KEY_VARIABLE} is now {KEY_VARIABLE}"):
+        baseline = baseline_of(_plan("http://127.0.0.1:9"), OURS)
+    assert baseline.servers.headers == {"authorization": "Bearer theirs"}
 
 
 async def test_another_tokenizer_is_refused_and_another_name_is_said():

@@ -290,9 +290,11 @@ def test_compare_of_one_round_is_refused_with_the_reason(run_ridgeline, tmp_path
 
 
 def test_a_former_name_of_an_option_works_and_is_told(run_ridgeline, tmp_path):
-    status, _, error = run_ridgeline("compare", "--out", tmp_path, "--opponent", "h:1", "--arms", "adaptive")
+    with pytest.warns(FormerName) as warned:
+        status, _, error = run_ridgeline("compare", "--out", tmp_path, "--opponent", "h:1", "--arms", "adaptive")
+    told = [str(one.message).partition(";")[0] for one in warned]
+    assert told == ["--arms is now --variants", "--opponent is now --baseline"]
     assert status == 2
-    assert error.count("warning: --arms is now --variants, --opponent is now --baseline") == 1
     assert "baseline: must be URLs" in error
     assert "--arms" not in run_ridgeline("compare", "--help")[1]
 
