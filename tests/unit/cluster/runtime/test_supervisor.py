@@ -148,14 +148,23 @@ class Scene:
             for name, pool in zip(names, pools, strict=True)
         ]
         self.router = Router("router", self.log, self.clock, told.get("router", ()))
+        self.supervise([self.router])
+
+    def supervise(self, routers):
+        self.routers = routers
         self.supervisor = Supervisor(
             self.workers,
-            [self.router],
-            {name: f"{name}:0" for name in names},
+            routers,
+            {worker.name: f"{worker.name}:0" for worker in self.workers},
             SupervisionConfig(max_restarts=5, window_s=300),
             clock=self.clock,
             sleep=self.clock.sleep,
         )
+
+    @property
+    def pauses(self):
+        """How long it waited before each start."""
+        return [seconds for seconds in self.clock.slept if seconds != POLL_S]
 
     async def worker_has_started_twice(self):
         """For a router that takes long to end."""
@@ -196,11 +205,68 @@ async def test_a_worker_that_drained_goes_for_good_once_nobody_has_its_kv_cache_
     assert scene.said == ["worker-2 drains", "worker-2 has drained and is gone"]
 
 
-@pytest.mark.parametrize("why", ["actor_died", "engine_died", "unreachable"])
-async def test_a_worker_that_dies_while_it_drains_is_not_started_again(why):
-    scene = Scene(worker_1=["draining", why])
+FOUR = ("prefill", "prefill", "decode", "decode")
+AGAIN = ["end worker-2", "start worker-2"]
+
+
+@pytest.mark.parametrize(
+    ("pools", "health", "router", "log"),
+    [
+        (FOUR, {"worker_1": ["draining", "actor_died"]}, {}, ["remove worker-1", "retire worker-1"]),
+        (FOUR, {"worker_1": ["draining", "engine_died"]}, {}, ["remove worker-1", "retire worker-1"]),
+        (FOUR, {"worker_1": ["draining", "unreachable"]}, {}, ["remove worker-1", "retire worker-1"]),
+        (
+            FOUR,
+            {"worker_1": ["draining"] * 5 + ["drained"]},
+            {"partitioned": ("worker-1:0",)},
+            ["remove worker-1", "retire worker-1"],
+        ),
+        (FOUR[1:3], {"worker_1": ["draining", "drained"]}, {}, ["remove worker-1", "retire worker-1"]),
+        (FOUR[1:3], {"worker_0": ["draining", "drained"]}, {}, ["remove worker-0", "retire worker-0"]),
+        (FOUR, {"worker_2": ["actor_died"]}, {"gone_for": 3}, [*AGAIN, "replace worker-2:1 actor_died"]),
+        (
+            FOUR,
+            {"worker_2": ["actor_died"]},
+            {"not_reached": MAX_REGISTRATIONS},
+            [*AGAIN, *AGAIN, "replace worker-2:2 actor_died"],
+        ),
+        (FOUR, {}, {"partitioned": ("worker-2:0",)}, [*AGAIN, "replace worker-2:1 cut_off"]),
+        (
+            ("colocated",),
+            {},
+            {"partitioned": ("worker-0:0",)},
+            ["end worker-0", "start worker-0", "replace worker-0:1 cut_off"],
+        ),
+        (
+            FOUR,
+            {"router": ["actor_died"]},
+            {"missed": ("worker-1:0",)},
+            [
+                "end router",
+                "start router with ['worker-0:0', 'worker-1:0', 'worker-2:0', 'worker-3:0']",
+                "replace worker-1:0 None",
+            ],
+        ),
+    ],
+    ids=[
+        "whose_process_dies_while_it_drains_is_not_started_again",
+        "whose_engine_dies_while_it_drains_is_not_started_again",
+        "that_falls_silent_while_it_drains_is_not_started_again",
+        "that_drains_and_cannot_be_reached_has_left",
+        "may_be_the_last_that_decodes_and_leave",
+        "may_be_the_last_that_prefills_and_leave",
+        "that_comes_back_while_the_router_is_gone_is_told_to_the_next_router",
+        "that_the_router_never_reaches_is_taken_for_broken_in_the_end",
+        "that_only_the_router_does_not_reach_is_replaced",
+        "that_is_the_only_one_and_cut_off_is_replaced_and_not_the_router",
+        "that_the_only_router_missed_at_its_start_is_registered_and_not_ended",
+    ],
+)
+async def test_a_worker(pools, health, router, log):
+    scene = Scene(pools, **health)
+    vars(scene.router).update(router)
     await scene.play()
-    assert scene.log == ["remove worker-1", "retire worker-1"]
+    assert scene.log == log
 
 
 async def test_a_start_that_fails_is_tried_again_later_and_later():
@@ -209,7 +275,7 @@ async def test_a_start_that_fails_is_tried_again_later_and_later():
     await scene.play()
     assert scene.log == [*["end worker-2", "start worker-2"] * 2, "replace worker-2:1 engine_died"]
     assert scene.said[1] == "worker-2 could not be brought back: no memory"
-    assert [seconds for seconds in scene.clock.slept if seconds != POLL_S] == [0.0, 1.0]
+    assert scene.pauses == [0.0, 1.0]
     assert scene.said[2].startswith("worker-2: back after ")
 
 
@@ -219,8 +285,7 @@ async def test_a_worker_lost_again_and_again_is_tried_again_later_and_later_and_
     await scene.play(told.append)
     assert scene.log.count("start worker-2") == 11
     assert "retire worker-2" not in scene.log
-    pauses = [seconds for seconds in scene.clock.slept if seconds != POLL_S]
-    assert pauses == [0.0, 1.0, 2.0, 4.0, 8.0, 30.0, 60.0, 120.0, 240.0, 300.0, 300.0]
+    assert scene.pauses == [0.0, 1.0, 2.0, 4.0, 8.0, 30.0, 60.0, 120.0, 240.0, 300.0, 300.0]
     [first, *_] = [said for said in scene.said if "more than 5 times" in said]
     assert first == "worker-2 was lost more than 5 times within 300 s of service and is tried again in 30 s"
     assert is_quoted(first)
@@ -238,7 +303,7 @@ async def test_a_worker_that_takes_minutes_to_start_and_dies_at_its_first_reques
     scene = Scene(worker_2=["engine_died"] * 9)
     scene.workers[2].start_s = 240.0
     await scene.play()
-    assert [seconds for seconds in scene.clock.slept if seconds != POLL_S][5:] == [30.0, 60.0, 120.0, 240.0]
+    assert scene.pauses[5:] == [30.0, 60.0, 120.0, 240.0]
 
 
 async def test_the_only_worker_that_cannot_be_started_for_long_is_not_given_up():
@@ -261,7 +326,7 @@ async def test_cores_that_are_not_free_yet_do_not_count_as_a_start_and_are_said_
     scene.workers[2].start_again.then = start_again
     await scene.play()
     assert scene.log[-1] == "replace worker-2:1 engine_died"
-    assert {seconds for seconds in scene.clock.slept if seconds != POLL_S} == {0.0}
+    assert set(scene.pauses) == {0.0}
     assert scene.said.count("worker-2 could not be brought back: core 1 is taken") == 1
 
 
@@ -277,8 +342,7 @@ async def test_cores_that_another_deployment_has_taken_are_tried_less_and_less_o
     scene.workers[2].start_again = taken
     scene.router.idle_polls = -1000
     await scene.play(told.append)
-    pauses = [seconds for seconds in scene.clock.slept if seconds != POLL_S]
-    assert pauses[:14] == [*[0.0] * 7, 1.0, 2.0, 4.0, 8.0, 30.0, 60.0, 120.0]
+    assert scene.pauses[:14] == [*[0.0] * 7, 1.0, 2.0, 4.0, 8.0, 30.0, 60.0, 120.0]
     assert "worker-2" in told[-1]
 
 
@@ -301,13 +365,6 @@ async def test_a_newcomer_that_the_router_does_not_reach_in_time_is_kept_and_reg
     assert "no connection within 30 s" in told
 
 
-async def test_a_newcomer_that_the_router_never_reaches_is_taken_for_broken_in_the_end():
-    scene = Scene(worker_2=["actor_died"])
-    scene.router.not_reached = MAX_REGISTRATIONS
-    await scene.play()
-    assert scene.log == [*["end worker-2", "start worker-2"] * 2, "replace worker-2:2 actor_died"]
-
-
 async def test_a_newcomer_that_dies_while_it_is_registered_is_started_again():
     scene = Scene(worker_2=["actor_died", "engine_died"])
     scene.router.not_reached = MAX_REGISTRATIONS - 1
@@ -317,13 +374,6 @@ async def test_a_newcomer_that_dies_while_it_is_registered_is_started_again():
     assert f"worker-2 is gone again before it could be given work ({words}); restarting" in scene.said
     [back] = [said for said in scene.said if "back after" in said]
     assert back == scene.said[-1], "it was not back before"
-
-
-async def test_a_worker_that_only_the_router_does_not_reach_is_replaced():
-    scene = Scene()
-    scene.router.partitioned = ("worker-2:0",)
-    await scene.play()
-    assert scene.log == ["end worker-2", "start worker-2", "replace worker-2:1 cut_off"]
 
 
 async def test_a_cut_off_worker_that_has_no_news_is_not_waited_for():
@@ -354,36 +404,10 @@ async def test_a_router_that_reaches_none_of_its_workers_is_what_is_replaced():
     assert scene.log == ["end router", "start router with ['worker-0:0', 'worker-1:0']"]
 
 
-async def test_the_only_worker_of_a_router_is_replaced_when_it_is_cut_off():
-    scene = Scene(("colocated",))
-    scene.router.partitioned = ("worker-0:0",)
-    await scene.play()
-    assert scene.log == ["end worker-0", "start worker-0", "replace worker-0:1 cut_off"]
-
-
-async def test_a_worker_that_drains_and_cannot_be_reached_has_left():
-    scene = Scene(worker_1=["draining"] * 5 + ["drained"])
-    scene.router.partitioned = ("worker-1:0",)
-    await scene.play()
-    assert scene.log == ["remove worker-1", "retire worker-1"]
-
-
 async def test_when_the_last_worker_has_left_on_purpose_the_deployment_ends():
     scene = Scene(("prefill", "decode"), worker_0=["", "draining", "drained"], worker_1=["draining", "drained"])
     with pytest.raises(DeploymentFailed, match=r"worker-. has drained and is gone; it was the last worker"):
         await scene.play()
-
-
-async def test_without_a_decode_worker_it_goes_on():
-    scene = Scene(("prefill", "decode"), worker_1=["draining", "drained"])
-    await scene.play()
-    assert scene.log == ["remove worker-1", "retire worker-1"]
-
-
-async def test_without_a_prefill_worker_it_goes_on():
-    scene = Scene(("prefill", "decode"), worker_0=["draining", "drained"])
-    await scene.play()
-    assert scene.log == ["remove worker-0", "retire worker-0"]
 
 
 async def test_the_last_replica_may_be_lost_as_long_as_it_comes_back():
@@ -401,13 +425,6 @@ async def test_a_router_that_died_serves_again_with_the_workers_there_are_now():
     ]
     assert scene.said[0] == "router is gone (its process ended); restarting"
     assert scene.said[1].startswith("router: back after ")
-
-
-async def test_a_worker_that_comes_back_while_the_router_is_gone_is_told_to_the_next_router():
-    scene = Scene(worker_2=["actor_died"])
-    scene.router.gone_for = 3
-    await scene.play()
-    assert scene.log == ["end worker-2", "start worker-2", "replace worker-2:1 actor_died"]
 
 
 async def test_a_router_lost_together_with_every_worker_starts_with_the_first_one_that_is_back():
@@ -446,7 +463,7 @@ async def test_a_router_lost_again_and_again_is_tried_again_every_half_minute():
     scene = Scene(router=["actor_died"] * 9)
     await scene.play()
     assert "router was lost more than 5 times within 300 s of service and is tried again in 30 s" in scene.said
-    assert [seconds for seconds in scene.clock.slept if seconds != POLL_S][5:] == [30.0] * 4
+    assert scene.pauses[5:] == [30.0] * 4
     assert scene.said[-1].startswith("router: back after ")
 
 
@@ -484,18 +501,12 @@ class Dispatcher(Router):
 
 def with_two_routers(scene, **health):
     """The scene with two routers and their dispatcher."""
-    scene.routers = [
-        Router("router-0", scene.log, scene.clock, health.get("first", ())),
-        Router("router-1", scene.log, scene.clock, health.get("second", ())),
-        Dispatcher("dispatcher", scene.log, scene.clock, health.get("dispatcher", ())),
-    ]
-    scene.supervisor = Supervisor(
-        scene.workers,
-        scene.routers,
-        {worker.name: f"{worker.name}:0" for worker in scene.workers},
-        SupervisionConfig(max_restarts=5, window_s=300),
-        clock=scene.clock,
-        sleep=scene.clock.sleep,
+    scene.supervise(
+        [
+            Router("router-0", scene.log, scene.clock, health.get("first", ())),
+            Router("router-1", scene.log, scene.clock, health.get("second", ())),
+            Dispatcher("dispatcher", scene.log, scene.clock, health.get("dispatcher", ())),
+        ]
     )
     return scene
 
@@ -513,17 +524,12 @@ async def test_a_new_incarnation_is_registered_to_all_routers_and_last_to_the_di
     assert seen == [(name, "worker-2:1", "engine_died") for name in ("router-0", "router-1", "dispatcher")]
 
 
-async def test_one_of_several_routers_that_dies_again_and_again_is_tried_again_and_the_others_serve_on():
-    scene = with_two_routers(Scene(), first=["actor_died"] * 6)
+@pytest.mark.parametrize(("name", "lost"), [("first", "router-0"), ("dispatcher", "dispatcher")])
+async def test_one_of_several_that_dies_again_and_again_is_tried_again_and_the_others_serve_on(name, lost):
+    scene = with_two_routers(Scene(), **{name: ["actor_died"] * 8})
     await scene.play()
-    assert "router-0 was lost more than 5 times within 300 s of service and is tried again in 30 s" in scene.said
-    assert scene.said[-1].startswith("router-0: back after ")
-
-
-async def test_a_dispatcher_that_dies_again_and_again_is_tried_again():
-    scene = with_two_routers(Scene(), dispatcher=["actor_died"] * 8)
-    await scene.play()
-    assert scene.said[-1].startswith("dispatcher: back after ")
+    assert f"{lost} was lost more than 5 times within 300 s of service and is tried again in 30 s" in scene.said
+    assert scene.said[-1].startswith(f"{lost}: back after ")
 
 
 async def test_a_worker_that_most_routers_do_not_reach_is_replaced():
@@ -675,33 +681,16 @@ async def test_a_loaded_worker_is_kept_while_no_router_serves():
     assert registration.enough
 
 
-async def test_what_a_router_did_not_reach_when_it_started_is_registered_to_it():
-    scene = with_two_routers(Scene(), first=["actor_died"])
-    scene.routers[0].missed = ("worker-1:0",)
-    await scene.play()
-    assert scene.log[-1] == "replace worker-1:0 None"
-
-
-async def test_what_the_dispatcher_did_not_reach_when_it_started_is_registered_to_it():
-    scene = with_two_routers(Scene(), dispatcher=["actor_died"])
-    scene.routers[2].missed = ("worker-1:0",)
+@pytest.mark.parametrize(
+    ("name", "index", "tries"),
+    [("first", 0, 0), ("dispatcher", 2, 0), ("first", 0, MAX_REGISTRATIONS + 5)],
+    ids=["of_several", "dispatcher", "when_its_route_heals"],
+)
+async def test_what_a_router_did_not_reach_when_it_started_is_registered_to_it(name, index, tries):
+    scene = with_two_routers(Scene(), **{name: ["actor_died"]})
+    scene.routers[index].missed, scene.routers[index].not_reached = ("worker-1:0",), tries
     await scene.play()
     assert scene.log[2:] == ["replace worker-1:0 None"]
-
-
-async def test_a_router_whose_route_was_cut_for_many_registrations_gets_the_worker_when_it_heals():
-    scene = with_two_routers(Scene(), first=["actor_died"])
-    scene.routers[0].missed = ("worker-1:0",)
-    scene.routers[0].not_reached = MAX_REGISTRATIONS + 5
-    await scene.play()
-    assert scene.log[2:] == ["replace worker-1:0 None"]
-
-
-async def test_the_only_router_that_is_started_again_has_time_to_reach_the_workers_that_it_missed():
-    scene = Scene(router=["actor_died"])
-    scene.router.missed = ("worker-1:0",)
-    await scene.play()
-    assert scene.log[2:] == ["replace worker-1:0 None"], "and no worker is ended"
 
 
 async def test_routers_that_take_long_to_forget_a_worker_do_not_end_the_deployment():
@@ -722,19 +711,13 @@ async def test_routers_that_take_long_to_forget_a_worker_do_not_end_the_deployme
 # --- who is silent: they, or we
 
 
-async def test_when_most_fall_silent_at_once_a_second_look_decides():
-    silent = ["", "unreachable"]
+@pytest.mark.parametrize(("looks", "ended"), [(1, []), (2, ["end router", "end worker-0", "end worker-1"])])
+async def test_when_most_fall_silent_at_once_a_second_look_decides(looks, ended):
+    silent = ["", *["unreachable"] * looks]
     scene = Scene(("decode", "decode"), worker_0=silent, worker_1=silent, router=silent)
     await scene.play()
-    assert scene.log == []
-    assert scene.said == []
-
-
-async def test_when_most_fall_silent_and_stay_so_they_are_replaced():
-    silent = ["", "unreachable", "unreachable"]
-    scene = Scene(("decode", "decode"), worker_0=silent, worker_1=silent, router=silent)
-    await scene.play()
-    assert {line for line in scene.log if line.startswith("end")} == {"end worker-0", "end worker-1", "end router"}
+    assert sorted({line for line in scene.log if line.startswith("end")}) == ended
+    assert bool(scene.log) == bool(scene.said) == bool(ended)
 
 
 async def test_a_router_that_reaches_no_worker_is_the_one_that_is_cut_off():
