@@ -18,10 +18,10 @@ from ridgeline.loadtest.preparation import Prepared
 from ridgeline.loadtest.report.rounds import Round
 from ridgeline.loadtest.report.saved import FORMER_NAMES, print_side_by_side, report_again
 from ridgeline.loadtest.run.calibration import Load
-from ridgeline.loadtest.run.records import RequestRecord
 from ridgeline.loadtest.run.replay import ReplayResult
 from ridgeline.loadtest.trace.windows import PairTraces
 from ridgeline.loadtest.variants import Devices
+from tests.support.load_records import a_record
 
 PLAN = ComparePlan(
     trace="poisson:rate=1,input=32,output=8,n=40",
@@ -53,25 +53,12 @@ class _Runner:
         for side in reversed(self.variants):
             share = 1 / (1 + math.exp(-(math.log(9) - 12 * math.log(trace.mean_rate / KNEES[side]))))
             late = len(trace.rows) - round(share * len(trace.rows))
-            records = tuple(_record(i, 9.0 if i < late else 0.1) for i in range(len(trace.rows)))
+            records = tuple(
+                a_record(i, 9.0 if i < late else 0.1, input_tokens=32, output_tokens=8) for i in range(len(trace.rows))
+            )
             found[side] = ReplayResult(trace, records, 1.0, None, ())
             self.rounds.append(Round(side, pair, datetime.now(UTC), found[side], None, (), True))
         return found
-
-
-def _record(index: int, ttft_s: float) -> RequestRecord:
-    return RequestRecord(
-        index=index,
-        scheduled_s=0.0,
-        sent_s=0.0,
-        input_tokens=32,
-        output_tokens=8,
-        requested_output_tokens=8,
-        ttft_s=ttft_s,
-        second_token_s=ttft_s + 0.01,
-        latency_s=ttft_s + 0.07,
-        itls_s=(0.01,) * 7,
-    )
 
 
 def _prepared(plan: ComparePlan, context_tokens: int | None = 4096) -> Prepared:

@@ -10,31 +10,16 @@ from ridgeline.loadtest.run.records import RequestRecord
 from ridgeline.loadtest.run.unloaded import Unloaded
 from ridgeline.loadtest.slo_maps import Grid, SloMap, grid_of, rate_map, winner_map
 from ridgeline.loadtest.statistics.outcome import conclude
+from tests.support.load_records import a_record
 
 RATE_GRID = Grid((1000.0, 8000.0, 60000.0), (100.0, 500.0), "by hand")
 RATES = (1.0, 1.4, 2.0, 2.8, 4.0)
 GRID = Grid((100.0, 400.0, 5000.0), (20.0, 60.0, 500.0), "by hand")
 
 
-def _record(index: int, ttft_s: float, tpot_s: float, error: str | None = None) -> RequestRecord:
-    return RequestRecord(
-        index=index,
-        scheduled_s=0.0,
-        sent_s=0.0,
-        input_tokens=100,
-        output_tokens=11,
-        requested_output_tokens=11,
-        ttft_s=ttft_s,
-        second_token_s=ttft_s + tpot_s,
-        latency_s=ttft_s + 10 * tpot_s,
-        itls_s=(tpot_s,) * 10,
-        error=error,
-    )
-
-
 def _round(seed: int, ttft_s: float, tpot_s: float, requests: int = 40) -> list[RequestRecord]:
     spread = random.Random(seed)
-    return [_record(i, ttft_s * spread.uniform(0.9, 1.1), tpot_s * spread.uniform(0.9, 1.1)) for i in range(requests)]
+    return [a_record(i, ttft_s * spread.uniform(0.9, 1.1), tpot_s * spread.uniform(0.9, 1.1)) for i in range(requests)]
 
 
 def _pairs(variants: dict[str, tuple[float, float]], pairs: int = 6):
@@ -89,7 +74,10 @@ def test_of_three_variants_one_wins_a_cell_only_if_it_beats_both_others():
 
 def test_a_failed_request_meets_no_limits():
     pairs = [
-        {"a": [_record(i, 0.1, 0.01) for i in range(20)], "b": [_record(i, 0.1, 0.01, "broken") for i in range(20)]}
+        {
+            "a": [a_record(i, 0.1, 0.01) for i in range(20)],
+            "b": [a_record(i, 0.1, 0.01, error="broken") for i in range(20)],
+        }
         for _ in range(6)
     ]
     assert _winners(pairs, {"a": "a", "b": "b"})[0][5000.0, 500.0] == "a"
@@ -107,7 +95,7 @@ def test_the_grid_is_made_of_unloaded_figures_else_of_quantiles_and_holds_the_co
     assert 777.0 in measured.ttft_ms
     assert measured.ttft_ms == tuple(sorted(measured.ttft_ms))
     assert 150 < measured.ttft_ms[0] < measured.ttft_ms[-1] < 1200
-    assert grid_of([{"a": [_record(0, 0.1, 0.1, "broken")], "b": []}], None, own) is None
+    assert grid_of([{"a": [a_record(0, 0.1, 0.1, error="broken")], "b": []}], None, own) is None
 
 
 # --- maximum goodput rates
@@ -116,7 +104,7 @@ def test_the_grid_is_made_of_unloaded_figures_else_of_quantiles_and_holds_the_co
 def _variant(queue_from: float, tpot_s: float):
     """Return three rounds of 80 requests at each rate; every TTFT is 0.5 s below the rate `queue_from`, else 5 s."""
     return [
-        (rate, [_record(i, 0.5 if rate < queue_from else 5.0, tpot_s) for i in range(80)])
+        (rate, [a_record(i, 0.5 if rate < queue_from else 5.0, tpot_s) for i in range(80)])
         for rate in RATES
         for _ in range(3)
     ]

@@ -14,13 +14,13 @@ from ridgeline.loadtest.plan import ComparePlan
 from ridgeline.loadtest.preparation import Prepared
 from ridgeline.loadtest.report.saved import report_again
 from ridgeline.loadtest.run.calibration import Load
-from ridgeline.loadtest.run.records import RequestRecord
 from ridgeline.loadtest.run.replay import ReplayResult
 from ridgeline.loadtest.run.server_metrics import MetricsDelta
 from ridgeline.loadtest.run_folder import RunFolder
 from ridgeline.loadtest.trace.windows import PairTraces
 from ridgeline.loadtest.tuning import Candidate, Score, best_of, order_of
 from ridgeline.loadtest.variants import Reached
+from tests.support.load_records import a_record
 
 PLAN = ComparePlan(trace="demo", limit=20, grid="grid.yaml", tuning_rounds=2, pairs=2, slo_ttft_ms=400, slo_tpot_ms=60)
 TTFT_S = {"slow": 0.9, "fast": 0.1, "as fast": 0.1, "split": 0.2}
@@ -57,7 +57,7 @@ class _Servers:
             raise ServerError("gone")
         rows = requests.trace.rows
         self.replayed.append((server, rows, round_index))
-        records = tuple(_record(index, TTFT_S[server]) for index in range(len(rows)))
+        records = tuple(a_record(index, TTFT_S[server], input_tokens=32, output_tokens=8) for index in range(len(rows)))
         for record in records:
             record_file.add(record)
         return ReplayResult(requests.trace, records, 20.0, MetricsDelta({}, {}, 20.0), ())
@@ -67,20 +67,6 @@ class _Servers:
 
     async def whole(self, _server):
         return None
-
-
-def _record(index: int, ttft_s: float) -> RequestRecord:
-    return RequestRecord(
-        index=index,
-        scheduled_s=float(index),
-        sent_s=float(index),
-        input_tokens=32,
-        output_tokens=8,
-        ttft_s=ttft_s,
-        second_token_s=ttft_s + 0.01,
-        latency_s=ttft_s + 0.07,
-        itls_s=(0.01,) * 7,
-    )
 
 
 @pytest.fixture

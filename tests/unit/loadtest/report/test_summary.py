@@ -9,34 +9,19 @@ from ridgeline.loadtest.report.pools import bound, describe_pools, disaggregated
 from ridgeline.loadtest.report.summary import FORMULAS, attainment, least_count, summarise
 from ridgeline.loadtest.report.tables import ROWS, formula_of
 from ridgeline.loadtest.report.wording import GapTail, gap_tails
-from ridgeline.loadtest.run.records import RequestRecord
 from ridgeline.loadtest.run.server_metrics import MetricsDelta, add_up, difference, parse_metrics
+from tests.support.load_records import a_record
 
 SLO = Slo(ttft_ms=200, tpot_ms=50)
 
 
-def _record(index: int, ttft_s: float, tpot_s: float, output_tokens: int = 11, error: str | None = None):
-    return RequestRecord(
-        index=index,
-        scheduled_s=float(index),
-        sent_s=float(index),
-        input_tokens=100,
-        output_tokens=output_tokens,
-        ttft_s=ttft_s,
-        second_token_s=ttft_s + tpot_s,
-        latency_s=ttft_s + tpot_s * (output_tokens - 1),
-        itls_s=(tpot_s,) * (output_tokens - 1),
-        error=error,
-    )
-
-
 def test_summary_reproduces_figures_worked_by_hand():
     records = [
-        _record(0, 0.1, 0.04),
-        _record(1, 0.3, 0.04),
-        _record(2, 0.1, 0.06),
-        _record(3, 0.1, 0.0, output_tokens=1),
-        _record(4, 0.1, 0.01, error="broken"),
+        a_record(0, 0.1, 0.04),
+        a_record(1, 0.3, 0.04),
+        a_record(2, 0.1, 0.06),
+        a_record(3, 0.1, 0.0, output_tokens=1),
+        a_record(4, 0.1, 0.01, error="broken"),
     ]
     figures = summarise(records, 10.0, SLO)
     assert (figures["completed"], figures["failed"]) == (4, 1)
@@ -57,7 +42,7 @@ def test_summary_reproduces_figures_worked_by_hand():
 
 
 def test_no_data_is_none_and_not_zero():
-    figures = summarise([_record(0, 0.1, 0.04, error="broken")], 1.0, SLO)
+    figures = summarise([a_record(0, 0.1, 0.04, error="broken")], 1.0, SLO)
     assert figures["completed"] == 0
     assert figures["p50_ttft_ms"] is None
     assert figures["mean_tpot_ms"] is None
@@ -70,26 +55,26 @@ def test_every_row_of_the_table_but_the_counts_has_a_formula():
 
 
 def test_attainment_grows_as_the_limits_are_scaled():
-    records = [_record(i, 0.05 * (i + 1), 0.02) for i in range(10)]
+    records = [a_record(i, 0.05 * (i + 1), 0.02) for i in range(10)]
     shares = [attainment(records, SLO, scale) for scale in (0.25, 1, 4)]
     assert shares == [pytest.approx(0.0), pytest.approx(0.4), pytest.approx(1.0)]
 
 
 def test_a_tail_of_too_few_values_is_a_dash():
     assert [least_count(rank) for rank in (50, 90, 95, 99)] == [1, 36, 72, 368]
-    few = summarise([_record(i, 0.1, 0.04) for i in range(35)], 10.0, SLO)
+    few = summarise([a_record(i, 0.1, 0.04) for i in range(35)], 10.0, SLO)
     assert few["p90_ttft_ms"] is None
     assert few["p50_ttft_ms"] == pytest.approx(100)
     assert few["p90_itl_ms"] == pytest.approx(40), "there are ten gaps a request"
-    assert summarise([_record(i, 0.1, 0.04) for i in range(36)], 10.0, SLO)["p90_ttft_ms"] == pytest.approx(100)
+    assert summarise([a_record(i, 0.1, 0.04) for i in range(36)], 10.0, SLO)["p90_ttft_ms"] == pytest.approx(100)
 
 
 def test_the_largest_gap_needs_no_number_of_gaps():
-    steady = _record(0, 0.1, 0.04)
+    steady = a_record(0, 0.1, 0.04)
     stalled = msgspec.structs.replace(steady, itls_s=(0.03,) * 9 + (0.9,))
     assert summarise([stalled], 1.0, SLO)["max_itl_ms"] == pytest.approx(900)
-    assert summarise([_record(0, 0.1, 0.0, output_tokens=1)], 1.0, SLO)["max_itl_ms"] is None
-    slower = msgspec.structs.replace(_record(1, 0.1, 0.04, error="broken"), itls_s=(9.0,))
+    assert summarise([a_record(0, 0.1, 0.0, output_tokens=1)], 1.0, SLO)["max_itl_ms"] is None
+    slower = msgspec.structs.replace(a_record(1, 0.1, 0.04, error="broken"), itls_s=(9.0,))
     assert gap_tails({"a": [stalled, slower], "b": []}) == {"a": GapTail(p99_s=pytest.approx(0.8217), largest_s=0.9)}
 
 

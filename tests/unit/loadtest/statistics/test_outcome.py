@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from ridgeline.loadtest.plan import Slo
-from ridgeline.loadtest.run.records import RequestRecord
 from ridgeline.loadtest.statistics.outcome import Conclusion, conclude, pairs_to_see, smallest_seen
 from ridgeline.loadtest.statistics.pairs import PairDifference, pair_difference
 from ridgeline.loadtest.statistics.proportions import PairedCounts
+from tests.support.load_records import a_record
 
 MARGIN = 0.05
 
@@ -77,26 +77,10 @@ def test_the_smallest_difference_that_is_seen_shrinks_with_pairs_and_grows_with_
     assert pairs_to_see(0.001, 1.0) is None
 
 
-def _record(index: int, ttft_s: float, tpot_s: float, error: str | None = None, lag_s: float = 0.0) -> RequestRecord:
-    return RequestRecord(
-        index=index,
-        scheduled_s=float(index),
-        sent_s=index + lag_s,
-        input_tokens=100,
-        output_tokens=11,
-        requested_output_tokens=11,
-        ttft_s=ttft_s,
-        second_token_s=ttft_s + tpot_s,
-        latency_s=ttft_s + 10 * tpot_s,
-        itls_s=(tpot_s,) * 10,
-        error=error,
-    )
-
-
 def test_a_pair_compares_request_by_request_those_that_finished_in_both():
     slo = Slo(ttft_ms=200, tpot_ms=50)
-    a = [_record(0, 0.1, 0.04), _record(1, 0.1, 0.02), _record(2, 0.1, 0.04, error="cut"), _record(3, 0.3, 0.04)]
-    b = [_record(0, 0.1, 0.08), _record(1, 0.1, 0.04), _record(2, 0.1, 0.04), _record(3, 0.3, 0.08)]
+    a = [a_record(0, 0.1, 0.04), a_record(1, 0.1, 0.02), a_record(2, 0.1, 0.04, error="cut"), a_record(3, 0.3, 0.04)]
+    b = [a_record(0, 0.1, 0.08), a_record(1, 0.1, 0.04), a_record(2, 0.1, 0.04), a_record(3, 0.3, 0.08)]
     found = pair_difference(a, b, slo)
     assert found.counts == PairedCounts(both=1, only_a=1, only_b=1, neither=1)
     assert (found.attainment, found.goodput, found.compared) == (0.0, 0.0, 3)
@@ -105,7 +89,7 @@ def test_a_pair_compares_request_by_request_those_that_finished_in_both():
 
 
 def test_a_request_that_pauses_once_misses_a_limit_on_the_largest_gap_though_its_tpot_is_within_limits():
-    steady, paused = _record(0, 0.1, 0.04), _record(0, 0.1, 0.04)
+    steady, paused = a_record(0, 0.1, 0.04), a_record(0, 0.1, 0.04)
     paused = msgspec.structs.replace(paused, itls_s=(0.02,) * 9 + (0.22,))
     any_gap, short_gap = Slo(ttft_ms=200, tpot_ms=50), Slo(ttft_ms=200, tpot_ms=50, gap_ms=100)
     assert paused.meets(*any_gap.in_seconds())
@@ -119,6 +103,6 @@ def test_a_request_that_pauses_once_misses_a_limit_on_the_largest_gap_though_its
 
 def test_limits_are_judged_from_when_the_request_should_have_left():
     slo = Slo(ttft_ms=200, tpot_ms=50)
-    late = _record(0, 0.15, 0.04, lag_s=0.1)
+    late = a_record(0, 0.15, 0.04, sent_s=0.1)
     assert not late.meets(*slo.in_seconds())
     assert (late.ttft_s, late.ttft_scheduled_s) == (0.15, pytest.approx(0.25))
