@@ -4,15 +4,15 @@ The prefill engine's end is `prefill_worker/kv_source`, the decode engine's end 
 runs both. Start with `contracts/handoff.py` (the nouns), then `interfaces.py` (what a transport is) and `service.py`.
 
 service.py     one engine's end of it all
-interfaces.py  the parts of a transport, as abstract classes
+interfaces.py  what a transport is
 transports.py  the transports by name, and how to build them
 options.py     the settings of one engine, from the plan to the fetcher
 names.py       the names and limits that settings use
 control.py     describe, renew and release over gRPC
+faults.py      fetches that fail on purpose
 wire/          frames, codecs and gRPC methods
 memory/        KV blocks as bytes, on host and device
 collective/    the `collective` transport, experimental
 nixl/          the `nixl` transport, experimental
-testing/       a transport in memory, and deliberate faults
 bench/         the measurement behind `ridgeline bench transfer`
 """

@@ -17,7 +17,7 @@ from ridgeline.contracts import errors
 from ridgeline.contracts.handoff import KvHandoff, shown_id
 from ridgeline.contracts.rpc.channel import open_channel
 from ridgeline.contracts.rpc.tls import TlsFiles
-from ridgeline.kv_transfer.interfaces import SourceControl, SourceDescription
+from ridgeline.kv_transfer.interfaces import SourceDescription
 from ridgeline.kv_transfer.wire import grpc_methods
 
 log = logging.getLogger(__name__)
@@ -29,8 +29,8 @@ _encode: Final = msgspec.msgpack.Encoder().encode
 _decode_description: Final = msgspec.msgpack.Decoder(SourceDescription).decode
 
 
-class GrpcControl(SourceControl):
-    """One channel to each source, kept until `forget` or `close`; pullers share it."""
+class GrpcControl:
+    """One channel to each source, kept until `forget` or `close`; pullers share it. Each call has a deadline."""
 
     def __init__(
         self, largest_message_bytes: int = grpc_methods.CONTROL_MESSAGE_BYTES, tls: TlsFiles | None = None
@@ -46,22 +46,31 @@ class GrpcControl(SourceControl):
         return self._channels[address]
 
     async def describe(self, address: str) -> SourceDescription:
+        """Ask a source about itself. Raises TransferFailed if it is unreachable."""
         answer = await self._call(address, grpc_methods.DESCRIBE, None)
         return grpc_methods.read_answer(_decode_description, answer, address)
 
     async def renew(self, address: str, handoff_id: str) -> None:
+        """Extend the lease. Raises LeaseExpired or UnknownHandoff if it is gone, TransferFailed if unreachable.
+
+        A hand-off that is announced but not yet published is unknown: its lease has not begun.
+        """
         await self._call(address, grpc_methods.RENEW, handoff_id)
 
     async def release(self, address: str, handoff_id: str, reader: int = 0, readers: int = 1) -> None:
+        """Release the blocks, without error if already done or unknown. Raises TransferFailed only if unreachable."""
         await self._call(address, grpc_methods.RELEASE, grpc_methods.Release(handoff_id, reader, readers))
 
     def forget(self, address: str) -> None:
+        """Drop the channel to a source that has left for good. Calls in progress and later calls still work."""
         self._channels.pop(address, None)  # not closed, which would end its calls: it is freed with the last of them
 
     def known(self) -> Set[str]:
+        """Return the addresses to which a channel is kept."""
         return self._channels.keys()
 
     async def close(self) -> None:
+        """Close all connections. Calling it again does nothing."""
         for channel in self._channels.values():
             channel.close()
         self._channels.clear()

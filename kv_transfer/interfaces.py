@@ -1,21 +1,16 @@
-"""The parts of a transport, as abstract classes, and the types they share.
+"""What a transport is: a `Puller`, and the types that it shares with sources and the fetcher.
 
-A hand-off has a control side, the same for all transports (describe, renew, release: a few small messages), and a side
-that moves the bytes, which is where transports differ:
-
-    KvSource        one per engine rank: serves the blocks that its lease table holds open, in every way it can
-    SourceControl   asks any source for its description, renews leases and releases blocks
-    Puller          moves the bytes of one fetch; one class per transport
-
-`KvFetcher` joins a control and some pullers, picks one for each source, and is what the service uses. Every
-transport must pass `tests/conformance/check_transport.py`.
+A hand-off has a control side, the same for all transports (`control.GrpcControl`: describe, renew, release), and a side
+that moves the bytes, which is where transports differ. One `GrpcKvSource` per engine rank serves the blocks that its
+lease table holds open, in every way it can; `KvFetcher` picks a puller for each source. Every transport must pass
+`tests/conformance/check_transport.py`.
 """
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -57,58 +52,6 @@ class FetchRequest(msgspec.Struct, frozen=True, kw_only=True):
     part_bytes: int
     wire_dtype: str = "none"
     """How frames are to be encoded, one of `names.WIRE_DTYPES`; without effect where blocks are copied as they are."""
-
-
-class KvSource(ABC):
-    """The serving side: offers the blocks that the lease table holds open, and reads the pool on its own threads."""
-
-    @property
-    @abstractmethod
-    def address(self) -> str:
-        """The source's host:port; valid after `start`."""
-
-    @property
-    @abstractmethod
-    def bytes_sent_total(self) -> int:
-        """Payload bytes handed to the transport so far: encoded for frames, otherwise the blocks' own size."""
-
-    @abstractmethod
-    def start(self) -> None:
-        """Bind and serve; return once peers can connect."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Stop serving; running fetches end with `unreachable` at their fetchers. Calling it again does nothing."""
-
-
-class SourceControl(ABC):
-    """The small messages of a hand-off. Its methods run on one event loop; each has a deadline of seconds."""
-
-    @abstractmethod
-    async def describe(self, address: str) -> SourceDescription:
-        """Ask a source about itself. Raises TransferFailed if it is unreachable."""
-
-    @abstractmethod
-    async def renew(self, address: str, handoff_id: str) -> None:
-        """Extend the lease. Raises LeaseExpired or UnknownHandoff if it is gone, TransferFailed if unreachable.
-
-        A hand-off that is announced but not yet published is unknown: its lease has not begun.
-        """
-
-    @abstractmethod
-    async def release(self, address: str, handoff_id: str, reader: int, readers: int) -> None:
-        """Release the blocks, without error if already done or unknown. Raises TransferFailed only if unreachable."""
-
-    def forget(self, address: str) -> None:  # noqa: B027 - some keep no state
-        """Drop the state of a source that has left for good. Calls in progress and later calls still work."""
-
-    def known(self) -> Set[str]:
-        """Return the addresses for which state is kept."""
-        return frozenset()
-
-    @abstractmethod
-    async def close(self) -> None:
-        """Close all connections. Calling it again does nothing."""
 
 
 @dataclass(slots=True)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Final, Literal, get_args
 
-SettableTransport = Literal["auto", "shm", "cuda-ipc", "collective", "grpc", "nixl"]
-TransportName = Literal[SettableTransport, "memory"]
-"""The transports that a configuration may name, and the one of the tests, in which nothing leaves the process."""
+TransportName = Literal["auto", "shm", "cuda-ipc", "collective", "grpc", "nixl"]
 TRANSPORT_NAMES: Final = get_args(TransportName)
 AUTO: Final = ("cuda-ipc", "shm", "grpc")
 """The transports that `auto` tries with each source, best first; TLS covers each. The first is for engines on GPUs, and

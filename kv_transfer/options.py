@@ -28,6 +28,6 @@ class TransferOptions:
     """How long a hand-off that nobody fetches or renews stays pinned."""
     fetch_deadline_s: float = 30.0
     faults: str | None = None
-    """For tests: makes its own fetches fail as planned, see `ridgeline.kv_transfer.testing.faults`."""
+    """For tests: makes its own fetches fail as planned, see `ridgeline.kv_transfer.faults`."""
     tls: TlsFiles | None = None
     """For every connection with peers and routers; None: plain text."""

@@ -7,26 +7,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
 
 from ridgeline.contracts.handoff import KvLayout
 from ridgeline.decode_worker.kv_fetch.fetcher import KvFetcher
-from ridgeline.kv_transfer.interfaces import UNSUPPORTED, KvSource, Puller, SourceControl
+from ridgeline.decode_worker.kv_fetch.grpc_puller import GrpcPuller
+from ridgeline.decode_worker.kv_fetch.ipc_puller import IpcPuller
+from ridgeline.decode_worker.kv_fetch.shm_puller import ShmPuller
+from ridgeline.kv_transfer.collective.puller import CollectivePuller
+from ridgeline.kv_transfer.collective.source import CollectiveSource
+from ridgeline.kv_transfer.control import GrpcControl
+from ridgeline.kv_transfer.faults import FaultPlan, FaultyPuller
+from ridgeline.kv_transfer.interfaces import UNSUPPORTED, Puller
 from ridgeline.kv_transfer.memory.blocks import BlockPool
 from ridgeline.kv_transfer.memory.ipc import CannotExport, IpcExport, export, export_shared
 from ridgeline.kv_transfer.memory.shared import SharedOffer
 from ridgeline.kv_transfer.names import TRANSPORT_NAMES, TransportName
+from ridgeline.kv_transfer.nixl.library import NixlFailed
+from ridgeline.kv_transfer.nixl.puller import NixlPuller
+from ridgeline.kv_transfer.nixl.source import NixlSource
 from ridgeline.kv_transfer.options import TransferOptions
-from ridgeline.kv_transfer.testing.faults import FaultPlan, FaultyPuller
 from ridgeline.kv_transfer.wire.frames import largest_frame_bytes
+from ridgeline.prefill_worker.kv_source.grpc_source import GrpcKvSource, SourceExtension
 from ridgeline.prefill_worker.kv_source.lease import LeaseTable
-
-if TYPE_CHECKING:
-    from ridgeline.kv_transfer.control import GrpcControl
-    from ridgeline.prefill_worker.kv_source.grpc_source import SourceExtension
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,31 +79,20 @@ def exports(layers: Sequence[torch.Tensor], shared: SharedOffer | None, transpor
     return Exports({**offers, "cuda-ipc": msgspec.to_builtins(ipc.offer)}, ipc)
 
 
-def puller_classes() -> Sequence[type[Puller]]:
-    """Return the pullers' classes. Importing them imports torch."""
-    from ridgeline.decode_worker.kv_fetch.grpc_puller import GrpcPuller
-    from ridgeline.decode_worker.kv_fetch.ipc_puller import IpcPuller
-    from ridgeline.decode_worker.kv_fetch.shm_puller import ShmPuller
-    from ridgeline.kv_transfer.collective.puller import CollectivePuller
-    from ridgeline.kv_transfer.nixl.puller import NixlPuller
-    from ridgeline.kv_transfer.testing.memory_transport import MemoryPuller
-
-    return ShmPuller, IpcPuller, CollectivePuller, GrpcPuller, NixlPuller, MemoryPuller
-
-
 def puller_class(name: str) -> type[Puller]:
     """Return the class of the transport that has this name, which is not `auto`. Raises ValueError if none has."""
-    for one in puller_classes():
+    classes: list[type[Puller]] = [ShmPuller, IpcPuller, CollectivePuller, GrpcPuller, NixlPuller]
+    for one in classes:
         if one.name == name:
             return one
     raise ValueError(f"unknown KV transport {name!r}; there are {', '.join(TRANSPORT_NAMES)}")
 
 
-def make_transport(cache: RankCache, options: TransferOptions) -> tuple[KvSource, KvFetcher]:
-    """Build both ends. Their modules are imported only now.
+def make_transport(cache: RankCache, options: TransferOptions) -> tuple[GrpcKvSource, KvFetcher]:
+    """Build both ends.
 
     Raises ValueError for an unknown transport, and for options that it or these blocks do not support.
-    Every source but `memory` serves all transports, `cuda-ipc` on a GPU or if it is named, `nixl` only if it is named;
+    Every source serves all transports, `cuda-ipc` on a GPU or if it is named, `nixl` only if it is named;
     the name decides what this engine's own fetches use.
     """
     if options.transport != "auto":
@@ -108,29 +103,6 @@ def make_transport(cache: RankCache, options: TransferOptions) -> tuple[KvSource
             )
         if options.tls is not None and not asked_for.covered_by_tls:
             raise ValueError(f"{asked_for.name} moves bytes in plain text and does not work with TLS")
-    source, control, pullers = (_memory if options.transport == "memory" else _grpc)(cache, options)
-    if options.faults:
-        plan = FaultPlan.parse(options.faults)
-        pullers = [FaultyPuller(puller, plan) for puller in pullers]
-    return source, KvFetcher(cache.layout, control, pullers, options, cache.rank)
-
-
-def _memory(cache: RankCache, _options: TransferOptions) -> tuple[KvSource, SourceControl, list[Puller]]:
-    from ridgeline.kv_transfer.testing.memory_transport import MemoryControl, MemoryKvSource, MemoryPuller
-
-    source = MemoryKvSource(cache.pool, cache.leases, cache.layout)
-    return source, MemoryControl(), [MemoryPuller()]
-
-
-def _grpc(cache: RankCache, options: TransferOptions) -> tuple[KvSource, SourceControl, list[Puller]]:
-    from ridgeline.decode_worker.kv_fetch.grpc_puller import GrpcPuller
-    from ridgeline.decode_worker.kv_fetch.ipc_puller import IpcPuller
-    from ridgeline.decode_worker.kv_fetch.shm_puller import ShmPuller
-    from ridgeline.kv_transfer.collective.puller import CollectivePuller
-    from ridgeline.kv_transfer.collective.source import CollectiveSource
-    from ridgeline.kv_transfer.control import GrpcControl
-    from ridgeline.prefill_worker.kv_source.grpc_source import GrpcKvSource
-
     control = GrpcControl(largest_frame_bytes(cache.layout), options.tls)
     extensions: list[SourceExtension] = []
     pullers: list[Puller] = [GrpcPuller(control)]
@@ -156,14 +128,13 @@ def _grpc(cache: RankCache, options: TransferOptions) -> tuple[KvSource, SourceC
         extensions=extensions,
         tls=options.tls,
     )
-    return source, control, pullers
+    if options.faults:
+        plan = FaultPlan.parse(options.faults)
+        pullers = [FaultyPuller(puller, plan) for puller in pullers]
+    return source, KvFetcher(cache.layout, control, pullers, options, cache.rank)
 
 
 def _nixl(cache: RankCache, control: GrpcControl) -> tuple[SourceExtension, Puller]:
-    from ridgeline.kv_transfer.nixl.library import NixlFailed
-    from ridgeline.kv_transfer.nixl.puller import NixlPuller
-    from ridgeline.kv_transfer.nixl.source import NixlSource
-
     try:
         return NixlSource(cache.pool), NixlPuller(control, cache.pool)
     except NixlFailed as error:

@@ -17,7 +17,7 @@ from ridgeline.cluster.node_address import network_of
 from ridgeline.contracts.rpc.tls import TlsFiles
 from ridgeline.contracts.vocabulary import Mode, Pool, RebalanceMode
 from ridgeline.engine import passed_args
-from ridgeline.kv_transfer.names import AUTO, LONGEST_FETCH_DEADLINE_S, MAX_GROUPS, SettableTransport, WireDtype
+from ridgeline.kv_transfer.names import AUTO, LONGEST_FETCH_DEADLINE_S, MAX_GROUPS, TransportName, WireDtype
 from ridgeline.router.settings import LONGEST_LIMIT_MS, SHORTEST_LIMIT_MS
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
@@ -274,7 +274,7 @@ class TransferConfig(Section):
         le=LONGEST_FETCH_DEADLINE_S,
         description="deadline of one KV fetch; after it the decode worker recomputes the prompt",
     )
-    transport: SettableTransport = Field(
+    transport: TransportName = Field(
         default="auto",
         description="what carries KV: shm (one host), cuda-ipc (GPUs of one host), grpc, collective (NCCL or "
         "gloo), nixl (UCX, an extra package); auto: cuda-ipc on one GPU, shm between CPUs of one "

@@ -14,7 +14,8 @@ from typing import Final
 from ridgeline.contracts import errors
 from ridgeline.contracts.handoff import KvHandoff, KvLayout, TransferResult, explain_mismatch
 from ridgeline.decode_worker.kv_fetch.ranks import RankPart, parts_for_rank, readers_per_source
-from ridgeline.kv_transfer.interfaces import FetchProgress, FetchRequest, Pull, Puller, SourceControl, SourceDescription
+from ridgeline.kv_transfer.control import GrpcControl
+from ridgeline.kv_transfer.interfaces import FetchProgress, FetchRequest, Pull, Puller, SourceDescription
 from ridgeline.kv_transfer.memory.blocks import BlockPool
 from ridgeline.kv_transfer.names import AUTO, LONGEST_FETCH_DEADLINE_S
 from ridgeline.kv_transfer.options import TransferOptions
@@ -40,7 +41,7 @@ class KvFetcher:
     def __init__(
         self,
         layout: KvLayout,
-        control: SourceControl,
+        control: GrpcControl,
         pullers: Sequence[Puller],
         options: TransferOptions,
         rank: int = 0,
@@ -186,19 +187,15 @@ class KvFetcher:
                     raise
 
     async def renew(self, handoff: KvHandoff) -> None:
-        """Extend the lease on every source rank that this rank reads; raises like `SourceControl.renew`."""
+        """Extend the lease on every source rank that this rank reads; raises like `GrpcControl.renew`."""
         for address in self._our_sources(handoff):
             await self._control.renew(address, handoff.handoff_id)
 
     async def release(self, handoff: KvHandoff) -> None:
-        """Tell the sources that this rank no longer needs the blocks; raises like `SourceControl.release`."""
+        """Tell the sources that this rank no longer needs the blocks; raises like `GrpcControl.release`."""
         readers = readers_per_source(self._layout.tensor_parallel_size, len(handoff.addresses))
         for address in self._our_sources(handoff):
             await self._control.release(address, handoff.handoff_id, self._rank % readers, readers)
-
-    async def describe(self, address: str) -> SourceDescription:
-        """Ask a source about itself; raises TransferFailed if unreachable."""
-        return await self._control.describe(address)
 
     async def close(self) -> None:
         """Close all connections. Calling it again does nothing."""

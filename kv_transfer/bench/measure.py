@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, get_args
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -34,8 +34,8 @@ __all__ = ["MeasureError", "MeasureReport", "MeasureSettings", "TransferFigures"
 CONTIGUOUS: Final = "contiguous"
 SCATTERED: Final = "scattered"
 LAYOUTS: Final = (CONTIGUOUS, SCATTERED)
-MEASURABLE: Final = tuple(name for name in get_args(TransportName) if name not in ("auto", "memory"))
-"""The transports with figures of their own: `auto` picks one of the others, and `memory` never leaves its process."""
+MEASURABLE: Final = tuple(name for name in TRANSPORT_NAMES if name != "auto")
+"""The transports with figures of their own: `auto` picks one of the others."""
 
 FETCH_DEADLINE_S: Final = 30.0
 CACHE_PER_HANDOFF: Final = 2
@@ -107,8 +107,7 @@ class MeasureSettings:
                 yield f"no {kind} is given: give one or more of {', '.join(known)}"
             for name in names:
                 if name not in known:
-                    why = " (it does not connect processes)" if name == "memory" else ""
-                    yield f"{kind} {name!r} cannot be measured{why}: give one or more of {', '.join(known)}"
+                    yield f"{kind} {name!r} cannot be measured: give one or more of {', '.join(known)}"
         if "nixl" in self.transports and (missing := nixl_missing()) is not None:
             yield f"transport 'nixl' cannot be measured: {missing}"
 

@@ -23,7 +23,7 @@ from ridgeline.contracts.handoff import UNREADABLE, HandoffId, KvLayout
 from ridgeline.contracts.rpc.address import join_host_port
 from ridgeline.contracts.rpc.channel import add_port
 from ridgeline.contracts.rpc.tls import TlsFiles
-from ridgeline.kv_transfer.interfaces import FetchRequest, KvSource
+from ridgeline.kv_transfer.interfaces import FetchRequest
 from ridgeline.kv_transfer.memory.blocks import BlockPool
 from ridgeline.kv_transfer.memory.glibc import keep_freed_memory
 from ridgeline.kv_transfer.names import LONGEST_FETCH_S
@@ -67,8 +67,8 @@ class SourceExtension(ABC):
         """Release whatever blocks its handlers; called before the server stops. Calling it again does nothing."""
 
 
-class GrpcKvSource(KvSource):
-    """A gRPC server for one lease table."""
+class GrpcKvSource:
+    """A gRPC server for one rank's cache. It reads the pool on its own threads."""
 
     def __init__(  # noqa: PLR0913 - what it serves, to whom, and where
         self,
@@ -99,13 +99,16 @@ class GrpcKvSource(KvSource):
 
     @property
     def address(self) -> str:
+        """The source's host:port; valid after `start`."""
         return join_host_port(self._host, self._port)
 
     @property
     def bytes_sent_total(self) -> int:
+        """Payload bytes handed to transports so far: encoded for frames, otherwise the blocks' own size."""
         return self.server.bytes_sent_total
 
     def start(self) -> None:
+        """Bind and serve; return once peers can connect. Raises OSError if the port is taken."""
         try:
             self._port = add_port(self._grpc, self.address, self._tls)
         except RuntimeError as error:
@@ -113,6 +116,7 @@ class GrpcKvSource(KvSource):
         self._grpc.start()
 
     def close(self) -> None:
+        """Stop serving; running fetches end with `unreachable` at their fetchers. Calling it again does nothing."""
         for extension in self._extensions:
             extension.close()
         self._grpc.stop(grace=None).wait()

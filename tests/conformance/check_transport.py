@@ -21,12 +21,12 @@ from ridgeline.contracts import errors
 from ridgeline.contracts.handoff import KvHandoff, KvLayout, new_handoff_id
 from ridgeline.decode_worker.kv_fetch.fetcher import KvFetcher
 from ridgeline.decode_worker.kv_fetch.stream import SourceStream
-from ridgeline.kv_transfer.interfaces import KvSource
 from ridgeline.kv_transfer.memory.blocks import BlockPool
 from ridgeline.kv_transfer.memory.shared import KvCacheAllocation
 from ridgeline.kv_transfer.options import TransferOptions
 from ridgeline.kv_transfer.transports import RankCache, exports
 from ridgeline.kv_transfer.wire import frames
+from ridgeline.prefill_worker.kv_source.grpc_source import GrpcKvSource
 from ridgeline.prefill_worker.kv_source.lease import LeaseTable
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.samples import kv_layout
@@ -64,7 +64,7 @@ def make_pool(num_blocks: int = 32, num_layers: int = NUM_LAYERS, block_bytes: i
 class TransportHarness(Protocol):
     """How to build a transport's two ends, and how to make it slow enough to look at."""
 
-    def make(self, cache: RankCache, options: TransferOptions) -> tuple[KvSource, KvFetcher]: ...
+    def make(self, cache: RankCache, options: TransferOptions) -> tuple[GrpcKvSource, KvFetcher]: ...
 
     def slow_down(self, source: "Node", target: "Node") -> threading.Event:
         """A fetch of `LONG` then takes 0.4 s.
@@ -420,7 +420,7 @@ class TransportConformance:
             assert field in result.message
             assert repr(value) in result.message
             assert (result.num_bytes, prefill.source.bytes_sent_total) == (0, 0)
-            assert (await decode.fetcher.describe(prefill.source.address)).layout == prefill.layout
+            assert (await decode.fetcher._control.describe(prefill.source.address)).layout == prefill.layout
 
     async def test_a_partial_handoff_is_followed_to_its_end(self, harness):
         async with self.nodes(harness) as (prefill, decode):

@@ -12,16 +12,16 @@ import torch
 
 from ridgeline.contracts import errors
 from ridgeline.contracts.handoff import KvHandoff, new_handoff_id
+from ridgeline.kv_transfer.faults import FaultPlan, FaultyPuller
 from ridgeline.kv_transfer.options import TransferOptions
 from ridgeline.kv_transfer.service import TransferService
-from ridgeline.kv_transfer.testing.faults import FaultPlan
 from ridgeline.kv_transfer.transports import make_transport
 from tests.conformance.check_transport import LONG, Node, eventually, make_layout, make_pool, slow_copies, slow_frames
 from tests.support.patience import PATIENCE_S
 
 LEASE_S = 2 * PATIENCE_S
 """None ends by itself."""
-TRANSPORTS = {"memory": slow_frames, "grpc": slow_frames, "shm": slow_copies}
+TRANSPORTS = {"grpc": slow_frames, "shm": slow_copies}
 IDS, TARGETS = [7, 3, 9, 1, 12], [20, 4, 22, 5, 24]
 REASON = {
     "none": "",
@@ -201,18 +201,6 @@ async def test_300_fetches_end_in_a_result_each_as_planned_and_no_lease_is_left(
         assert prefill.leases.stats().expired_leases_total == 0
 
 
-async def test_one_seed_fails_the_same_fetches_again(transport):
-    async def reasons(plan):
-        async with nodes(transport, plan) as (prefill, decode):
-            handoff = prefill.publish(IDS)
-            return [(await decode.fetcher.fetch(handoff, 0, TARGETS, decode.pool)).reason for _ in range(30)]
-
-    first = await reasons(MIXED)
-    assert first == [REASON[MIXED.fault(index).kind] for index in range(30)]
-    assert await reasons(MIXED) == first
-    assert await reasons(replace(MIXED, seed=8)) != first
-
-
 def test_a_service_with_faults_completes_every_fetch_once_and_every_lease_ends(transport):
     plan = FaultPlan(seed=5, delay=0.2, drop=0.1, corrupt=0.2, cut=0.3, longest_delay_s=0.01, longest_drop_s=0.05)
     services = []
@@ -263,19 +251,13 @@ def _offer(service, request_id, block_ids):
 # --- the plan
 
 
-def test_faults_come_as_often_as_planned():
-    plan = FaultPlan(seed=11, delay=0.2, drop=0.05, corrupt=0.1, cut=0.25)
-    counts = Counter(plan.fault(index).kind for index in range(20_000))
-    for kind, probability in {"delay": 0.2, "drop": 0.05, "corrupt": 0.1, "cut": 0.25, "none": 0.4}.items():
-        assert counts[kind] / 20_000 == pytest.approx(probability, abs=0.012)
-
-
 def test_a_plan_is_a_function_of_seed_and_number():
     plan = FaultPlan(seed=4, cut=0.5)
     faults = [plan.fault(index) for index in range(100)]
     assert [plan.fault(index) for index in reversed(range(100))] == faults[::-1]
     assert [FaultPlan(seed=4, cut=0.5).fault(index) for index in range(100)] == faults
     assert [FaultPlan(seed=5, cut=0.5).fault(index) for index in range(100)] != faults
+    assert {fault.kind for fault in faults} == {"none", "cut"}
 
 
 @pytest.mark.parametrize("kind", ["delay", "drop", "corrupt", "cut"])
@@ -295,20 +277,20 @@ def test_a_plan_is_read_from_a_setting():
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("drop", "'drop' has no value: write it as name=value"),
+        ("drop", "drop: Input should be a valid number"),
         (
             "dorp=0.1",
-            "there is no 'dorp': use some of seed, delay, drop, corrupt, cut, longest_delay_s, longest_drop_s",
+            "dorp: Unexpected keyword argument. Write it as drop=0.05,delay=0.2 with some of seed, delay, drop",
         ),
-        ("drop=often", "drop is 'often': give a number, for instance drop=1"),
-        ("seed=0.5", "seed is '0.5': give a number"),
-        ("drop=1.5", "drop is a probability: it must be from 0 to 1, not 1.5"),
-        ("cut=-0.1", "cut is a probability"),
-        ("cut=nan", "cut is a probability"),
+        ("drop=often", "drop: Input should be a valid number"),
+        ("seed=0.5", "seed: Input should be a valid integer"),
+        ("drop=1.5", "drop: Input should be less than or equal to 1"),
+        ("cut=-0.1", "cut: Input should be greater than or equal to 0"),
+        ("cut=nan", "cut: Input should be "),
         ("cut=0.6,drop=0.6", "add up to 1.2: lower them to 1 or less in all"),
-        ("drop=0.1,drop=0.2", "drop is given twice: leave one out"),
-        ("longest_drop_s=-1", "longest_drop_s must be 0 or more seconds, not -1.0"),
-        ("longest_delay_s=inf", "longest_delay_s must be 0 or more seconds"),
+        ("drop=0.1,drop=0.2", "a name is given twice in 'drop=0.1,drop=0.2': leave one out"),
+        ("longest_drop_s=-1", "longest_drop_s: Input should be greater than or equal to 0"),
+        ("longest_delay_s=inf", "longest_delay_s: Input should be a finite number"),
     ],
 )
 def test_a_bad_plan_is_refused_with_a_sentence(text, sentence):
@@ -318,5 +300,6 @@ def test_a_bad_plan_is_refused_with_a_sentence(text, sentence):
 
 
 def test_without_a_plan_nothing_is_wrapped():
-    node = Node(FaultyHarness("memory", None), make_layout(), 0)
-    assert [type(puller).__name__ for puller in node.fetcher._pullers.values()] == ["MemoryPuller"]
+    node = Node(FaultyHarness("grpc", None), make_layout(), 0)
+    assert not any(isinstance(puller, FaultyPuller) for puller in node.fetcher._pullers.values())
+    node.source.close()

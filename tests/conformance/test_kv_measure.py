@@ -98,7 +98,7 @@ def test_figures_come_from_the_rounds():
 
 
 def test_the_list_of_transports_is_the_projects_own():
-    assert set(MEASURABLE) == set(TRANSPORT_NAMES) - {"auto", "memory"}
+    assert set(MEASURABLE) == set(TRANSPORT_NAMES) - {"auto"}
     assert MeasureSettings().num_blocks == 54
     assert MeasureSettings().num_bytes == 54 * 30 * (24 << 10)
 
@@ -113,7 +113,6 @@ def test_the_list_of_transports_is_the_projects_own():
         ({"layers": -1}, "layers must be 1 or more, not -1"),
         ({"block_bytes": 0}, "block-bytes must be 1 or more, not 0"),
         ({"rounds": 2}, "rounds must be 3 or more, not 2"),
-        ({"transports": ("memory",)}, "transport 'memory' cannot be measured (it does not connect processes): give"),
         ({"transports": ("tcp",)}, "transport 'tcp' cannot be measured: give one or more of "),
         ({"transports": ()}, "no transport is given: give one or more of "),
         ({"layouts": ("odd",)}, "layout 'odd' cannot be measured: give one or more of contiguous, scattered"),

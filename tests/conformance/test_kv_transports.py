@@ -63,15 +63,6 @@ class FollowingConformance:
             await asyncio.gather(*following, return_exceptions=True)
 
 
-class TestMemory(FrameConformance, TransportConformance):
-    @pytest.fixture
-    def harness(self):
-        return Harness("memory", slow_frames)
-
-    def restarted(self, harness, node):
-        pytest.skip("an address in this process is never used again")
-
-
 class TestGrpc(FollowingConformance, FrameConformance, TransportConformance):
     @pytest.fixture
     def harness(self):

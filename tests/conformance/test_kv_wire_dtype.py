@@ -17,7 +17,7 @@ from tests.conformance.check_transport import LEASE_S, NUM_LAYERS, Node, alter_f
 from tests.support.patience import PATIENCE_S
 
 LAYOUT = make_layout(kv_dtype="bfloat16", block_bytes=2400)
-ENCODINGS = [("grpc", "int8"), ("grpc", "fp8"), ("memory", "int8"), ("memory", "fp8")]
+ENCODINGS = [("grpc", "int8"), ("grpc", "fp8")]
 
 
 class Harness:

@@ -58,7 +58,7 @@ def waited_for_in(service):
     return waited_for
 
 
-@pytest.fixture(params=["grpc", "shm", "memory"])
+@pytest.fixture(params=["grpc", "shm"])
 def pair(request):
     prefill, decode = make_service(request.param), make_service(request.param)
     yield *prefill, *decode
@@ -362,7 +362,7 @@ def test_a_pair_that_copies_blocks_as_they_are_says_that_no_encoding_is_used():
 
 @pytest.mark.parametrize("published", [True, False], ids=["published", "not yet published"])
 def test_a_hand_off_that_its_own_worker_gives_up_is_freed_at_once(published):
-    service, _ = make_service("memory")
+    service, _ = make_service()
     try:
         if published:
             service.publish("r", "h", [1, 2], 8)

@@ -92,11 +92,11 @@ def test_without_options_everything_is_measured_and_cores_are_shared_out_where_t
 
 
 def test_every_problem_is_told_before_anything_starts(bench):
-    status, _, error, asked = bench("--tokens", 0, "--transport", "memory", "--json", "/proc/none/x.json")
+    status, _, error, asked = bench("--tokens", 0, "--transport", "tcp", "--json", "/proc/none/x.json")
     assert status == 2
     assert error.count("error:") == 3
     assert "tokens must be 1 or more, not 0" in error
-    assert "transport 'memory' cannot be measured" in error
+    assert "transport 'tcp' cannot be measured" in error
     assert "json: /proc/none/x.json cannot be written" in error
     assert asked == []
 

@@ -54,8 +54,7 @@ LOADS_NOTHING = """
 import sys, torch
 from tests.unit.kv_transfer.nixl.test_library import cache
 from ridgeline.kv_transfer.options import TransferOptions
-from ridgeline.kv_transfer.transports import make_transport, puller_classes
-puller_classes()
+from ridgeline.kv_transfer.transports import make_transport
 make_transport(cache(), TransferOptions("127.0.0.1"))[0].close()
 print([name for name in sys.modules if name.startswith("nixl")])
 """

@@ -348,7 +348,6 @@ def test_a_bad_scale_behind_a_right_checksum_is_corruption():
     [
         ("shm", "bfloat16", "shm copies blocks as they are: wire_dtype must be none, not int8"),
         ("grpc", "auto", "KV of type 'auto' cannot be sent as int8"),
-        ("memory", "auto", "KV of type 'auto' cannot be sent as int8"),
         ("auto", "float8_e4m3fn", "KV of type 'float8_e4m3fn' cannot be sent as int8"),
     ],
 )

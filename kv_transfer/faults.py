@@ -1,8 +1,8 @@
-"""For tests: pulls that fail on purpose, reproducibly for a given seed.
+"""Pulls that fail on purpose, reproducibly for a given seed: the setting `transfer.faults`.
 
 `FaultyPuller` wraps any transport's puller. What happens to the n-th pull depends only on the plan's seed and on n, not
 on time or on other pulls, so a failure that a test found can be reproduced. `TransferOptions.faults` wraps every puller
-that `make_transport` builds; it is for tests only.
+that `make_transport` builds.
 """
 
 from __future__ import annotations
@@ -11,20 +11,24 @@ import asyncio
 import math
 import random
 import time
-from dataclasses import dataclass, fields
-from typing import Final, Literal
+from dataclasses import fields
+from typing import Annotated, Any, Final, Literal, NamedTuple
+
+from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic.dataclasses import dataclass
 
 from ridgeline.contracts import errors
 from ridgeline.kv_transfer.interfaces import Pull, Puller, SourceDescription
 
+Probability = Annotated[float, Field(ge=0, le=1)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 FaultKind = Literal["none", "delay", "drop", "corrupt", "cut"]
 _PROBABILITIES: Final[tuple[FaultKind, ...]] = ("delay", "drop", "corrupt", "cut")
 _LOOK_S: Final = 0.001
 """Interval at which a pull that is to be cut is checked."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
+class Fault(NamedTuple):
     """The fault of one pull."""
 
     kind: FaultKind
@@ -33,34 +37,29 @@ class Fault:
     noise_seed: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class FaultPlan:
     """How often each fault happens: probabilities, with at most one fault per pull."""
 
     seed: int = 0
-    delay: float = 0.0
+    delay: Probability = 0.0
     """Probability that the pull begins late."""
-    drop: float = 0.0
+    drop: Probability = 0.0
     """Probability that nobody answers: `timeout`."""
-    corrupt: float = 0.0
+    corrupt: Probability = 0.0
     """Probability that the bytes arrive with one block wrong, and a checksum detects it: `corrupted`."""
-    cut: float = 0.0
+    cut: Probability = 0.0
     """Probability that the connection breaks, after none, some or all of the bytes: `unreachable`."""
-    longest_delay_s: float = 0.05
-    longest_drop_s: float = 1.0
+    longest_delay_s: Seconds = 0.05
+    longest_drop_s: Seconds = 1.0
     """A dropped pull fails at its own deadline, but not later than this."""
 
-    def __post_init__(self) -> None:
-        """Check the values. Raises ValueError naming the bad one."""
-        for name in _PROBABILITIES:
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is a probability: it must be from 0 to 1, not {getattr(self, name)}")
+    @model_validator(mode="after")
+    def _sum(self) -> FaultPlan:
         total = math.fsum(getattr(self, name) for name in _PROBABILITIES)
         if total > 1 + 1e-9:
             raise ValueError(f"{', '.join(_PROBABILITIES)} add up to {total:g}: lower them to 1 or less in all")
-        for limit in ("longest_delay_s", "longest_drop_s"):
-            if not 0 <= getattr(self, limit) < math.inf:
-                raise ValueError(f"{limit} must be 0 or more seconds, not {getattr(self, limit)}")
+        return self
 
     @classmethod
     def parse(cls, text: str) -> FaultPlan:
@@ -68,24 +67,16 @@ class FaultPlan:
 
         Raises ValueError that names the bad part.
         """
-        known = {field.name: int if field.name == "seed" else float for field in fields(cls)}
-        values: dict[str, int | float] = {}
-        for part in filter(None, (part.strip() for part in text.split(","))):
-            name, equals, value = (word.strip() for word in part.partition("="))
-            if not equals:
-                raise ValueError(f"fault plan: {part!r} has no value: write it as name=value, for instance drop=0.05")
-            if name not in known:
-                raise ValueError(f"fault plan: there is no {name!r}: use some of {', '.join(known)}")
-            if name in values:
-                raise ValueError(f"fault plan: {name} is given twice: leave one out")
-            try:
-                values[name] = known[name](value)
-            except ValueError as error:
-                raise ValueError(f"fault plan: {name} is {value!r}: give a number, for instance {name}=1") from error
+        parts = [part.partition("=") for part in text.split(",") if part.strip()]
+        values: dict[str, Any] = {name.strip(): value.strip() for name, _, value in parts}
+        if len(values) < len(parts):
+            raise ValueError(f"fault plan: a name is given twice in {text!r}: leave one out")
         try:
-            return cls(**values)  # type: ignore[arg-type]  # names and types were checked above
-        except ValueError as error:
-            raise ValueError(f"fault plan: {error}") from error
+            return cls(**values)
+        except ValidationError as error:
+            wrong = "; ".join(": ".join([*map(str, each["loc"]), each["msg"]]) for each in error.errors())
+            names = ", ".join(field.name for field in fields(cls))
+            raise ValueError(f"fault plan: {wrong}. Write it as drop=0.05,delay=0.2 with some of {names}") from error
 
     def fault(self, index: int) -> Fault:
         """Return what happens to pull number `index`, counted from 0."""
