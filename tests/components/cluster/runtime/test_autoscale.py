@@ -13,9 +13,10 @@ from ridgeline.cluster.runtime.operation_queue import OperationQueue
 from ridgeline.cluster.runtime.operation_steps import OperationSteps
 from ridgeline.cluster.runtime.services import RouterService
 from ridgeline.router.front.operations import OperationLog, new_operation
-from ridgeline.router.observe.fleet_use import FleetUse, Member, Members, WorkerUse
+from ridgeline.router.observe.fleet_use import FleetUse, WorkerUse
 from ridgeline.router.observe.metrics import Within
 from tests.support.clock import FakeClock
+from tests.support.operated_fleet import OperatedFleet, OperatedWorker
 from tests.support.patience import PATIENCE_S, eventually
 
 SETTINGS = {
@@ -29,38 +30,13 @@ SETTINGS = {
 }
 
 
-class Fleet:
-    """The supervisor and what the routers know of the workers in one."""
+class Fleet(OperatedFleet):
+    """One prefill and one decode worker, of which the routers know how much they have to do."""
 
     def __init__(self):
-        self.pool_of = {"worker-0": "prefill", "worker-1": "decode"}
-        self.mode = "disaggregated"
-        self.lost, self.come_back = set(), set()
+        super().__init__(start=("prefill", "decode"))
         self.taken = 0.9
         self.hidden = set()
-        self.may_start = asyncio.Event()
-        self.may_start.set()
-        self.log = []
-
-    @property
-    def workers(self):
-        return list(self.pool_of)
-
-    @property
-    def started_for(self):
-        return dict(self.pool_of)
-
-    async def members(self, started_for):
-        workers = {name: Member(pool, usable=True, draining=False) for name, pool in self.pool_of.items()}
-        return Members(self.mode, workers)
-
-    async def drain_worker(self, name, timeout_s, incarnation):
-        self.log.append(f"drain {name} {timeout_s:g}")
-        del self.pool_of[name]
-
-    async def add(self, worker, address):
-        self.pool_of[worker.name] = worker.pool
-        self.log.append(f"add {worker.name} to {worker.pool}")
 
     def use(self):
         return FleetUse(
@@ -75,18 +51,6 @@ class Fleet:
     @property
     def decode(self):
         return list(self.pool_of.values()).count("decode")
-
-
-class Worker:
-    def __init__(self, fleet, name, pool):
-        self.fleet, self.name, self.pool = fleet, name, pool
-
-    async def start(self):
-        await self.fleet.may_start.wait()
-        return f"{self.name}:1"
-
-    async def retire(self):
-        self.fleet.log.append(f"retire {self.name}")
 
 
 class Router:
@@ -141,7 +105,7 @@ class Deployment:
         steps = OperationSteps(
             self.fleet,
             self.fleet,
-            lambda name, pool: Worker(self.fleet, name, pool),
+            lambda name, pool: OperatedWorker(self.fleet, name, pool),
             start_within_s=PATIENCE_S,
             lease_s=30.0,
         )

@@ -2,18 +2,17 @@
 
 import asyncio
 import contextlib
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from ridgeline.cluster.commands.operators.scale import wanted_workers
-from ridgeline.cluster.runtime.handles.actor import ActorGone, DeploymentFailed, NoPlace, NotReached
+from ridgeline.cluster.runtime.handles.actor import ActorGone, DeploymentFailed
 from ridgeline.cluster.runtime.operation_queue import OperationQueue
 from ridgeline.cluster.runtime.operation_steps import LEAD_BACK_WITHIN_S, OperationSteps
 from ridgeline.router.front.operations import KEPT, OperationLog
-from ridgeline.router.observe.fleet_use import Member, Members
 from tests.support.clock import FakeClock
+from tests.support.operated_fleet import OperatedFleet, OperatedWorker
 from tests.support.patience import PATIENCE_S, eventually
 
 START_WITHIN_S = 2 * PATIENCE_S
@@ -62,118 +61,9 @@ class Router:
             raise DeploymentFailed("router did not finish within 25 s")
 
 
-class Fleet:
-    """The supervisor and the leading router in one: which workers there are."""
-
-    def __init__(self, **pools):
-        self.pool_of = {f"worker-{number}": pool for number, pool in enumerate(pools.get("start", ()))}
-        self.mode = "disaggregated"
-        self.log = []
-        self.room = 9
-        self.refuses = None
-        self.restarts = {}
-        self.lost, self.unusable, self.draining, self.partitioned = set(), set(), set(), set()
-        self.may_start, self.may_leave = asyncio.Event(), asyncio.Event()
-        self.may_start.set()
-        self.may_leave.set()
-        self.away = 0
-        """So many questions to the leading router fail."""
-        self.incarnations = Counter()
-        self.lost_answers = 0
-        """So many answers to `drain_worker` do not arrive, and nobody asks again before the worker has drained."""
-
-    @property
-    def workers(self):
-        return list(self.pool_of)
-
-    @property
-    def started_for(self):
-        return dict(self.pool_of)
-
-    @property
-    def come_back(self):
-        return set(self.restarts)
-
-    async def members(self, started_for):
-        self._refuse()
-        bad = self.lost | self.unusable | self.draining | self.partitioned
-        there = self.pool_of.items()
-        now = self.incarnations
-        return Members(
-            self.mode,
-            {name: Member(pool, name not in bad, name in self.draining, str(now[name])) for name, pool in there},
-        )
-
-    async def drain_worker(self, name, timeout_s, incarnation):
-        self._refuse()
-        if (
-            name in self.partitioned
-            or name not in self.pool_of
-            or incarnation not in ("", str(self.incarnations[name]))
-        ):
-            raise NotReached(f"router could not drain_worker: WorkerLost: {name}")
-        self.log.append(f"drain {name} {timeout_s:g}")
-        self.draining.add(name)
-        leaving = asyncio.get_running_loop().create_task(self._leave(name))
-        if self.lost_answers:
-            self.lost_answers -= 1
-            await leaving
-            raise DeploymentFailed("router did not finish drain_worker within 20 s")
-
-    async def _leave(self, name):
-        await self.may_leave.wait()
-        self.draining.discard(name)
-        if name in self.restarts:
-            self.incarnations[name] += 1
-            self.restarts.pop(name).set_result(None)
-        else:
-            del self.pool_of[name]
-            self.room += 1
-
-    def _refuse(self):
-        if self.away:
-            self.away -= 1
-            raise ActorGone("router ended")
-
-    async def dismiss(self, name):
-        self.log.append(f"dismiss {name}")
-        del self.pool_of[name]
-
-    async def add(self, worker, address):
-        if self.refuses:
-            raise DeploymentFailed(self.refuses)
-        self.pool_of[worker.name] = worker.pool
-        self.log.append(f"add {address}")
-
-    def restart_drained(self, name):
-        self.restarts[name] = asyncio.get_running_loop().create_future()
-        return self.restarts[name]
-
-    async def take_back_restart(self, name):
-        if name in self.draining or name in self.lost:
-            return False
-        self.restarts.pop(name, None)
-        return True
-
-
-class Worker:
-    def __init__(self, fleet, name, pool):
-        self.fleet, self.name, self.pool = fleet, name, pool
-
-    async def start(self):
-        await self.fleet.may_start.wait()
-        if not self.fleet.room:
-            raise NoPlace(f"Ray found no place for {self.name}")
-        self.fleet.room -= 1
-        return f"{self.name}:1"
-
-    async def retire(self):
-        self.fleet.log.append(f"retire {self.name}")
-
-
 def desk_of(routers, fleet, start_within_s=START_WITHIN_S, lease_s=30.0, **options):
     steps = OperationSteps(
-        fleet, fleet, lambda name, pool: Worker(fleet, name, pool), start_within_s, lease_s, **options
+        fleet, fleet, lambda name, pool: OperatedWorker(fleet, name, pool), start_within_s, lease_s, **options
     )
     return OperationQueue(routers, steps.carry_out)
 
@@ -208,7 +98,7 @@ async def ended(router, operation):
 
 
 async def test_missing_workers_are_started_and_get_names_that_no_other_has_had():
-    fleet = Fleet(start=["prefill", "decode"])
+    fleet = OperatedFleet(start=["prefill", "decode"])
     async with serving(fleet) as (router,):
         progress = await ended(router, scale(router, {"prefill": 3}))
         assert progress.state == "done"
@@ -221,14 +111,14 @@ async def test_missing_workers_are_started_and_get_names_that_no_other_has_had()
 
 
 async def test_the_newest_of_a_pool_leave_after_the_new_ones_of_the_other_serve():
-    fleet = Fleet(start=["prefill", "prefill", "prefill", "decode"])
+    fleet = OperatedFleet(start=["prefill", "prefill", "prefill", "decode"])
     async with serving(fleet) as (router,):
         assert (await ended(router, scale(router, {"prefill": 1, "decode": 2}, 7.0))).state == "done"
         assert fleet.log == ["add worker-4:1", "drain worker-2 7", "drain worker-1 7"]
 
 
 async def test_without_room_the_leaving_ones_go_first():
-    fleet = Fleet(start=["prefill", "prefill", "decode"])
+    fleet = OperatedFleet(start=["prefill", "prefill", "decode"])
     fleet.room = 0
     async with serving(fleet) as (router,):
         progress = await ended(router, scale(router, {"prefill": 1, "decode": 2}, 7.0))
@@ -237,26 +127,23 @@ async def test_without_room_the_leaving_ones_go_first():
         assert any("there is room now; before, Ray found no place for worker-3" in line for line in progress.sentences)
 
 
-async def test_a_worker_that_nobody_can_place_is_ended_and_the_reason_told():
-    fleet = Fleet(start=["prefill", "decode"])
-    fleet.room = 0
-    async with serving(fleet) as (router,):
-        progress = await ended(router, scale(router, {"decode": 2}))
-        assert (progress.state, progress.sentences[-1]) == ("failed", "Ray found no place for worker-2")
-        assert fleet.log == ["retire worker-2"]
+REFUSED = "worker-2 (decode) and worker-0 (prefill) cannot exchange KV: model"
 
 
-async def test_a_worker_that_the_routers_refuse_is_ended_and_the_reason_told():
-    fleet = Fleet(start=["prefill", "decode"])
-    fleet.refuses = "worker-2 (decode) and worker-0 (prefill) cannot exchange KV: model"
+@pytest.mark.parametrize(
+    ("state", "reason"), [({"room": 0}, "Ray found no place for worker-2"), ({"refuses": REFUSED}, REFUSED)]
+)
+async def test_a_worker_that_has_no_place_or_that_the_routers_refuse_is_ended_and_the_reason_told(state, reason):
+    fleet = OperatedFleet(start=["prefill", "decode"])
+    vars(fleet).update(state)
     async with serving(fleet) as (router,):
         progress = await ended(router, scale(router, {"decode": 2}))
-        assert (progress.state, progress.sentences[-1]) == ("failed", fleet.refuses)
+        assert (progress.state, progress.sentences[-1]) == ("failed", reason)
         assert fleet.log == ["retire worker-2"]
 
 
 async def test_all_workers_are_started_again_one_after_the_other():
-    fleet = Fleet(start=["prefill", "decode", "decode"])
+    fleet = OperatedFleet(start=["prefill", "decode", "decode"])
     async with serving(fleet) as (router,):
         progress = await ended(router, router.book.give("restart", 3.0))
         assert progress.state == "done"
@@ -265,7 +152,7 @@ async def test_all_workers_are_started_again_one_after_the_other():
 
 
 async def test_operations_are_carried_out_one_at_a_time_and_any_router_tells_how_they_go_on():
-    fleet = Fleet(start=["prefill", "decode"])
+    fleet = OperatedFleet(start=["prefill", "decode"])
     async with serving(fleet, routers=2) as (first, second):
         operations = [scale(router, {"decode": wanted}) for router, wanted in ((first, 4), (second, 2))]
         for operation in operations:
@@ -274,7 +161,7 @@ async def test_operations_are_carried_out_one_at_a_time_and_any_router_tells_how
 
 
 async def test_it_is_known_whether_an_operation_is_under_way():
-    fleet = Fleet(start=["prefill", "decode"])
+    fleet = OperatedFleet(start=["prefill", "decode"])
     router = Router()
     operations = desk_of([router], fleet)
     told = []
@@ -291,7 +178,7 @@ async def test_it_is_known_whether_an_operation_is_under_way():
 
 
 async def test_a_router_that_is_away_is_asked_again_when_it_is_back():
-    fleet = Fleet(start=["prefill", "decode"])
+    fleet = OperatedFleet(start=["prefill", "decode"])
     async with serving(fleet) as (router,):
         router.away = True
         operation = scale(router, {"decode": 2})
@@ -315,7 +202,7 @@ async def test_operations_that_have_ended_are_forgotten_when_many_have_come_sinc
 
 
 async def test_of_a_pool_that_shrinks_the_workers_that_do_not_run_leave_first_and_without_a_drain():
-    fleet = Fleet(start=["prefill", "decode", "decode", "decode"])
+    fleet = OperatedFleet(start=["prefill", "decode", "decode", "decode"])
     fleet.lost = {"worker-1"}
     async with serving(fleet) as (router,):
         progress = await ended(router, scale(router, {"decode": 1}, 1.0))
@@ -324,33 +211,25 @@ async def test_of_a_pool_that_shrinks_the_workers_that_do_not_run_leave_first_an
         assert progress.sentences[-1].endswith("decode has 1 worker")
 
 
-async def test_the_one_that_serves_stays_however_many_of_its_pool_wait_for_a_node():
-    fleet = Fleet(start=["decode", "decode", "decode"])
-    fleet.lost = {"worker-0", "worker-1"}
+@pytest.mark.parametrize(
+    ("workers", "state", "log"),
+    [
+        (3, {"lost": {"worker-0", "worker-1"}}, ["dismiss worker-1", "dismiss worker-0"]),
+        (2, {"unusable": {"worker-0"}}, ["drain worker-0 2"]),
+        (2, {"partitioned": {"worker-0"}}, ["dismiss worker-0"]),
+    ],
+    ids=["the_one_that_serves_stays", "unusable_drains_first", "not_reached_is_given_up"],
+)
+async def test_who_does_not_serve_leaves_before_who_does(workers, state, log):
+    fleet = OperatedFleet(start=["decode"] * workers)
+    vars(fleet).update(state)
     async with serving(fleet) as (router,):
-        assert (await ended(router, scale(router, {"decode": 1}))).state == "done"
-        assert fleet.log == ["dismiss worker-1", "dismiss worker-0"]
-        assert set(fleet.pool_of) == {"worker-2"}
-
-
-async def test_a_worker_that_runs_and_cannot_be_used_drains_before_one_that_serves():
-    fleet = Fleet(start=["decode", "decode"])
-    fleet.unusable = {"worker-0"}
-    async with serving(fleet) as (router,):
-        await ended(router, scale(router, {"decode": 1}, 2.0))
-        assert fleet.log == ["drain worker-0 2"]
-
-
-async def test_a_worker_that_is_not_reached_is_given_up_without_a_drain():
-    fleet = Fleet(start=["decode", "decode"])
-    fleet.partitioned = {"worker-0"}
-    async with serving(fleet) as (router,):
-        assert (await ended(router, scale(router, {"decode": 1}))).state == "done"
-        assert fleet.log == ["dismiss worker-0"]
+        assert (await ended(router, scale(router, {"decode": 1}, 2.0))).state == "done"
+        assert fleet.log == log
 
 
 async def test_a_worker_that_drains_already_counts_no_more():
-    fleet = Fleet(start=["decode", "decode"])
+    fleet = OperatedFleet(start=["decode", "decode"])
     fleet.draining = {"worker-1"}
     async with serving(fleet) as (router,):
         await ended(router, scale(router, {"decode": 1}))
@@ -360,7 +239,7 @@ async def test_a_worker_that_drains_already_counts_no_more():
 
 
 async def test_no_restart_drains_the_only_worker_that_serves_while_others_are_lost():
-    fleet = Fleet(start=["colocated", "colocated", "colocated"])
+    fleet = OperatedFleet(start=["colocated", "colocated", "colocated"])
     fleet.lost, fleet.unusable = {"worker-1"}, {"worker-2"}
     async with serving(fleet) as (router,):
         progress = await ended(router, router.book.give("restart", 1.0))
@@ -370,7 +249,7 @@ async def test_no_restart_drains_the_only_worker_that_serves_while_others_are_lo
 
 
 async def test_a_restart_leaves_out_what_is_started_again_anyway_and_what_leaves():
-    fleet = Fleet(start=["colocated"] * 4)
+    fleet = OperatedFleet(start=["colocated"] * 4)
     fleet.lost, fleet.draining = {"worker-1"}, {"worker-2"}
     async with serving(fleet) as (router,):
         progress = await ended(router, router.book.give("restart", 1.0))
@@ -379,7 +258,7 @@ async def test_a_restart_leaves_out_what_is_started_again_anyway_and_what_leaves
 
 
 async def test_a_restart_counts_no_worker_that_it_could_not_drain_and_a_later_drain_lets_that_one_leave():
-    fleet = Fleet(start=["decode"] * 3)
+    fleet = OperatedFleet(start=["decode"] * 3)
     fleet.partitioned = {"worker-1"}
     async with serving(fleet) as (router,):
         progress = await ended(router, router.book.give("restart", 1.0))
@@ -390,7 +269,7 @@ async def test_a_restart_counts_no_worker_that_it_could_not_drain_and_a_later_dr
 
 
 async def test_a_restart_that_is_cancelled_before_a_worker_was_told_to_drain_lets_it_leave_later():
-    fleet = Fleet(start=["decode", "decode"])
+    fleet = OperatedFleet(start=["decode", "decode"])
 
     async def router_ended(name, timeout_s, incarnation):
         raise ActorGone("router ended")
@@ -410,7 +289,7 @@ async def test_a_restart_that_is_cancelled_before_a_worker_was_told_to_drain_let
 
 
 async def test_an_operation_is_void_in_another_mode_than_that_in_which_it_was_given():
-    fleet = Fleet(start=["prefill", "prefill", "decode", "decode"])
+    fleet = OperatedFleet(start=["prefill", "prefill", "decode", "decode"])
     async with serving(fleet) as (router,):
         operation = scale(router, {"prefill": 2, "decode": 2})  # nothing to do in the mode in which it was given
         fleet.mode = "colocated"
@@ -422,7 +301,7 @@ async def test_an_operation_is_void_in_another_mode_than_that_in_which_it_was_gi
 
 
 async def test_a_worker_that_has_loaded_when_the_mode_is_another_one_is_not_added():
-    fleet = Fleet(start=["prefill", "decode"])
+    fleet = OperatedFleet(start=["prefill", "decode"])
     fleet.may_start.clear()
     async with serving(fleet) as (router,):
         operation = scale(router, {"decode": 2})
@@ -439,7 +318,7 @@ async def test_a_worker_that_has_loaded_when_the_mode_is_another_one_is_not_adde
 async def test_a_worker_whose_kv_is_needed_for_a_long_lease_is_waited_for(monkeypatch):
     monkeypatch.setattr("ridgeline.cluster.runtime.operation_steps.BEYOND_LEASE_S", 0.0)
     for lease_s, state in ((2 * PATIENCE_S, "done"), (0.0, "failed")):
-        fleet = Fleet(start=["decode", "decode"])
+        fleet = OperatedFleet(start=["decode", "decode"])
         fleet.may_leave.clear()
         async with serving(fleet, lease_s=lease_s) as (router,):
             operation = scale(router, {"decode": 1}, 0.0)
@@ -452,7 +331,7 @@ async def test_a_worker_whose_kv_is_needed_for_a_long_lease_is_waited_for(monkey
 
 async def test_an_operation_whose_worker_waits_for_a_node_fails_in_the_end_and_later_ones_go_on(monkeypatch):
     monkeypatch.setattr("ridgeline.cluster.runtime.operation_steps.BEYOND_LEASE_S", 0.0)
-    fleet = Fleet(start=["prefill", "decode"])
+    fleet = OperatedFleet(start=["prefill", "decode"])
     fleet.may_leave.clear()  # it drains, and its node is gone: it never comes back
     async with serving(fleet, start_within_s=0.01, lease_s=0.0) as (router,):
         operation, later = router.book.give("restart", 0.0), scale(router, {"decode": 1})
@@ -465,7 +344,7 @@ async def test_an_operation_whose_worker_waits_for_a_node_fails_in_the_end_and_l
 
 
 async def test_a_worker_that_does_not_start_in_time_is_ended():
-    fleet = Fleet(start=["prefill", "decode"])
+    fleet = OperatedFleet(start=["prefill", "decode"])
     fleet.may_start.clear()
     async with serving(fleet, start_within_s=0.01) as (router,):
         progress = await ended(router, scale(router, {"decode": 2}))
@@ -475,7 +354,7 @@ async def test_a_worker_that_does_not_start_in_time_is_ended():
 
 
 async def test_an_operation_that_waits_says_for_which_one_and_can_be_cancelled():
-    fleet = Fleet(start=["prefill", "decode"])
+    fleet = OperatedFleet(start=["prefill", "decode"])
     fleet.may_start.clear()
     async with serving(fleet, routers=2) as (first, second):
         running, waiting = scale(first, {"decode": 2}), scale(first, {"prefill": 3})
@@ -490,7 +369,7 @@ async def test_an_operation_that_waits_says_for_which_one_and_can_be_cancelled()
 
 
 async def test_a_scale_that_is_cancelled_keeps_what_serves_and_ends_what_starts():
-    fleet = Fleet(start=["prefill", "decode"])
+    fleet = OperatedFleet(start=["prefill", "decode"])
     fleet.may_start.clear()
     async with serving(fleet) as (router,):
         operation = scale(router, {"decode": 2})
@@ -508,7 +387,7 @@ async def test_a_scale_that_is_cancelled_keeps_what_serves_and_ends_what_starts(
 
 
 async def test_a_worker_that_drains_when_its_operation_is_cancelled_leaves_and_no_other_one():
-    fleet = Fleet(start=["decode", "decode", "decode"])
+    fleet = OperatedFleet(start=["decode", "decode", "decode"])
     fleet.may_leave.clear()
     async with serving(fleet) as (router,):
         operation = scale(router, {"decode": 1})
@@ -522,7 +401,7 @@ async def test_a_worker_that_drains_when_its_operation_is_cancelled_leaves_and_n
 
 
 async def test_a_worker_that_drains_when_its_restart_is_cancelled_comes_back():
-    fleet = Fleet(start=["decode", "decode"])
+    fleet = OperatedFleet(start=["decode", "decode"])
     fleet.may_leave.clear()
     async with serving(fleet) as (router,):
         operation = router.book.give("restart", 1.0)
@@ -539,7 +418,7 @@ async def test_a_worker_that_drains_when_its_restart_is_cancelled_comes_back():
 
 
 async def test_an_answer_that_nobody_reads_loses_no_operation_and_none_is_carried_out_twice():
-    fleet = Fleet(start=["prefill", "decode"])
+    fleet = OperatedFleet(start=["prefill", "decode"])
     async with serving(fleet) as (router,):
         router.lost_answers = 2  # that with the operation, and that to the report of its end
         progress = await ended(router, scale(router, {"decode": 2}))
@@ -562,7 +441,7 @@ async def test_a_question_whose_asker_has_given_up_takes_no_operation_away():
 
 
 async def test_a_router_that_was_started_again_is_told_of_every_operation():
-    fleet = Fleet(start=["prefill", "decode"])
+    fleet = OperatedFleet(start=["prefill", "decode"])
     fleet.may_start.clear()
     async with serving(fleet) as (router,):
         ended_before = await ended(router, scale(router, {"decode": 1}))
@@ -578,7 +457,7 @@ async def test_a_router_that_was_started_again_is_told_of_every_operation():
 
 @pytest.mark.parametrize(("kind", "workers"), [("restart", 2), ("scale", 1)])
 async def test_a_drain_whose_answer_was_lost_is_not_ordered_again_once_the_worker_has_drained(kind, workers):
-    fleet = Fleet(start=["decode", "decode"])
+    fleet = OperatedFleet(start=["decode", "decode"])
     fleet.lost_answers = 1
     async with serving(fleet) as (router,):
         operation = scale(router, {"decode": 1}, 1.0) if kind == "scale" else router.book.give("restart", 1.0)
@@ -590,14 +469,14 @@ async def test_a_drain_whose_answer_was_lost_is_not_ordered_again_once_the_worke
 
 
 async def test_an_operation_survives_that_the_leading_router_is_away_for_a_while():
-    fleet = Fleet(start=["decode", "decode"])
+    fleet = OperatedFleet(start=["decode", "decode"])
     async with serving(fleet) as (router,):
         fleet.away = 1
         assert (await ended(router, scale(router, {"decode": 1}))).state == "done"
 
 
 async def test_an_operation_fails_if_the_leading_router_stays_away():
-    fleet, clock = Fleet(start=["decode", "decode"]), FakeClock()
+    fleet, clock = OperatedFleet(start=["decode", "decode"]), FakeClock()
     fleet.away = 10**9
     async with serving(fleet, clock=clock) as (router,):
         operation = scale(router, {"decode": 1})

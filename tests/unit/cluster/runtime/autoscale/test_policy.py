@@ -135,9 +135,29 @@ def test_a_pool_shrinks_only_if_what_is_left_would_still_be_below_the_upper_thre
     assert bool(story.go_on(900, decode=(2, taken))) == shrinks
 
 
-def test_no_worker_leaves_while_prompts_wait_for_its_pool():
-    story = Story()
-    assert story.go_on(1200, prefill=(2, 0.0), prompts=0.1, waiting={"prefill": 1}) == []
+@pytest.mark.parametrize(
+    ("changes", "fleet"),
+    [
+        ({}, {"prefill": (2, 0.0), "prompts": 0.1, "waiting": {"prefill": 1}}),
+        ({"prefill": {"min_workers": 2, "max_workers": 4}}, {"prefill": (2, 0.0), "decode": (4, 1.0)}),
+        ({}, {"decode": (1, 0.0)}),
+        ({"decode": {"min_workers": None, "max_workers": None}}, {"decode": (2, 1.0)}),
+        ({}, {"decode": (2, 0.9), "lost": ("worker-1",)}),
+        ({}, {"decode": (2, 0.2), "within": counts(tpot=(0, 100))}),
+        ({}, {"decode": (1, 0.5), "within": counts(tpot=(0, 9))}),
+    ],
+    ids=[
+        "while_prompts_wait_for_the_pool_that_could_shrink",
+        "at_the_least_and_the_most_workers",
+        "at_the_last_worker",
+        "without_bounds",
+        "while_a_worker_of_it_is_lost",
+        "where_an_idle_pool_misses_its_limit",
+        "where_too_few_sequences_missed_a_limit",
+    ],
+)
+def test_a_pool_stays_as_it_is(changes, fleet):
+    assert Story(**changes).go_on(3600, **fleet) == []
 
 
 def test_of_two_idle_pools_the_emptier_one_shrinks():
@@ -211,21 +231,10 @@ def test_its_own_decision_begins_a_cooldown_even_if_nothing_came_of_it():
 # Bounds
 
 
-def test_no_pool_grows_beyond_its_most_or_shrinks_below_its_least_workers():
-    story = Story(prefill={"min_workers": 2, "max_workers": 4})
-    assert story.go_on(3600, prompts=0.0, prefill=(2, 0.0), decode=(4, 1.0)) == []
-
-
 def test_a_pool_that_an_operator_took_beyond_its_bounds_is_not_forced_back():
     story = Story(decode={"min_workers": 2, "max_workers": 4})
     assert story.go_on(1200, decode=(6, 0.9)) == []
     assert story.go_on(1200, decode=(1, 0.1)) == []
-
-
-def test_the_last_worker_stays_and_a_pool_without_bounds_is_left_alone():
-    assert Story().go_on(3600, decode=(1, 0.0)) == []
-    nothing = {"min_workers": None, "max_workers": None}
-    assert Story(decode=nothing).go_on(3600, decode=(2, 1.0)) == []
 
 
 # Readings that say little
@@ -237,11 +246,6 @@ def test_nothing_is_decided_on_an_empty_reading_and_the_time_begins_anew_after_i
     assert story.read(FleetUse()) is None
     assert story.go_on(60, decode=(2, 0.9)) == []
     assert len(story.go_on(15, decode=(2, 0.9))) == 1
-
-
-def test_a_pool_of_which_a_worker_is_lost_is_not_judged():
-    story = Story()
-    assert story.go_on(1200, decode=(2, 0.9), lost=("worker-1",)) == []
 
 
 def test_prefill_is_not_judged_by_workers_that_were_not_there_before():
@@ -281,16 +285,6 @@ def test_the_sentence_about_a_missed_limit_says_by_how_much():
         "it has needed more for 0 s; now 50% of 100 sequences took at most 1000 ms per token (autoscale.min_attainment "
         "is 90%), 50% of its places are taken"
     )
-
-
-def test_a_limit_that_an_idle_pool_misses_neither_adds_nor_takes_a_worker():
-    story = Story()
-    assert story.go_on(1200, within=counts(tpot=(0, 100)), decode=(2, 0.2)) == []
-
-
-def test_too_few_sequences_say_nothing_of_a_limit():
-    story = Story()
-    assert story.go_on(600, within=counts(tpot=(0, 9)), decode=(1, 0.5)) == []
 
 
 def test_a_router_that_was_started_again_is_not_counted_until_the_next_reading():
