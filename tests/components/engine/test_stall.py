@@ -8,9 +8,17 @@ from ridgeline.engine.stall import StallWatch
 from tests.support.clock import FakeClock
 
 
-def test_only_time_without_a_step_while_there_is_work_counts():
-    clock = FakeClock()
-    watch = StallWatch(clock)
+@pytest.fixture
+def clock():
+    return FakeClock()
+
+
+@pytest.fixture
+def watch(clock):
+    return StallWatch(clock)
+
+
+def test_only_time_without_a_step_while_there_is_work_counts(watch, clock):
     clock.now_s += 100.0
     assert watch.stalled_s(has_work=False) == 0.0
     watch.work_begins()
@@ -20,9 +28,7 @@ def test_only_time_without_a_step_while_there_is_work_counts():
     assert watch.stalled_s(has_work=True) == 0.0
 
 
-def test_time_with_work_adds_up_over_rests_until_a_step():
-    clock = FakeClock()
-    watch = StallWatch(clock)
+def test_time_with_work_adds_up_over_rests_until_a_step(watch, clock):
     for _ in range(3):
         clock.now_s += 1000.0
         watch.work_begins()
@@ -39,9 +45,7 @@ def test_time_with_work_adds_up_over_rests_until_a_step():
     assert watch.stalled_s(has_work=False) == 1.0
 
 
-def test_a_step_reported_after_the_work_has_gone_counts():
-    clock = FakeClock()
-    watch = StallWatch(clock)
+def test_a_step_reported_after_the_work_has_gone_counts(watch, clock):
     watch.work_begins()
     clock.now_s += 10.0
     watch.work_ends()
@@ -57,9 +61,7 @@ def looks(watch, clock, seconds, doing):
         watch.looked(0.5, doing)
 
 
-def test_an_engine_that_does_nothing_is_given_three_times_its_longest_step():
-    clock = FakeClock()
-    watch = StallWatch(clock)
+def test_an_engine_that_does_nothing_is_given_three_times_its_longest_step(watch, clock):
     watch.work_begins()
     clock.now_s += 4.0
     watch.moved()
@@ -84,9 +86,7 @@ def test_before_any_step_or_after_short_ones_it_is_given_five_seconds_and_never_
         assert watch.is_stalled(timeout_s, has_work=True)
 
 
-def test_an_engine_that_has_foretold_nothing_is_given_the_timeout_however_short_its_steps_were():
-    clock = FakeClock()
-    watch = StallWatch(clock)
+def test_an_engine_that_has_foretold_nothing_is_given_the_timeout_however_short_its_steps_were(watch, clock):
     watch.work_begins()
     looks(watch, clock, 59.5, "computes")
     assert not watch.is_stalled(60.0, has_work=True)
@@ -117,10 +117,8 @@ def seconds_until_stalled(watch, clock, doing, timeout_s=60.0):
     ],
 )
 def test_one_that_computes_is_given_three_of_the_longest_step_seen_or_foretold(
-    seen_s, foretold_s, timeout_s, found_after_s
+    watch, clock, seen_s, foretold_s, timeout_s, found_after_s
 ):
-    clock = FakeClock()
-    watch = StallWatch(clock)
     watch.work_begins()
     clock.now_s += seen_s
     watch.moved()
@@ -128,9 +126,7 @@ def test_one_that_computes_is_given_three_of_the_longest_step_seen_or_foretold(
     assert seconds_until_stalled(watch, clock, "computes", timeout_s) == found_after_s
 
 
-def test_one_that_waits_for_a_core_or_a_disk_or_a_compiler_is_given_the_timeout():
-    clock = FakeClock()
-    watch = StallWatch(clock)
+def test_one_that_waits_for_a_core_or_a_disk_or_a_compiler_is_given_the_timeout(watch, clock):
     watch.work_begins()
     watch.moved()
     watch.foretold(0.1)
@@ -138,9 +134,7 @@ def test_one_that_waits_for_a_core_or_a_disk_or_a_compiler_is_given_the_timeout(
     assert seconds_until_stalled(watch, clock, "waits") == 48.0
 
 
-def test_what_it_computes_adds_up_over_rests_until_a_step():
-    clock = FakeClock()
-    watch = StallWatch(clock)
+def test_what_it_computes_adds_up_over_rests_until_a_step(watch, clock):
     watch.foretold(0.1)
     for _ in range(2):
         watch.work_begins()
@@ -153,9 +147,7 @@ def test_what_it_computes_adds_up_over_rests_until_a_step():
     assert not watch.is_stalled(60.0, has_work=True)
 
 
-def test_one_that_rests_and_computes_in_turn_is_not_one_that_does_nothing():
-    clock = FakeClock()
-    watch = StallWatch(clock)
+def test_one_that_rests_and_computes_in_turn_is_not_one_that_does_nothing(watch, clock):
     watch.work_begins()
     for _ in range(5):
         looks(watch, clock, 4.5, "nothing")
@@ -163,9 +155,7 @@ def test_one_that_rests_and_computes_in_turn_is_not_one_that_does_nothing():
     assert not watch.is_stalled(60.0, has_work=True)
 
 
-def test_a_long_step_of_long_ago_does_not_make_it_patient_for_ever():
-    clock = FakeClock()
-    watch = StallWatch(clock)
+def test_a_long_step_of_long_ago_does_not_make_it_patient_for_ever(watch, clock):
     watch.work_begins()
     clock.now_s += 15.0
     watch.moved()
@@ -176,9 +166,7 @@ def test_a_long_step_of_long_ago_does_not_make_it_patient_for_ever():
     assert watch.is_stalled(60.0, has_work=True)
 
 
-def test_time_in_which_who_watches_stood_still_is_no_evidence():
-    clock = FakeClock()
-    watch = StallWatch(clock)
+def test_time_in_which_who_watches_stood_still_is_no_evidence(watch, clock):
     watch.work_begins()
     clock.now_s += 100.0
     watch.stood_still(99.0)
@@ -187,9 +175,7 @@ def test_time_in_which_who_watches_stood_still_is_no_evidence():
     assert watch.stalled_s(has_work=True) == 0.0
 
 
-def test_a_rest_of_who_watches_is_no_long_step_also_if_the_step_is_read_before_the_rest_is_noticed():
-    clock = FakeClock()
-    watch = StallWatch(clock)
+def test_a_rest_of_who_watches_is_no_long_step_also_if_the_step_is_read_before_the_rest_is_noticed(watch, clock):
     watch.work_begins()
     clock.now_s += 25.1
     watch.moved()
@@ -200,9 +186,7 @@ def test_a_rest_of_who_watches_is_no_long_step_also_if_the_step_is_read_before_t
     assert watch.is_stalled(60.0, has_work=True)
 
 
-def test_a_rest_of_who_watches_is_no_waiting_also_if_the_work_left_before_the_rest_was_noticed():
-    clock = FakeClock()
-    watch = StallWatch(clock)
+def test_a_rest_of_who_watches_is_no_waiting_also_if_the_work_left_before_the_rest_was_noticed(watch, clock):
     watch.work_begins()
     clock.now_s += 26.0
     watch.work_ends()
@@ -211,9 +195,7 @@ def test_a_rest_of_who_watches_is_no_waiting_also_if_the_work_left_before_the_re
     assert watch.stalled_s(has_work=False) == pytest.approx(1.0, abs=0.2)
 
 
-def test_a_long_step_before_a_rest_of_who_watches_is_still_one():
-    clock = FakeClock()
-    watch = StallWatch(clock)
+def test_a_long_step_before_a_rest_of_who_watches_is_still_one(watch, clock):
     watch.work_begins()
     clock.now_s += 10.0
     watch.moved()

@@ -54,17 +54,23 @@ class Worker:
 
 
 @asynccontextmanager
-async def connected(address: str, router_id: str = "router") -> AsyncIterator[WorkerClient]:
+async def running_client(address: str, router_id: str = "router") -> AsyncIterator[WorkerClient]:
     client = WorkerClient(address, router_id)
     running = asyncio.create_task(client.run())
     try:
-        await client.wait_connected(PATIENCE_S)
         yield client
+        assert not running.done(), "it keeps trying"
     finally:
         running.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await running
+        await asyncio.wait([running])
         await client.close()
+
+
+@asynccontextmanager
+async def connected(address: str, router_id: str = "router") -> AsyncIterator[WorkerClient]:
+    async with running_client(address, router_id) as client:
+        await client.wait_connected(PATIENCE_S)
+        yield client
 
 
 @asynccontextmanager
@@ -128,16 +134,45 @@ async def raw_channel(address: str) -> AsyncIterator[grpc.aio.Channel]:
         yield channel
 
 
-def attach(channel: grpc.aio.Channel, router_id: str):
+def attach(channel: grpc.aio.Channel, router_id: str, metadata=None):
     method = channel.unary_stream(
         f"/{SERVICE}/Attach", request_serializer=encode, response_deserializer=decoder(StepBatch)
     )
-    return method(AttachRequest(router_id))
+    return method(AttachRequest(router_id), metadata=metadata)
 
 
-async def call(channel: grpc.aio.Channel, name: str, message):
+async def call(channel: grpc.aio.Channel, name: str, message, metadata=None):
     method = channel.unary_unary(f"/{SERVICE}/{name}", request_serializer=encode, response_deserializer=decoder(Ack))
-    return await method(message, timeout=PATIENCE_S)
+    return await method(message, timeout=PATIENCE_S, metadata=metadata)
+
+
+@asynccontextmanager
+async def watched(*names: str) -> AsyncIterator[tuple[Worker, FakeClock]]:
+    """A worker whose engine is watched by a clock that stands, with these tasks of one token at work.
+
+    They end with one step, unless the test has ended them.
+    """
+    engine, clock = FakeEngine(stepping="manual"), FakeClock()
+    engine.stats.stall = StallWatch(clock)
+    async with serving(engine) as worker:
+        streams = [asyncio.create_task(worker.tokens(make_task(name, max_tokens=1))) for name in names]
+        await eventually(lambda: engine.running == set(names))
+        yield worker, clock
+        engine.step()
+        for stream in streams:
+            await stream
+
+
+@asynccontextmanager
+async def attached(*names: str) -> AsyncIterator[tuple[Worker, grpc.aio.Channel, grpc.aio.UnaryStreamCall]]:
+    """A worker, a channel to it, and the stream of a router "raw" on it whose tasks of three tokens run."""
+    async with serving() as worker, raw_channel(worker.host.address) as channel:
+        stream = attach(channel, "raw")
+        assert (await stream.read()).deltas == [], "the greeting that says the session is open"
+        for name in names:
+            assert (await call(channel, "Submit", SubmitRequest("raw", make_task(name, max_tokens=3)))).accepted
+        await eventually(lambda: worker.engine.running == set(names))
+        yield worker, channel, stream
 
 
 # --- the way of a task
@@ -206,31 +241,19 @@ async def test_a_hand_off_in_the_outbox_of_a_router_that_has_gone_is_released():
 
 
 async def test_all_deltas_of_one_engine_step_arrive_in_one_batch():
-    engine = FakeEngine(stepping="manual")
-    async with serving(engine) as worker, raw_channel(worker.host.address) as channel:
-        stream = attach(channel, "raw")
-        assert (await stream.read()).deltas == [], "the greeting that says the session is open"
-        names = [f"r{number}" for number in range(12)]
-        for name in names:
-            assert (await call(channel, "Submit", SubmitRequest("raw", make_task(name, max_tokens=3)))).accepted
-        await eventually(lambda: engine.running == set(names))
+    names = [f"r{number}" for number in range(12)]
+    async with attached(*names) as (worker, _, stream):
         for _ in range(3):
-            engine.step()
+            worker.engine.step()
             batch = await stream.read()
             assert sorted(delta.request_id for delta in batch.deltas) == sorted(names)
 
 
 async def test_a_step_that_vllm_hands_out_in_portions_is_still_one_batch():
-    engine = FakeEngine(stepping="manual")
-    async with serving(engine) as worker, raw_channel(worker.host.address) as channel:
-        stream = attach(channel, "raw")
-        await stream.read()
-        names = [f"r{number}" for number in range(6)]
-        for name in names:
-            await call(channel, "Submit", SubmitRequest("raw", make_task(name)))
-        await eventually(lambda: engine.running == set(names))
+    names = [f"r{number}" for number in range(6)]
+    async with attached(*names) as (worker, _, stream):
         for portion in (names[:2], names[2:4], names[4:]):  # vLLM lets the loop turn after every 128 outputs
-            engine.step(*portion)
+            worker.engine.step(*portion)
             await asyncio.sleep(0)
         assert sorted(delta.request_id for delta in (await stream.read()).deltas) == names
 
@@ -250,19 +273,35 @@ async def test_each_router_gets_only_its_own_deltas():
 # --- what makes no sense
 
 
+UNREADABLE = [b"", b"\xc1garbage", b"\x91" * 5000, b"\x93\x01\x02\x03", b"\xff" * 5000]
+WRONG_FIELDS = [b"\x81\xa9router_id\xa2\xff\xfe", b"\x81\xa9router_id\x07"]
+WITHOUT_FIELDS = ("Describe", "Status", "ResetPrefixCache")
+
+
 @pytest.mark.parametrize(
-    "message", [b"", b"\xc1", b"\x81\xa9router_id\xa2\xff\xfe", b"\x91" * 5000, b"\x81\xa9router_id\x07"]
+    ("name", "message"),
+    [
+        (name, message)
+        for name in (*METHODS, "Pair")
+        for message in UNREADABLE + (WRONG_FIELDS if name not in WITHOUT_FIELDS else [])
+    ],
 )
-@pytest.mark.parametrize("name", ["Submit", "Abort", "Attach", "Pair"])
-async def test_a_message_that_cannot_be_read_is_refused_as_the_callers_fault(name, message):
-    async with serving() as worker, raw_channel(worker.host.address) as channel:
+async def test_a_message_that_cannot_be_read_is_refused_as_the_callers_fault_and_harms_nothing(name, message):
+    async with serving(FakeEngine()) as worker, raw_channel(worker.host.address) as channel:
         kind = channel.unary_stream if name == "Attach" else channel.unary_unary
         answer = kind(f"/{SERVICE}/{name}")(message, timeout=PATIENCE_S)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await (answer.read() if name == "Attach" else answer)
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert "unreadable" in refused.value.details()
+        assert len(await worker.tokens(make_task())) == 3
         assert (await worker.client.status()).tasks == 0
+
+
+async def test_fields_that_a_message_has_not_are_passed_over():
+    async with serving(FakeEngine()) as worker, raw_channel(worker.host.address) as channel:
+        for name in WITHOUT_FIELDS:
+            assert await channel.unary_unary(f"/{SERVICE}/{name}")(WRONG_FIELDS[1], timeout=PATIENCE_S)
 
 
 HOSTILE_SAMPLING = [
@@ -324,11 +363,7 @@ async def test_aborting_an_unknown_request_or_router_is_harmless():
 
 
 async def test_a_router_whose_stream_breaks_loses_all_its_tasks_and_nobody_elses():
-    async with serving() as worker, raw_channel(worker.host.address) as channel:
-        stream = attach(channel, "raw")
-        await stream.read()
-        for name in ("a", "b"):
-            await call(channel, "Submit", SubmitRequest("raw", make_task(name)))
+    async with attached("a", "b") as (worker, _, stream):
         others = asyncio.create_task(worker.tokens(make_task("mine", max_tokens=1)))
         await eventually(lambda: worker.engine.running == {"a", "b", "mine"})
         stream.cancel()
@@ -364,11 +399,7 @@ async def test_a_router_that_stopped_reading_and_then_left_loses_its_tasks_too()
 
 
 async def test_attaching_again_under_the_same_name_ends_what_the_first_stream_asked_for():
-    async with serving() as worker, raw_channel(worker.host.address) as channel:
-        first = attach(channel, "raw")
-        await first.read()
-        await call(channel, "Submit", SubmitRequest("raw", make_task("old")))
-        await eventually(lambda: worker.engine.running == {"old"})
+    async with attached("old") as (worker, channel, first):
         second = attach(channel, "raw")
         await second.read()
         await eventually(lambda: worker.engine.aborted == ["old"])
@@ -430,14 +461,9 @@ async def test_a_task_for_a_worker_that_is_not_connected_is_refused_at_once_and_
 
 
 async def test_a_worker_that_is_not_there_is_lost_after_the_timeout_and_named():
-    client = WorkerClient("127.0.0.1:9", "router")
-    running = asyncio.create_task(client.run())
-    with pytest.raises(WorkerLost, match=r"127\.0\.0\.1:9"):
-        await client.wait_connected(0.01)
-    running.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await running
-    await client.close()
+    async with running_client("127.0.0.1:9") as client:
+        with pytest.raises(WorkerLost, match=r"127\.0\.0\.1:9"):
+            await client.wait_connected(0.01)
 
 
 async def test_a_task_lost_between_its_acceptance_and_its_first_delta_is_aborted_on_the_worker():
@@ -464,21 +490,12 @@ CALLS = {
 }
 
 
-def meant_for(worker_id, incarnation):
-    return ((MEANT, encode(Meant(worker_id, incarnation))),)
-
-
 @pytest.mark.parametrize("mistaken", [("decode-0", "an older one"), ("prefill-0", "i1")])
 async def test_a_worker_does_nothing_that_is_meant_for_another_one_that_had_this_address(mistaken):
     async with serving() as worker, raw_channel(worker.host.address) as channel:
-        attaches = channel.unary_stream(
-            f"/{SERVICE}/Attach", request_serializer=encode, response_deserializer=decoder(StepBatch)
-        )
-        calls = [attaches(AttachRequest("raw"), metadata=meant_for(*mistaken)).read()]
-        for name, message in CALLS.items():
-            method = channel.unary_unary(f"/{SERVICE}/{name}", request_serializer=encode)
-            calls.append(method(message, metadata=meant_for(*mistaken), timeout=PATIENCE_S))
-        for asked in calls:
+        meant = ((MEANT, encode(Meant(*mistaken))),)
+        calls = [call(channel, name, message, meant) for name, message in CALLS.items()]
+        for asked in (attach(channel, "raw", meant).read(), *calls):
             with pytest.raises(grpc.aio.AioRpcError, match="this is decode-0, incarnation i1, not") as refused:
                 await asked
             assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
@@ -533,9 +550,8 @@ async def refused_by(host, wish):
 
 async def test_a_call_that_does_not_say_readably_for_whom_it_is_is_refused():
     async with serving() as worker, raw_channel(worker.host.address) as channel:
-        method = channel.unary_unary(f"/{SERVICE}/Drain", request_serializer=encode)
         with pytest.raises(grpc.aio.AioRpcError, match="unreadable") as refused:
-            await method(DrainRequest(0.0), metadata=((MEANT, b"\xc1"),), timeout=PATIENCE_S)
+            await call(channel, "Drain", DrainRequest(0.0), ((MEANT, b"\xc1"),))
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert worker.host.failure() == ""
 
@@ -548,16 +564,9 @@ async def test_a_connection_that_was_refused_is_tried_again_soon_and_not_later_a
         writer.close()
 
     server = await asyncio.start_server(refuse, "127.0.0.1", 0)
-    client = WorkerClient(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", "router")
-    running = asyncio.create_task(client.run())
-    try:
+    async with server, running_client(f"127.0.0.1:{server.sockets[0].getsockname()[1]}"):
         # Six take gRPC a quarter of a minute by itself, the next six a quarter of an hour.
         await eventually(lambda: len(tries) >= 6, 12)
-    finally:
-        running.cancel()
-        await asyncio.wait([running])
-        await client.close()
-        server.close()
 
 
 @pytest.mark.usefixtures("settles_quickly")
@@ -634,10 +643,9 @@ async def test_an_engine_that_dies_while_it_drains_has_left():
 
 
 async def test_an_engine_with_work_and_without_steps_counts_as_stalled_until_it_moves():
-    engine, clock = FakeEngine(stepping="manual"), FakeClock()
-    engine.stats.stall = StallWatch(clock)
-    async with serving(engine) as worker:
+    async with watched() as (worker, clock):
         clock.now_s += 1000.0
+        engine = worker.engine
         assert worker.host.failure() == "", "idle is not stalled"
         stream = asyncio.create_task(worker.tokens(make_task(max_tokens=1)))
         await eventually(lambda: engine.running)
@@ -654,9 +662,8 @@ async def test_an_engine_with_work_and_without_steps_counts_as_stalled_until_it_
 
 
 async def test_an_engine_that_hangs_is_found_also_when_no_task_waits_as_long_as_the_stall_timeout():
-    engine, clock = FakeEngine(stepping="manual"), FakeClock()
-    engine.stats.stall = StallWatch(clock)
-    async with serving(engine) as worker:
+    async with watched() as (worker, clock):
+        engine = worker.engine
         for failure in ("", "", "stalled"):
             stream = asyncio.create_task(worker.tokens(make_task()))
             await eventually(lambda: engine.running)
@@ -673,15 +680,11 @@ async def test_an_engine_that_hangs_is_found_also_when_no_task_waits_as_long_as_
 
 @pytest.mark.parametrize(("does", "found_after_s"), [("nothing", 9.0), ("computes", 20.0), ("waits", 60.0)])
 async def test_an_engine_with_work_that_makes_no_step_is_found_according_to_what_it_does(does, found_after_s):
-    engine, clock = FakeEngine(stepping="manual"), FakeClock()
-    engine.stats.stall = StallWatch(clock)
-    async with serving(engine) as worker:
-        stream = asyncio.create_task(worker.tokens(make_task(max_tokens=1)))
-        await eventually(lambda: engine.running)
+    async with watched("r") as (worker, clock):
         clock.now_s += 3.0
-        engine.stats.stall.moved()
-        engine.stats.stall.foretold(0.1)
-        engine.does = does
+        worker.engine.stats.stall.moved()
+        worker.engine.stats.stall.foretold(0.1)
+        worker.engine.does = does
         looks = 0
         while not worker.host.failure():
             clock.now_s += HEALTH_LOOK_S
@@ -690,32 +693,22 @@ async def test_an_engine_with_work_that_makes_no_step_is_found_according_to_what
             looks += 1
         found_s = pytest.approx(found_after_s, abs=2 * HEALTH_LOOK_S)
         assert (worker.host.failure(), looks * HEALTH_LOOK_S) == ("stalled", found_s)
-        engine.step()
-        await stream
 
 
 async def test_a_worker_that_stood_still_itself_does_not_blame_its_engine():
-    engine, clock = FakeEngine(stepping="manual"), FakeClock()
-    engine.stats.stall = StallWatch(clock)
-    async with serving(engine) as worker:
-        stream = asyncio.create_task(worker.tokens(make_task(max_tokens=1)))
-        await eventually(lambda: engine.running)
-        engine.does = "nothing"
+    async with watched("r") as (worker, clock):
+        worker.engine.does = "nothing"
         clock.now_s += 3600.0  # the whole machine did
         worker.host._looked_s -= 3600.0
         assert worker.host.failure() == ""
         worker.host._look_at_engine()
         assert worker.host.failure() == ""
-        engine.step()
-        await stream
 
 
 async def test_tasks_whose_router_is_gone_count_as_work_until_they_end():
-    engine, clock = FakeEngine(stepping="manual"), FakeClock()
-    engine.stats.stall = StallWatch(clock)
-    async with serving(engine) as worker, connected(worker.host.address, "another") as other:
+    async with watched() as (worker, clock), connected(worker.host.address, "another") as other:
         stream = asyncio.create_task(anext(task_deltas(other, make_task())))
-        await eventually(lambda: engine.running)
+        await eventually(lambda: worker.engine.running)
         clock.now_s += 70.0
         worker.host._sessions.pop("another").abort(["r"])
         assert worker.host.failure() == "stalled"
@@ -810,33 +803,6 @@ async def test_only_what_was_computed_shows_that_a_worker_makes_progress():
         assert before_s <= worker.client.last_token_s <= time.monotonic()
 
 
-async def test_sampling_bytes_that_are_none_fail_their_task_only():
-    async with serving(FakeEngine()) as worker:
-        broken = make_task()
-        broken = type(broken)(request_id="bad", leg="decode", prompt_token_ids=[1], sampling=b"\xc1")
-        with pytest.raises((InvalidTask, EngineFailed)):
-            await worker.tokens(broken)
-        assert len(await worker.tokens(make_task())) == 3
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("body", [b"", b"\xc1garbage", b"\x93\x01\x02\x03", encode({"router_id": 7}), b"\xff" * 5000])
-async def test_garbage_to_any_method_is_answered_with_an_error_and_harms_nothing(method, body):
-    async with serving(FakeEngine()) as worker, raw_channel(worker.host.address) as channel:
-        path = f"/{SERVICE}/{method}"
-        accepted_anything = method in ("Describe", "Status", "ResetPrefixCache") and body == encode({"router_id": 7})
-        if method == "Attach":
-            answer = anext(aiter(channel.unary_stream(path)(body, timeout=PATIENCE_S)))
-        else:
-            answer = channel.unary_unary(path)(body, timeout=PATIENCE_S)
-        if accepted_anything:
-            await answer
-        else:
-            with pytest.raises(grpc.aio.AioRpcError):
-                await answer
-        assert len(await worker.tokens(make_task())) == 3
-
-
 async def test_a_method_that_does_not_exist_is_an_error():
     async with serving(FakeEngine()) as worker, raw_channel(worker.host.address) as channel:
         with pytest.raises(grpc.aio.AioRpcError):
@@ -869,18 +835,10 @@ class Babbler:
 
 
 async def test_answers_that_make_no_sense_lose_the_worker_and_do_not_end_the_router():
-    async with Babbler() as address:
-        client = WorkerClient(address, "router")
-        running = asyncio.create_task(client.run())
-        await client.wait_connected(PATIENCE_S)
+    async with Babbler() as address, connected(address) as client:
         with pytest.raises(WorkerLost, match="makes no sense"):
             await client.status()
         await eventually(lambda: not client.connected)
-        assert not running.done(), "it keeps trying: the worker may come back in order"
-        running.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await running
-        await client.close()
 
 
 # --- what a worker says about itself
