@@ -66,7 +66,7 @@ class OwnDecisions:
     """Those of a router that serves alone."""
 
     def __init__(self, fleet: Fleet, settings: RouterSettings) -> None:
-        learned = Learned(settings.block_size_tokens, settings.rebalance)
+        learned = Learned(settings.block_size_tokens, settings.router.rebalance)
         queues = prompt_queues(fleet, settings, learned)
         self.placement: Placement = LocalPlacement(fleet, queues, settings, learned)
         self.modes: AnyModes = Modes(fleet, queues)

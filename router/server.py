@@ -91,13 +91,13 @@ class Router:
         self._gates = Gates(
             check_share=self._admission.check_share,
             most_sequences=self._admission.most_of_one_client,
-            bodies=HeldBodies(settings.max_request_bytes, lambda why: self._metrics.rejected.labels(why).inc()),
+            bodies=HeldBodies(settings.server.max_request_bytes, lambda why: self._metrics.rejected.labels(why).inc()),
         )
         self._client = RouterEngineClient(
             frontend_config(self._args),
             self._admission,
-            settings.max_stream_buffer_bytes,
-            settings.max_grammar_bytes,
+            settings.server.max_stream_buffer_bytes,
+            settings.server.max_grammar_bytes,
             self._count_unread,
         )
         self._orchestrator = Orchestrator(
@@ -304,8 +304,8 @@ class Router:
         await unread.watch(
             connections=lambda: (one for one in server.server_state.connections if isinstance(one, BoundedHeads)),
             streams=lambda: self._client.streams,
-            send_timeout_s=self._settings.send_timeout_s,
-            max_send_buffer_bytes=self._settings.max_send_buffer_bytes,
+            send_timeout_s=self._settings.server.send_timeout_s,
+            max_send_buffer_bytes=self._settings.server.max_send_buffer_bytes,
             on_end=self._count_unread,
         )
 
@@ -319,7 +319,8 @@ class Router:
 
     async def limits_too_short(self) -> list[str]:
         """Return which limits of `router.slo` an idle server cannot keep, as measured now; call it after the start."""
-        limits_s, probe = (self._settings.ttft_limit_s, self._settings.tpot_limit_s), self._probe()
+        slo, probe = self._settings.router.slo, self._probe()
+        limits_s = slo.ttft_limit_s, slo.tpot_limit_s
         idle = await measure(lambda emit: probe(emit, OUTPUT_TOKENS)) if limits_s != (None, None) else None
         return too_short(*limits_s, idle, probe.prompt_tokens) if idle is not None else []
 
@@ -329,7 +330,7 @@ class Router:
             pools=lambda: {name: self._fleet.pool(name) for name in self._pools},
             probe=self._probe(),
             refresh=self._fleet.refresh,
-            deadline_s=settings.ready_deadline_s,
+            deadline_s=settings.router.ready_deadline_s,
             metrics=self._metrics,
             away=lambda: self._fleet.away,
             late=lambda: self._client.turns.late,
@@ -358,7 +359,7 @@ def _bound_socket(settings: RouterSettings, shared: SharedWith | None) -> socket
 
     Routers of one deployment share their port on a node. The first one makes sure that nobody else has it.
     """
-    host, port = settings.host, settings.port if shared is None else shared.port
+    host, port = settings.server.host, settings.server.port if shared is None else shared.port
     try:
         if shared is not None and port and not shared.joins_port:
             _new_socket(host, port, shares=False).close()

@@ -1,22 +1,194 @@
-"""The router's configuration, built from the deployment's configuration."""
+"""The router's configuration: the sections `server` and `router` of the file, and what the plan adds to them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from ipaddress import IPv6Address
+from typing import Annotated, Any, ClassVar, Literal
+from urllib.parse import urlsplit
 
 import msgspec
+from pydantic import AfterValidator, Field, IPvAnyNetwork, PlainValidator
 
 from ridgeline.contracts.rpc.tls import TlsFiles
+from ridgeline.contracts.section import MIB, Bytes, Section
 from ridgeline.contracts.vocabulary import Mode, Pool, RebalanceMode
 from ridgeline.contracts.workers import Role
-from ridgeline.router.client_identity import IpNetwork
 
 SHORTEST_LIMIT_MS = 0.1
 LONGEST_LIMIT_MS = 3_600_000.0
 """The bounds of a client's limits of TTFT and TPOT, and of `router.slo`: no model makes 10,000 tokens a second for one
 reader, and what is beyond an hour limits nothing."""
+MOST_ROUTERS = 64
+
+
+def _auto_or_routers(value: object) -> int | Literal["auto"]:
+    if value == "auto":
+        return "auto"
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_ROUTERS:
+        return value
+    raise ValueError(f"it should be auto or a number from 1 to {MOST_ROUTERS}")
+
+
+def without_port(text: str) -> str:
+    """Check that a setting is a host alone. Raises ValueError."""
+    if text.startswith("["):
+        raise ValueError("is a host without a port: write an IPv6 address without brackets")
+    return text
+
+
+def _proxy_network(network: IPvAnyNetwork) -> IPvAnyNetwork:
+    if network.prefixlen == 0:
+        raise ValueError("names every address there is, so that any client could call itself as it likes")
+    if isinstance(network.network_address, IPv6Address) and network.network_address.ipv4_mapped:
+        raise ValueError("is IPv4 written as IPv6: write the IPv4 address or network")
+    return network
+
+
+def _origin(text: str) -> str:
+    """Normalise an origin as a browser sends it: scheme, host and perhaps a port, in lower case."""
+    parts = urlsplit(text)
+    written = parts.scheme and parts.netloc and "@" not in parts.netloc
+    if text != "*" and not (written and text == f"{parts.scheme}://{parts.netloc}".lower()):
+        raise ValueError("is not an origin: write it as https://chat.example or http://127.0.0.1:3000")
+    return text
+
+
+class ServerConfig(Section):
+    """Where clients connect."""
+
+    FORMER_NAMES: ClassVar = {
+        "write_deadline_s": "send_timeout_s",
+        "max_unread_stream_bytes": "max_stream_buffer_bytes",
+        "max_unread_bytes": "max_send_buffer_bytes",
+    }
+
+    host: Annotated[str, AfterValidator(without_port)] = Field(
+        default="127.0.0.1", min_length=1, description="address the HTTP server listens on"
+    )
+    port: int = Field(default=8000, ge=0, le=65535, description="port the HTTP server listens on; 0 picks a free one")
+    drain_timeout_s: float = Field(
+        default=30.0, ge=0, description="how long running requests may go on after Ctrl-C or `ridgeline stop`"
+    )
+    max_request_bytes: Bytes = Field(
+        default=8 * MIB, ge=1024, description="longest request body; longer ones get HTTP 413"
+    )
+    max_grammar_bytes: Bytes = Field(
+        default=64 * 1024,
+        ge=1024,
+        description="largest structured output (schema, choices, regex, grammar) of a request, and 8 times that "
+        "for tools; larger ones get HTTP 400",
+    )
+    trusted_proxies: tuple[Annotated[IPvAnyNetwork, AfterValidator(_proxy_network)], ...] = Field(
+        default=(),
+        description="addresses or networks (10.0.0.0/24) of proxies whose X-Forwarded-For names the client; the "
+        "header of other peers is ignored",
+    )
+    send_timeout_s: float = Field(
+        default=30.0, gt=0, description="a client that reads nothing of its response for this long is disconnected"
+    )
+    max_stream_buffer_bytes: Bytes = Field(
+        default=4 * MIB,
+        ge=64 * 1024,
+        description="send buffer of one stream; the stream ends with an error when its client falls further behind",
+    )
+    max_send_buffer_bytes: Bytes = Field(
+        default=256 * MIB,
+        ge=MIB,
+        description="send buffers of all streams together; above it the largest streams end with an error",
+    )
+    cors_allowed_origins: tuple[Annotated[str, AfterValidator(_origin)], ...] = Field(
+        default=(),
+        description="origins (https://chat.example:8443, or *) of web pages that may call the server from a "
+        "browser; operators' paths stay closed to them",
+    )
+
+
+class SloConfig(Section):
+    """How soon tokens are wanted by requests that do not say it. Mode adaptive reads this; other modes accept it."""
+
+    ttft_ms: float | None = Field(
+        default=None,
+        ge=SHORTEST_LIMIT_MS,
+        le=LONGEST_LIMIT_MS,
+        description="TTFT SLO of requests without the header x-ridgeline-ttft-ms; null: none",
+    )
+    tpot_ms: float | None = Field(
+        default=None,
+        ge=SHORTEST_LIMIT_MS,
+        le=LONGEST_LIMIT_MS,
+        description="TPOT SLO of requests without the header x-ridgeline-tpot-ms; null: none",
+    )
+
+    @property
+    def ttft_limit_s(self) -> float | None:
+        """Seconds to the first token; None: no limit."""
+        return None if self.ttft_ms is None else self.ttft_ms / 1e3
+
+    @property
+    def tpot_limit_s(self) -> float | None:
+        """Mean seconds from one token to the next; None: no limit."""
+        return None if self.tpot_ms is None else self.tpot_ms / 1e3
+
+
+class RouterConfig(Section):
+    """What the router accepts and how it splits requests."""
+
+    processes: Annotated[int | Literal["auto"], PlainValidator(_auto_or_routers)] = Field(
+        default="auto",
+        description="router processes; several share one port on a node and one scheduler, which keeps limits and "
+        "fairness over all of them; auto: one on CPUs, two per decoding GPU engine as far as free "
+        "cores allow",
+    )
+    request_deadline_s: float = Field(default=600.0, gt=0, description="longest life of one request")
+    resources: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        default_factory=dict, description="custom Ray resources the router takes, to bind it to a node type"
+    )
+    max_outstanding_requests: int = Field(
+        default=512, ge=1, description="accepted requests at a time; more get HTTP 429"
+    )
+    max_logprobs_per_request: int = Field(
+        default=250_000,
+        ge=0,
+        description="most log-probabilities in one response, prompt log-probabilities included (in a stream only "
+        "those); more get HTTP 400, since encoding this many stops all streams for 0.2 s",
+    )
+    max_client_share: float = Field(
+        default=0.75,
+        gt=0,
+        le=1,
+        description="what one client (API key, else address) may hold of the requests and KV blocks that others leave",
+    )
+    max_prompt_wait_s: float = Field(
+        default=30.0, gt=0, description="longest predicted wait until prefill starts; requests above it get HTTP 429"
+    )
+    prefill_window_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="most prompt tokens queued at one worker, the others wait in the router; null: two steps (2 x "
+        "max_num_batched_tokens), which is also the minimum",
+    )
+    recovery_timeout_s: float = Field(
+        default=60.0, ge=0, description="how long accepted requests wait for a pool that has lost all of its workers"
+    )
+    ready_deadline_s: float = Field(
+        default=10.0, gt=0, description="how long the two tokens of the health probe of GET /ready may take"
+    )
+    min_remote_prefill_tokens: int = Field(
+        default=0, ge=0, description="shorter prompts are prefilled on the decode worker; metrics count them"
+    )
+    slo: SloConfig = SloConfig()
+    prefix_routing: bool = Field(
+        default=True,
+        description="mode adaptive: count the prompt tokens that each worker is expected to have in its prefix "
+        "cache; false: assume empty caches",
+    )
+    rebalance: RebalanceMode = Field(
+        default="act",
+        description="mode adaptive: act gives workers a preferred phase when that raises goodput, or shortens "
+        "requests without SLOs; advise only logs it; none: every worker does both phases",
+    )
 
 
 @dataclass(frozen=True)
@@ -55,28 +227,19 @@ class SharedWith:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterSettings:
-    """Limits, addresses, and how the model is presented to clients. Defaults are those of `cluster.config.models`."""
+    """Limits, addresses, and how the model is presented to clients."""
 
+    router: RouterConfig
+    server: ServerConfig
     model_path: str
     served_name: str
     dtype: str
     max_model_len_tokens: int
-    host: str
-    port: int
     mode: Mode
-    request_deadline_s: float
-    max_outstanding_requests: int
     overlap: bool
     """Whether decode may admit a prompt, and fetch its KV, while it is computed."""
-    min_remote_prefill_tokens: int
     prefill_window_tokens: Mapping[Pool, int]
     """Prompt tokens that a worker of each pool gets at a time; further prompts wait in the router, in fair order."""
-    max_prompt_wait_s: float
-    """A prompt that would wait longer than this to start is refused."""
-    recovery_timeout_s: float
-    """Time that accepted requests wait for a pool that has lost all its workers."""
-    ready_deadline_s: float
-    """Time that the probe of /ready may take."""
     roles: Mapping[Mode, Mapping[str, Role]] = field(default_factory=dict)
     """Each worker's role by mode and worker id, for every mode that the deployment may change to; see `RoleTable`."""
     roles_of_new: Mapping[Mode, Mapping[Pool, Role]] = field(default_factory=dict)
@@ -89,40 +252,14 @@ class RouterSettings:
     """Those of the engines' arguments that say what the model is."""
     server_args: Mapping[str, Any] = field(default_factory=dict)
     """vLLM's own arguments for its HTTP front."""
-    max_logprobs_per_request: int
-    """Largest number of log-probabilities in one answer."""
-    max_client_share: float
-    """The fraction that one client may hold of the requests and KV blocks that other clients leave."""
-    send_timeout_s: float
-    """A connection whose client takes nothing of its answer for this long is closed."""
-    max_stream_buffer_bytes: int
-    """Bytes of one stream that may be kept until its client reads them."""
-    max_send_buffer_bytes: int
-    """Bytes of all answers together that may be kept until their clients read them."""
-    max_grammar_bytes: int
-    """Largest structured output that a request may ask for."""
-    max_request_bytes: int
-    """Largest body of an HTTP request."""
     api_key_hashes: frozenset[bytes] = frozenset()
     """`client_identity.hash_key` of each client's key; if empty, everybody may call."""
     admin_key_hashes: frozenset[bytes] = frozenset()
     """Hashes of the keys that open the operator's paths; if empty, see `admin_access`."""
     metrics_key_hashes: frozenset[bytes] = frozenset()
     """Hashes of the keys that open /metrics, as operators' keys do; if empty, it is open to all."""
-    trusted_proxies: tuple[IpNetwork, ...] = ()
-    """Proxies whose X-Forwarded-For is believed."""
-    cors_allowed_origins: tuple[str, ...] = ()
-    """Origins of web pages that may use the server from a browser."""
     stall_timeout_s: float
     """An engine with work and without a step for this long is replaced; it gets no new work after a third of it."""
-    ttft_limit_s: float | None = None
-    """Limit of the time to the first token for requests that give none of their own."""
-    tpot_limit_s: float | None = None
-    """The same for the mean time from one token to the next."""
-    rebalance: RebalanceMode
-    """Whether workers of mode adaptive come to favour a phase, see `ridgeline.router.fleet.rebalance`."""
-    prefix_routing: bool
-    """Whether mode adaptive counts what each worker has of a prompt."""
     routers: int = 1
     """Routers of the deployment; several share a dispatcher."""
     start: RouterStart = field(default_factory=RouterStart)

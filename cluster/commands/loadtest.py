@@ -18,8 +18,9 @@ from ridgeline.cluster.commands.setup import setup_of, versions
 from ridgeline.cluster.config.api_keys import first_admin_key
 from ridgeline.cluster.config.autoscale import AutoscaleConfig
 from ridgeline.cluster.config.grid import CandidateConfig, CandidateConfigs, both_variants, candidate_of
-from ridgeline.cluster.config.models import MIB, PoolConfig, RidgelineConfig
+from ridgeline.cluster.config.models import PoolConfig, RidgelineConfig
 from ridgeline.cluster.runtime.ray_start import ray_runtime
+from ridgeline.contracts.section import MIB
 from ridgeline.contracts.vocabulary import Mode
 from ridgeline.loadtest.baseline import BaselineVariant, baseline_of
 from ridgeline.loadtest.compare import Comparison, compare, resume

@@ -2,7 +2,6 @@
 
 models.py        every setting: type, unit, default, meaning
 autoscale.py     those of `autoscale`, and which of them exclude each other
-section.py       what all sections have in common
 gpu_defaults.py  defaults that differ where a pool has GPUs
 loader.py        defaults, YAML file, flags; where each value came from
 grid.py          candidates of `compare --grid`, each the configuration with some settings changed

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
-from ridgeline.cluster.config.section import Section
+from ridgeline.contracts.section import Section
 from ridgeline.contracts.vocabulary import Mode, Pool
 
 MOST_WORKERS = 1000

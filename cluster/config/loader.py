@@ -19,8 +19,8 @@ from rich.table import Table
 from ridgeline.cluster.config.autoscale import autoscale_conflicts
 from ridgeline.cluster.config.gpu_defaults import GPU_ORIGIN, fill_adaptive, gpu_defaults
 from ridgeline.cluster.config.models import RidgelineConfig, conflicts
-from ridgeline.cluster.config.section import Section
 from ridgeline.contracts.former_names import warn_of_former_name
+from ridgeline.contracts.section import Section
 from ridgeline.contracts.vocabulary import Mode, Pool
 
 DEFAULT_ORIGIN = "default"

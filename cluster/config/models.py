@@ -4,60 +4,31 @@ Why: one typed, frozen object travels from the command line to every actor, so n
 variables of its own. `ridgeline.cluster.config.loader` fills it from YAML and flags.
 """
 
-from ipaddress import IPv6Address
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
-from urllib.parse import urlsplit
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, IPvAnyNetwork, PlainValidator, TypeAdapter
+from pydantic import AfterValidator, Field
 
 from ridgeline.cluster.config.autoscale import AutoscaleConfig
-from ridgeline.cluster.config.section import Section
 from ridgeline.cluster.node_address import network_of
 from ridgeline.contracts.rpc.tls import TlsFiles
-from ridgeline.contracts.vocabulary import Mode, Pool, RebalanceMode
+from ridgeline.contracts.section import GIB, MIB, Bytes, Section
+from ridgeline.contracts.vocabulary import Mode, Pool
 from ridgeline.engine import passed_args
 from ridgeline.kv_transfer.names import AUTO, LONGEST_FETCH_DEADLINE_S, MAX_GROUPS, TransportName, WireDtype
-from ridgeline.router.settings import LONGEST_LIMIT_MS, SHORTEST_LIMIT_MS
+from ridgeline.router.settings import RouterConfig, ServerConfig, without_port
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 
-GIB = 1024**3
-MIB = 1024**2
 CPU_BLOCK_MULTIPLE_TOKENS = 32
 RAY_SMALLEST_OBJECT_STORE_BYTES = 75 * MIB
 PLACEMENT_TIMEOUT_S = 120.0
 JOINED_PLACEMENT_TIMEOUT_S = 1800.0
 """Half an hour, since a node that the autoscaler launches takes ten minutes or more to boot and install."""
-MOST_ROUTERS = 64
 GPU_SHARERS = 2
 """Workers on one GPU with `ray.share_gpus`."""
 WINDOW_STEPS = 2
 """Engine steps' worth of prompts that a worker has at a time: one runs, and the next must not wait for the router."""
-
-_byte_size: TypeAdapter[ByteSize] = TypeAdapter(ByteSize)
-
-
-def _parse_bytes(value: Any) -> Any:
-    return int(_byte_size.validate_python(value)) if isinstance(value, str) else value
-
-
-Bytes = Annotated[int, BeforeValidator(_parse_bytes)]
-"""A number of bytes; text such as `1 GiB` or `500 MB` is accepted too."""
-
-
-def _auto_or_routers(value: object) -> int | Literal["auto"]:
-    if value == "auto":
-        return "auto"
-    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_ROUTERS:
-        return value
-    raise ValueError(f"it should be auto or a number from 1 to {MOST_ROUTERS}")
-
-
-def _host(text: str) -> str:
-    if text.startswith("["):
-        raise ValueError("is a host without a port: write an IPv6 address without brackets")
-    return text
 
 
 def _host_or_network(text: str) -> str:
@@ -65,24 +36,7 @@ def _host_or_network(text: str) -> str:
         network_of(text)
     except ValueError as error:
         raise ValueError(f"is not a network: {error}") from error
-    return _host(text)
-
-
-def _proxy_network(network: IPvAnyNetwork) -> IPvAnyNetwork:
-    if network.prefixlen == 0:
-        raise ValueError("names every address there is, so that any client could call itself as it likes")
-    if isinstance(network.network_address, IPv6Address) and network.network_address.ipv4_mapped:
-        raise ValueError("is IPv4 written as IPv6: write the IPv4 address or network")
-    return network
-
-
-def _origin(text: str) -> str:
-    """Normalise an origin as a browser sends it: scheme, host and perhaps a port, in lower case."""
-    parts = urlsplit(text)
-    written = parts.scheme and parts.netloc and "@" not in parts.netloc
-    if text != "*" and not (written and text == f"{parts.scheme}://{parts.netloc}".lower()):
-        raise ValueError("is not an origin: write it as https://chat.example or http://127.0.0.1:3000")
-    return text
+    return without_port(text)
 
 
 class ModelConfig(Section):
@@ -100,56 +54,6 @@ class ModelConfig(Section):
     max_model_len_tokens: int = Field(default=4096, ge=2, description="longest prompt plus output of one request")
     block_size_tokens: int = Field(default=32, ge=1, description="tokens in one KV block, the unit of transfer")
     enforce_eager: bool | None = Field(default=None, description="skip compilation; null: yes on CPU, no on GPU")
-
-
-class ServerConfig(Section):
-    """Where clients connect."""
-
-    FORMER_NAMES: ClassVar = {
-        "write_deadline_s": "send_timeout_s",
-        "max_unread_stream_bytes": "max_stream_buffer_bytes",
-        "max_unread_bytes": "max_send_buffer_bytes",
-    }
-
-    host: Annotated[str, AfterValidator(_host)] = Field(
-        default="127.0.0.1", min_length=1, description="address the HTTP server listens on"
-    )
-    port: int = Field(default=8000, ge=0, le=65535, description="port the HTTP server listens on; 0 picks a free one")
-    drain_timeout_s: float = Field(
-        default=30.0, ge=0, description="how long running requests may go on after Ctrl-C or `ridgeline stop`"
-    )
-    max_request_bytes: Bytes = Field(
-        default=8 * MIB, ge=1024, description="longest request body; longer ones get HTTP 413"
-    )
-    max_grammar_bytes: Bytes = Field(
-        default=64 * 1024,
-        ge=1024,
-        description="largest structured output (schema, choices, regex, grammar) of a request, and 8 times that "
-        "for tools; larger ones get HTTP 400",
-    )
-    trusted_proxies: tuple[Annotated[IPvAnyNetwork, AfterValidator(_proxy_network)], ...] = Field(
-        default=(),
-        description="addresses or networks (10.0.0.0/24) of proxies whose X-Forwarded-For names the client; the "
-        "header of other peers is ignored",
-    )
-    send_timeout_s: float = Field(
-        default=30.0, gt=0, description="a client that reads nothing of its response for this long is disconnected"
-    )
-    max_stream_buffer_bytes: Bytes = Field(
-        default=4 * MIB,
-        ge=64 * 1024,
-        description="send buffer of one stream; the stream ends with an error when its client falls further behind",
-    )
-    max_send_buffer_bytes: Bytes = Field(
-        default=256 * MIB,
-        ge=MIB,
-        description="send buffers of all streams together; above it the largest streams end with an error",
-    )
-    cors_allowed_origins: tuple[Annotated[str, AfterValidator(_origin)], ...] = Field(
-        default=(),
-        description="origins (https://chat.example:8443, or *) of web pages that may call the server from a "
-        "browser; operators' paths stay closed to them",
-    )
 
 
 class RayConfig(Section):
@@ -297,92 +201,6 @@ class TransferConfig(Section):
         default=None,
         description="address for worker traffic: a network (10.0.0.0/16) or an interface (eth1) on which each "
         "node has its own, or one node's address; null: the Ray node's address",
-    )
-
-
-class SloConfig(Section):
-    """How soon tokens are wanted by requests that do not say it. Mode adaptive reads this; other modes accept it."""
-
-    ttft_ms: float | None = Field(
-        default=None,
-        ge=SHORTEST_LIMIT_MS,
-        le=LONGEST_LIMIT_MS,
-        description="TTFT SLO of requests without the header x-ridgeline-ttft-ms; null: none",
-    )
-    tpot_ms: float | None = Field(
-        default=None,
-        ge=SHORTEST_LIMIT_MS,
-        le=LONGEST_LIMIT_MS,
-        description="TPOT SLO of requests without the header x-ridgeline-tpot-ms; null: none",
-    )
-
-    @property
-    def ttft_limit_s(self) -> float | None:
-        """Seconds to the first token; None: no limit."""
-        return None if self.ttft_ms is None else self.ttft_ms / 1e3
-
-    @property
-    def tpot_limit_s(self) -> float | None:
-        """Mean seconds from one token to the next; None: no limit."""
-        return None if self.tpot_ms is None else self.tpot_ms / 1e3
-
-
-class RouterConfig(Section):
-    """What the router accepts and how it splits requests."""
-
-    processes: Annotated[int | Literal["auto"], PlainValidator(_auto_or_routers)] = Field(
-        default="auto",
-        description="router processes; several share one port on a node and one scheduler, which keeps limits and "
-        "fairness over all of them; auto: one on CPUs, two per decoding GPU engine as far as free "
-        "cores allow",
-    )
-    request_deadline_s: float = Field(default=600.0, gt=0, description="longest life of one request")
-    resources: dict[str, Annotated[float, Field(gt=0)]] = Field(
-        default_factory=dict, description="custom Ray resources the router takes, to bind it to a node type"
-    )
-    max_outstanding_requests: int = Field(
-        default=512, ge=1, description="accepted requests at a time; more get HTTP 429"
-    )
-    max_logprobs_per_request: int = Field(
-        default=250_000,
-        ge=0,
-        description="most log-probabilities in one response, prompt log-probabilities included (in a stream only "
-        "those); more get HTTP 400, since encoding this many stops all streams for 0.2 s",
-    )
-    max_client_share: float = Field(
-        default=0.75,
-        gt=0,
-        le=1,
-        description="what one client (API key, else address) may hold of the requests and KV blocks that others leave",
-    )
-    max_prompt_wait_s: float = Field(
-        default=30.0, gt=0, description="longest predicted wait until prefill starts; requests above it get HTTP 429"
-    )
-    prefill_window_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description="most prompt tokens queued at one worker, the others wait in the router; null: two steps (2 x "
-        "max_num_batched_tokens), which is also the minimum",
-    )
-    recovery_timeout_s: float = Field(
-        default=60.0, ge=0, description="how long accepted requests wait for a pool that has lost all of its workers"
-    )
-    ready_deadline_s: float = Field(
-        default=10.0, gt=0, description="how long the two tokens of the health probe of GET /ready may take"
-    )
-    min_remote_prefill_tokens: int = Field(
-        default=0, ge=0, description="shorter prompts are prefilled on the decode worker; metrics count them"
-    )
-    slo: SloConfig = SloConfig()
-    prefix_routing: bool = Field(
-        default=True,
-        description="mode adaptive: count the prompt tokens that each worker is expected to have in its prefix "
-        "cache; false: assume empty caches",
-    )
-    rebalance: RebalanceMode = Field(
-        default="act",
-        description="mode adaptive: act gives workers a preferred phase when that raises goodput, or shortens "
-        "requests without SLOs; advise only logs it; none: every worker does both phases",
     )
 
 

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 import ray
 
-from ridgeline.cluster.config.models import SloConfig
 from ridgeline.cluster.runtime.actors import NodePlace
 from ridgeline.cluster.runtime.autoscale.loop import Autoscaler
 from ridgeline.cluster.runtime.handles.actor import DeploymentFailed, NoPlace
@@ -29,7 +28,7 @@ from ridgeline.cluster.runtime.services import WorkerReady
 from ridgeline.cluster.runtime.supervisor import Say, Supervisor
 from ridgeline.contracts.vocabulary import Pool
 from ridgeline.router.fleet.pairing import KvPair
-from ridgeline.router.settings import PoolHardware
+from ridgeline.router.settings import PoolHardware, SloConfig
 
 __all__ = ["Deployment", "DeploymentFailed", "Row", "deploy"]
 

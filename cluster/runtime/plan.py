@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ridgeline.cluster.config.api_keys import KeyHashes, key_hashes
-from ridgeline.cluster.config.models import MOST_ROUTERS, PoolConfig, RidgelineConfig
+from ridgeline.cluster.config.models import PoolConfig, RidgelineConfig
 from ridgeline.cluster.doctor.checks import resolve_dtype
 from ridgeline.cluster.doctor.facts import read_model_facts
 from ridgeline.cluster.doctor.model_support import model_conflicts
@@ -22,7 +22,7 @@ from ridgeline.engine import passed_args
 from ridgeline.engine.config import EngineConfig, HostSettings
 from ridgeline.kv_transfer.options import TransferOptions
 from ridgeline.roofline.quantisation import multiplies_in_fp8
-from ridgeline.router.settings import RouterSettings
+from ridgeline.router.settings import MOST_ROUTERS, RouterSettings
 
 TEXT_ONLY: Final[dict[str, Any]] = {"language_model_only": True}
 """Images are refused, so that engines of models that could see need not load what sees. Others ignore it."""
@@ -83,45 +83,26 @@ class Plan:
         """Return the settings of the router process."""
         config = self.config
         return RouterSettings(
+            router=config.router,
+            server=config.server,
             model_path=str(self.model_path),
             served_name=self.served_name,
             dtype=self.dtype,
             max_model_len_tokens=config.model.max_model_len_tokens,
-            host=config.server.host,
-            port=config.server.port,
             mode=config.mode,
             block_size_tokens=config.model.block_size_tokens,
             routers=self.routers,
-            request_deadline_s=config.router.request_deadline_s,
-            max_outstanding_requests=config.router.max_outstanding_requests,
             overlap=config.transfer.overlap,
-            min_remote_prefill_tokens=config.router.min_remote_prefill_tokens,
             roles=self.roles.by_mode,
             roles_of_new=self.roles.of_new,
             why_not=self.roles.why_not,
             prefill_window_tokens={name: config.window_tokens(name) for name in config.all_pools()},
-            max_prompt_wait_s=config.router.max_prompt_wait_s,
-            max_logprobs_per_request=config.router.max_logprobs_per_request,
-            max_client_share=config.router.max_client_share,
-            recovery_timeout_s=config.router.recovery_timeout_s,
-            ready_deadline_s=config.router.ready_deadline_s,
-            ttft_limit_s=config.router.slo.ttft_limit_s,
-            tpot_limit_s=config.router.slo.tpot_limit_s,
-            rebalance=config.router.rebalance,
-            prefix_routing=config.router.prefix_routing,
             engine_args=passed_args.for_the_router(self.engine_args),
             server_args=self.server_args,
             stall_timeout_s=config.supervision.stall_timeout_s,
-            max_request_bytes=config.server.max_request_bytes,
-            max_grammar_bytes=config.server.max_grammar_bytes,
-            send_timeout_s=config.server.send_timeout_s,
-            max_stream_buffer_bytes=config.server.max_stream_buffer_bytes,
-            max_send_buffer_bytes=config.server.max_send_buffer_bytes,
             api_key_hashes=self.keys.clients,
             admin_key_hashes=self.keys.admins,
             metrics_key_hashes=self.keys.metrics,
-            trusted_proxies=config.server.trusted_proxies,
-            cors_allowed_origins=config.server.cors_allowed_origins,
             tls=config.security.tls.files(),
         )
 

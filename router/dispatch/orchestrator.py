@@ -65,7 +65,7 @@ class Orchestrator:
     @property
     def hashed_block_tokens(self) -> int:
         """Tokens in a block of a prompt that is hashed; 0 if nobody asks for hashes: only mode adaptive does."""
-        asked = self._settings.prefix_routing and self._fleet.mode == "adaptive"
+        asked = self._settings.router.prefix_routing and self._fleet.mode == "adaptive"
         return self._settings.block_size_tokens if asked else 0
 
     async def run(self, request: SequenceRequest, emit: Emit) -> None:
@@ -87,7 +87,8 @@ class Orchestrator:
             tpot_limit_s=wish.demand.tpot_limit_s,
         )
         outcome: Outcome = "failed"
-        limit_s = min(request.timeout_s or self._settings.request_deadline_s, self._settings.request_deadline_s)
+        deadline_s = self._settings.router.request_deadline_s
+        limit_s = min(request.timeout_s or deadline_s, deadline_s)
         progress = RequestProgress(emit, timeline, metrics)
         self.in_flight += not request.probe
         try:

@@ -110,8 +110,8 @@ class Admission:
         self._looks: dict[tuple[Pool, Pool], tuple[float, _Workers]] = {}
         """The last look at the workers that answer and that compute a prompt, and when it was."""
         self.state: AdmissionState = "not_ready"
-        self._limits = settings
-        self._min_remote_prefill_tokens = settings.min_remote_prefill_tokens
+        self._limits = settings.router
+        self._min_remote_prefill_tokens = settings.router.min_remote_prefill_tokens
         self._queues = queues
         self._fleet = fleet
         self._metrics = metrics

@@ -11,7 +11,7 @@ from http import HTTPStatus
 from typing import Literal
 
 from ridgeline.contracts.vocabulary import Pool
-from ridgeline.router.settings import RouterSettings
+from ridgeline.router.settings import RouterConfig
 
 AdmissionState = Literal["not_ready", "open", "draining"]
 LONGEST_RETRY_AFTER_S = 60
@@ -76,7 +76,7 @@ class Snapshot:
     """Seconds that this client's next prompt, or the last of its n, would wait to start; None until measured."""
 
 
-def decide(ask: Ask, now: Snapshot, limits: RouterSettings) -> None:
+def decide(ask: Ask, now: Snapshot, limits: RouterConfig) -> None:
     """Return if the request fits; otherwise raise Refused."""
     _refuse_unless_open(now)
     _refuse_what_never_fits(ask, now, limits)
@@ -96,7 +96,7 @@ def _refuse_unless_open(now: Snapshot) -> None:
         raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, "not_ready", "the workers are not ready yet")
 
 
-def _refuse_what_never_fits(ask: Ask, now: Snapshot, limits: RouterSettings) -> None:
+def _refuse_what_never_fits(ask: Ask, now: Snapshot, limits: RouterConfig) -> None:
     if ask.sequences > limits.max_outstanding_requests:
         raise Refused(
             HTTPStatus.BAD_REQUEST,
@@ -153,7 +153,7 @@ def _refuse_what_no_worker_holds(ask: Ask, now: Snapshot) -> None:
         )
 
 
-def _refuse_what_is_too_much_now(ask: Ask, now: Snapshot, limits: RouterSettings) -> None:
+def _refuse_what_is_too_much_now(ask: Ask, now: Snapshot, limits: RouterConfig) -> None:
     excess = now.sequences + ask.sequences - limits.max_outstanding_requests
     if excess > 0:
         raise _overload(
@@ -180,7 +180,7 @@ def _refuse_what_is_too_much_now(ask: Ask, now: Snapshot, limits: RouterSettings
     refuse_beyond_the_clients_share(ask, now, limits)
 
 
-def refuse_beyond_the_clients_share(ask: Ask, now: Snapshot, limits: RouterSettings) -> None:
+def refuse_beyond_the_clients_share(ask: Ask, now: Snapshot, limits: RouterConfig) -> None:
     """Limit a client to its share of what the others leave, so that any other client finds room.
 
     One sequence is accepted whatever it takes, if its client has no other.
@@ -218,7 +218,7 @@ def refuse_beyond_the_clients_share(ask: Ask, now: Snapshot, limits: RouterSetti
         )
 
 
-def share_of(whole: int, limits: RouterSettings) -> int:
+def share_of(whole: int, limits: RouterConfig) -> int:
     """Return how much of `whole` one client may hold."""
     return max(1, int(limits.max_client_share * whole))
 

@@ -141,8 +141,8 @@ class LocalPlacement:
         self._fleet = fleet
         self._queues = queues
         self._learned = learned or Learned(settings.block_size_tokens)
-        self._min_remote_prefill_tokens = settings.min_remote_prefill_tokens
-        self._recovery_timeout_s = settings.recovery_timeout_s
+        self._min_remote_prefill_tokens = settings.router.min_remote_prefill_tokens
+        self._recovery_timeout_s = settings.router.recovery_timeout_s
 
     def forget_prefixes(self) -> None:
         """Forget which worker has which prompts."""

@@ -503,7 +503,7 @@ class PromptQueue:
 def _chooser(pool: Pool, fleet: Fleet, settings: RouterSettings, learned: Learned) -> Chooser:
     if pool != "adaptive":
         return ByScore(pool)
-    return ByPrediction(pool, partial(fleet.pool, pool), learned, settings.min_remote_prefill_tokens)
+    return ByPrediction(pool, partial(fleet.pool, pool), learned, settings.router.min_remote_prefill_tokens)
 
 
 def prompt_queues(fleet: Fleet, settings: RouterSettings, learned: Learned | None = None) -> dict[Pool, PromptQueue]:
@@ -522,7 +522,7 @@ def prompt_queues(fleet: Fleet, settings: RouterSettings, learned: Learned | Non
             pool,
             partial(fleet.pool, pool),
             settings.prefill_window_tokens[pool],
-            settings.recovery_timeout_s,
+            settings.router.recovery_timeout_s,
             slots,
             has_substitute=partial(another_serves, pool),
             chooser=_chooser(pool, fleet, settings, learned),

@@ -54,7 +54,7 @@ def layers(settings: RouterSettings, gates: Gates) -> tuple[Layer, ...]:
     return (
         WithContext,
         AnthropicErrors,
-        partial(Cors, allowed_origins=settings.cors_allowed_origins),
+        partial(Cors, allowed_origins=settings.server.cors_allowed_origins),
         partial(KeyGuard, access=_access(settings)),
         partial(Ingress, settings=settings, gates=gates),
         app_gaps.EndedStreams,
@@ -88,7 +88,7 @@ async def build_app(
     left_streams.install()
     keep_alive.install()
     await init_app_state(client, app.state, args, SUPPORTED_TASKS)
-    request_fields.install(app.state, gates.most_sequences, settings.max_grammar_bytes)
+    request_fields.install(app.state, gates.most_sequences, settings.server.max_grammar_bytes)
     app_gaps.name_settings(app.state)
     cut_off_calls.install(app.state)
     messages.install(app.state)
@@ -108,9 +108,9 @@ def _access(settings: RouterSettings) -> Access:
         key_hashes=settings.api_key_hashes,
         admin=AdminAccess(
             key_hashes=settings.admin_key_hashes,
-            clients_are_remote=bool(settings.api_key_hashes or settings.trusted_proxies),
+            clients_are_remote=bool(settings.api_key_hashes or settings.server.trusted_proxies),
         ),
-        addresses=AddressClients(settings.trusted_proxies),
+        addresses=AddressClients(settings.server.trusted_proxies),
     )
 
 

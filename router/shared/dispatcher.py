@@ -71,7 +71,7 @@ class Dispatcher:
             stall_timeout_s=settings.stall_timeout_s,
             roles=role_table(settings),
         )
-        learned = Learned(settings.block_size_tokens, settings.rebalance)
+        learned = Learned(settings.block_size_tokens, settings.router.rebalance)
         self._queues = prompt_queues(self._fleet, settings, learned)
         self._placement = LocalPlacement(self._fleet, self._queues, settings, learned)
         self._modes = Modes(self._fleet, self._queues)

@@ -52,8 +52,8 @@ class SharedPlacement:
     def __init__(self, fleet: Fleet, link: Link, settings: RouterSettings) -> None:
         self._fleet = fleet
         self._link = link
-        self._min_remote_prefill_tokens = settings.min_remote_prefill_tokens
-        self._recovery_timeout_s = settings.recovery_timeout_s
+        self._min_remote_prefill_tokens = settings.router.min_remote_prefill_tokens
+        self._recovery_timeout_s = settings.router.recovery_timeout_s
         self._numbers = count(1)
         self._wishes: dict[int, _Wished] = {}
         self.placed_on: AbstractSet[str] = frozenset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, get_args
 
 from ridgeline.contracts.handoff import KvHandoff, KvLayout
@@ -10,7 +11,7 @@ from ridgeline.contracts.vocabulary import Pool
 from ridgeline.contracts.workers import WorkerDescription
 from ridgeline.engine.config import EngineConfig
 from ridgeline.kv_transfer.options import TransferOptions
-from ridgeline.router.settings import RouterSettings
+from ridgeline.router.settings import RouterConfig, RouterSettings, ServerConfig, SloConfig
 
 
 def kv_layout(**changes: Any) -> KvLayout:
@@ -49,37 +50,46 @@ def worker_description(**changes: Any) -> WorkerDescription:
     return WorkerDescription(**(fields | changes))
 
 
-def router_settings(**changes: Any) -> RouterSettings:
-    """Return the settings of a disaggregated router on a free loopback port, with `changes`."""
-    fields = {
-        "model_path": "m",
-        "served_name": "m",
-        "dtype": "bfloat16",
-        "max_model_len_tokens": 4096,
-        "host": "127.0.0.1",
-        "port": 0,
-        "mode": "disaggregated",
-        "request_deadline_s": 30.0,
-        "max_outstanding_requests": 10,
-        "min_remote_prefill_tokens": 0,
-        "overlap": True,
-        "prefill_window_tokens": dict.fromkeys(get_args(Pool), 1024),
-        "max_prompt_wait_s": 30.0,
-        "recovery_timeout_s": 10.0,
-        "ready_deadline_s": 5.0,
-        "block_size_tokens": 32,
-        "max_logprobs_per_request": 250_000,
-        "max_client_share": 1.0,
-        "send_timeout_s": 30.0,
-        "max_stream_buffer_bytes": 4 << 20,
-        "max_send_buffer_bytes": 256 << 20,
-        "max_grammar_bytes": 64 << 10,
-        "max_request_bytes": 8 << 20,
-        "stall_timeout_s": 60.0,
-        "rebalance": "none",
-        "prefix_routing": True,
+def router_settings(settings: RouterSettings | None = None, **changes: Any) -> RouterSettings:
+    """Return `settings`, or those of a disaggregated router on a free loopback port, with `changes`.
+
+    A change is a field of the settings themselves, or of their section `router`, `server` or `router.slo`.
+    """
+    settings = settings or RouterSettings(
+        router=RouterConfig(
+            request_deadline_s=30.0,
+            max_outstanding_requests=10,
+            recovery_timeout_s=10.0,
+            ready_deadline_s=5.0,
+            max_client_share=1.0,
+            rebalance="none",
+        ),
+        server=ServerConfig(port=0),
+        model_path="m",
+        served_name="m",
+        dtype="bfloat16",
+        max_model_len_tokens=4096,
+        mode="disaggregated",
+        overlap=True,
+        prefill_window_tokens=dict.fromkeys(get_args(Pool), 1024),
+        block_size_tokens=32,
+        stall_timeout_s=60.0,
+    )
+    own, router, server, slo = (
+        {name: changes.pop(name) for name in names if name in changes}
+        for names in (
+            {field.name for field in dataclasses.fields(RouterSettings)},
+            *({*section.model_fields} for section in (RouterConfig, ServerConfig, SloConfig)),
+        )
+    )
+    assert not changes, f"no such settings: {', '.join(changes)}"
+    if slo:
+        router["slo"] = settings.router.slo.model_copy(update=slo)
+    sections = {
+        "router": settings.router.model_copy(update=router),
+        "server": settings.server.model_copy(update=server),
     }
-    return RouterSettings(**(fields | changes))
+    return dataclasses.replace(settings, **(sections | own))
 
 
 LAYOUT = kv_layout(model="fake")

@@ -182,11 +182,12 @@ class RouterHandle(RoutingHandle):
     @property
     def port(self) -> int:
         """The port on which it serves."""
-        return self._settings.port
+        return self._settings.server.port
 
     def join(self, port: int) -> None:
         """Serve on the port that another router of the deployment has."""
-        self._settings = replace(self._settings, port=port)
+        server = self._settings.server.model_copy(update={"port": port})
+        self._settings = replace(self._settings, server=server)
         self._joins_port = True
 
     async def serve(self, addresses: list[str], hardware: dict[Pool, PoolHardware], *, some: bool = False) -> str:
@@ -194,10 +195,9 @@ class RouterHandle(RoutingHandle):
         self._hardware = hardware
         shared = None
         if self._dispatcher is not None:
-            shared = SharedWith(self._dispatcher.address, self._settings.port, joins_port=self._joins_port)
+            shared = SharedWith(self._dispatcher.address, self.port, joins_port=self._joins_port)
         url = str(await self.call("serve", addresses, hardware, shared, some))
-        self._settings = replace(self._settings, port=urlsplit(url).port or self._settings.port)
-        self._joins_port = True
+        self.join(urlsplit(url).port or self.port)
         return reachable(url, LOOPBACK if self._place is None else self._place.host)
 
     async def start_again(self, addresses: list[str]) -> None:

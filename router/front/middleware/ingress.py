@@ -61,7 +61,7 @@ class Ingress:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        body = _Body(scope, receive, self._settings.max_request_bytes)
+        body = _Body(scope, receive, self._settings.server.max_request_bytes)
         async with AsyncExitStack() as held:
             try:
                 await self._take_in(scope, body, held)
@@ -77,7 +77,7 @@ class Ingress:
         settings, gates, context = self._settings, self._gates, current()
         body.check_length()
         check_headers(scope["headers"])
-        note_limits(scope["headers"], settings.ttft_limit_s, settings.tpot_limit_s)
+        note_limits(scope["headers"], settings.router.slo.ttft_limit_s, settings.router.slo.tpot_limit_s)
         if not body.expected:
             return
         if scope["path"] in GENERATING:

@@ -9,11 +9,12 @@ import pytest
 from rich.console import Console
 
 from ridgeline.cluster.commands.serve import StopSignals, _drain, _run
-from ridgeline.cluster.config.models import RidgelineConfig, SloConfig
+from ridgeline.cluster.config.models import RidgelineConfig
 from ridgeline.cluster.deployments.names import Place, State
 from ridgeline.cluster.runtime.deployment import DRAIN_ANSWER_S, Deployment, limits_too_short
 from ridgeline.cluster.runtime.handles.actor import ActorGone, DeploymentFailed
 from ridgeline.router.fleet.pairing import KvPair
+from ridgeline.router.settings import SloConfig
 from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
 
 

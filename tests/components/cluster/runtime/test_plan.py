@@ -164,8 +164,8 @@ def planned(monkeypatch, tmp_path):
 
 def test_the_routers_limits_of_ttft_and_tpot_are_seconds_and_none_unless_configured(planned):
     usual, strict = planned().router_settings(), planned(router__slo__ttft_ms="1500").router_settings()
-    assert (usual.ttft_limit_s, usual.tpot_limit_s) == (None, None)
-    assert (strict.ttft_limit_s, strict.tpot_limit_s) == (1.5, None)
+    assert (usual.router.slo.ttft_limit_s, usual.router.slo.tpot_limit_s) == (None, None)
+    assert (strict.router.slo.ttft_limit_s, strict.router.slo.tpot_limit_s) == (1.5, None)
 
 
 def test_every_worker_of_the_mode_is_planned_and_no_other(planned):
@@ -311,20 +311,11 @@ def test_the_router_is_told_its_limits_and_the_name_clients_use(planned):
         server__port="1234",
         router__min_remote_prefill_tokens="99",
         router__max_outstanding_requests="5",
-        router__request_deadline_s="8",
-        transfer__fetch_deadline_s="8",
         router__prefill_window_tokens="3000",
-        router__max_prompt_wait_s="7",
-        router__recovery_timeout_s="6",
-        router__ready_deadline_s="4",
     ).router_settings()
-    assert (router.served_name, router.port, router.mode) == ("mine", 1234, "disaggregated")
-    assert (router.min_remote_prefill_tokens, router.max_outstanding_requests, router.request_deadline_s) == (99, 5, 8)
-    assert (router.prefill_window_tokens, router.max_prompt_wait_s) == (
-        dict.fromkeys(("prefill", "decode", "colocated", "adaptive"), 3000),
-        7,
-    )
-    assert (router.recovery_timeout_s, router.ready_deadline_s) == (6, 4)
+    assert (router.served_name, router.server.port, router.mode) == ("mine", 1234, "disaggregated")
+    assert (router.router.min_remote_prefill_tokens, router.router.max_outstanding_requests) == (99, 5)
+    assert router.prefill_window_tokens == dict.fromkeys(("prefill", "decode", "colocated", "adaptive"), 3000)
     assert planned().router_settings().served_name == "smollm2-135m"
 
 

@@ -56,7 +56,7 @@ class Serving:
             engine._stepping = "manual"
         self.fleet = fleet
         settings = router_settings(**overrides)
-        self.learned = learned = Learned(32, settings.rebalance)
+        self.learned = learned = Learned(32, settings.router.rebalance)
         self.queues = prompt_queues(fleet, settings, learned)
         self.registry = CollectorRegistry()
         self.placement = placement = LocalPlacement(fleet, self.queues, settings, learned)

@@ -36,7 +36,7 @@ IDLE = Snapshot(
     blocks_per_s=0.0,
     prompt_wait_s=None,
 )
-LIMITS = router_settings(max_outstanding_requests=10, max_prompt_wait_s=30.0)
+LIMITS = router_settings(max_outstanding_requests=10, max_prompt_wait_s=30.0).router
 SMALL = Ask(1, 64, 16)
 
 
@@ -121,7 +121,7 @@ def test_every_sequence_of_a_request_counts():
 
 # --- one client beside others
 
-SHARED = replace(LIMITS, max_client_share=0.75)
+SHARED = LIMITS.model_copy(update={"max_client_share": 0.75})
 
 
 def test_one_client_alone_may_have_most_and_the_rest_is_for_those_who_come():
@@ -235,7 +235,7 @@ class Router:
         self.bench = Bench(**{"prefill": [FOREVER], "decode": [FOREVER]} | bench)
         self.clock = FakeClock()
         self.registry = CollectorRegistry()
-        settings = replace(self.bench.settings, recovery_timeout_s=60.0, max_client_share=share)
+        settings = router_settings(self.bench.settings, recovery_timeout_s=60.0, max_client_share=share)
         self.queues = prompt_queues(self.bench.fleet, settings)
         metrics = RequestMetrics(self.registry)
         self.admission = Admission(

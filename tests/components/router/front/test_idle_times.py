@@ -96,7 +96,7 @@ async def test_a_router_measures_with_requests_through_both_pools_and_only_if_it
 
     assert await told() == []
     assert bench.client("prefill").tasks == []
-    (sentence,) = await told(ttft_limit_s=1e-9)
+    (sentence,) = await told(ttft_ms=1e-6)
     assert sentence.startswith("router.slo.ttft_ms is 1e-06, which nothing can keep here")
     assert [len(bench.client(name).tasks) for name in ("prefill", "decode")] == [3, 3]
     bench.assert_idle()

@@ -175,7 +175,7 @@ async def test_streams_go_on_without_a_dispatcher_and_the_next_one_learns_which_
 async def test_a_prompt_that_no_dispatcher_takes_ends_with_a_sentence():
     async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started:
         addresses = [host.address for host in started]
-        settings = replace(SETTINGS, recovery_timeout_s=0.5)
+        settings = router_settings(SETTINGS, recovery_timeout_s=0.5)
         async with a_dispatcher(addresses, settings) as (dispatcher, at), routers(1, addresses, at, settings) as (one,):
             await dispatcher.stop()
             _, request = one.ask()
@@ -202,7 +202,7 @@ async def test_admission_counts_what_the_other_router_has_accepted():
 async def test_a_clients_share_counts_at_all_routers_together():
     async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started:
         addresses = [host.address for host in started]
-        settings = replace(SETTINGS, max_client_share=0.5)
+        settings = router_settings(SETTINGS, max_client_share=0.5)
         async with a_dispatcher(addresses, settings) as (_, at), routers(2, addresses, at, settings) as pair:
             tickets = [pair[0].admission.admit("a", Ask(1, 8, 8)) for _ in range(5)]
             await eventually(lambda: "a" in pair[1].admission.others.of_client)

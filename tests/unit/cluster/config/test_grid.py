@@ -4,7 +4,8 @@ import pytest
 
 from ridgeline.cluster.config.grid import both_variants, read_grid
 from ridgeline.cluster.config.loader import ConfigError
-from ridgeline.cluster.config.models import MIB, RidgelineConfig
+from ridgeline.cluster.config.models import RidgelineConfig
+from ridgeline.contracts.section import MIB
 
 
 def _read(tmp_path, text: str, **base):

@@ -119,7 +119,7 @@ async def sequences(model, monkeypatch):
 
     monkeypatch.setattr(Orchestrator, "run", noted)
     engines = (FakeEngine("prefill"), FakeEngine("decode"))
-    async with serving(model, engines, tpot_limit_s=0.25) as (http, *_):
+    async with serving(model, engines, tpot_ms=250.0) as (http, *_):
         begun.clear()
         yield http, begun
 

@@ -1,11 +1,24 @@
-"""What all sections of the configuration have in common."""
+"""What all sections of the configuration have in common, in whichever package they are defined."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, TypeAdapter, model_validator
 
 from ridgeline.contracts.former_names import warn_of_former_name
+
+GIB = 1024**3
+MIB = 1024**2
+
+_byte_size: TypeAdapter[ByteSize] = TypeAdapter(ByteSize)
+
+
+def _parse_bytes(value: Any) -> Any:
+    return int(_byte_size.validate_python(value)) if isinstance(value, str) else value
+
+
+Bytes = Annotated[int, BeforeValidator(_parse_bytes)]
+"""A number of bytes; text such as `1 GiB` or `500 MB` is accepted too."""
 
 
 class Section(BaseModel):
