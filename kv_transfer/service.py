@@ -28,7 +28,8 @@ from ridgeline.kv_transfer.memory.blocks import BlockPool
 from ridgeline.kv_transfer.memory.device import OnLost
 from ridgeline.kv_transfer.memory.shared import SharedOffer
 from ridgeline.kv_transfer.options import TransferOptions
-from ridgeline.kv_transfer.transports import Exports, RankCache, exports, make_transport
+from ridgeline.kv_transfer.transports import Exports, exports, make_transport
+from ridgeline.prefill_worker.kv_source.block_server import RankCache
 from ridgeline.prefill_worker.kv_source.lease import LeaseTable
 
 log = logging.getLogger(__name__)
@@ -71,18 +72,12 @@ class TransferService:
         """
         self._pool = BlockPool.from_layer_tensors(list(layers.values()), on_lost)
         check_layout(self._pool, layout)
-        self._layout = layout
         self._lease_s = options.lease_s
         self._board = CompletionBoard(on_news)
-        self._leases = LeaseTable(on_finished=self._board.wake)
+        self.leases = LeaseTable(on_finished=self._board.wake)
+        """Our hand-offs: the step loop extends and revokes them here; `publish` is the service's."""
         self._exports: Exports | None = exports(list(layers.values()), shared, options.transport)
-        cache = RankCache(
-            pool=self._pool,
-            leases=self._leases,
-            layout=layout,
-            rank=rank,
-            offers=self._exports.offers,
-        )
+        cache = RankCache(self._pool, self.leases, layout, rank, self._exports.offers)
         self._source, self._fetcher = make_transport(cache, options)
         self._heartbeats = Heartbeats(self._fetcher)
         self._fetches: dict[str, asyncio.Task[TransferResult]] = {}
@@ -120,31 +115,7 @@ class TransferService:
     ) -> None:
         """Offer finished blocks; `poll().sent` names the request when they may be freed."""
         mark("published")
-        self._leases.publish(handoff_id, request_id, block_ids, num_tokens, self._lease_s, first_token)
-
-    def extend(self, request_id: str, handoff_id: str, block_ids: Sequence[int]) -> None:
-        """Offer the blocks that a running prefill has made final so far; call `publish` or `revoke` later."""
-        self._leases.extend(handoff_id, request_id, block_ids)
-
-    def begin_last_step(self, handoff_ids: Mapping[str, Sequence[int]]) -> None:
-        """Call before every step with the hand-offs whose prompt this step completes: {hand-off id: all block ids}."""
-        self._leases.begin_last_step(handoff_ids)
-
-    def end_layer(self, final_layers: int) -> None:
-        """Record that the running step has written this many layers of the cache."""
-        self._leases.end_layer(final_layers)
-
-    def revoke(self, handoff_id: str) -> None:
-        """Fail all readers of a partial hand-off, because its blocks are about to be overwritten."""
-        self._leases.revoke(handoff_id)
-
-    def release_own(self, handoff_id: str) -> None:
-        """Release a hand-off of this engine that nobody else will release; it may be called before `publish`."""
-        self._leases.release(handoff_id, by="its own worker")
-
-    def stale_handoffs(self) -> list[str]:
-        """Describe our hand-offs that have waited long for their release: at most a few sentences, usually none."""
-        return self._leases.stale_handoffs()
+        self.leases.publish(handoff_id, request_id, block_ids, num_tokens, self._lease_s, first_token)
 
     def watch(self, handoff: KvHandoff) -> None:
         """Keep a lease alive until its fetch ends or until `release`, for a hand-off whose load has not begun."""
@@ -180,8 +151,8 @@ class TransferService:
     def poll(self) -> Completed:
         """Return what has finished since the last call."""
         self._board.clear_news()
-        self._leases.expire()
-        return self._board.take(self._leases.take_finished())
+        self.leases.expire()
+        return self._board.take(self.leases.take_finished())
 
     def arrived(self) -> dict[str, TransferResult]:
         """Return only the fetches that have succeeded since the last call or `poll`, which names them no more."""
@@ -193,7 +164,7 @@ class TransferService:
 
     def stats(self) -> TransferStats:
         """Return counts since the start, and what is open now."""
-        leases = self._leases.stats()
+        leases = self.leases.stats()
         active_fetches, bytes_received_total, fetches_total = self._board.totals()
         return TransferStats(
             open_leases=leases.open_leases,
@@ -285,7 +256,7 @@ class TransferService:
     async def _expire_forever(self) -> None:
         while True:
             await asyncio.sleep(EXPIRY_CHECK_S)
-            self._leases.expire()
+            self.leases.expire()
 
     async def _shut_down(self) -> None:
         fetches = list(self._fetches.values())

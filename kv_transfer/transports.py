@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import torch
 
-from ridgeline.contracts.handoff import KvLayout
 from ridgeline.decode_worker.kv_fetch.fetcher import KvFetcher
 from ridgeline.decode_worker.kv_fetch.grpc_puller import GrpcPuller
 from ridgeline.decode_worker.kv_fetch.ipc_puller import IpcPuller
@@ -22,7 +21,6 @@ from ridgeline.kv_transfer.collective.source import CollectiveSource
 from ridgeline.kv_transfer.control import GrpcControl
 from ridgeline.kv_transfer.faults import FaultPlan, FaultyPuller
 from ridgeline.kv_transfer.interfaces import UNSUPPORTED, Puller
-from ridgeline.kv_transfer.memory.blocks import BlockPool
 from ridgeline.kv_transfer.memory.ipc import CannotExport, IpcExport, export, export_shared
 from ridgeline.kv_transfer.memory.shared import SharedOffer
 from ridgeline.kv_transfer.names import TRANSPORT_NAMES, TransportName
@@ -31,21 +29,8 @@ from ridgeline.kv_transfer.nixl.puller import NixlPuller
 from ridgeline.kv_transfer.nixl.source import NixlSource
 from ridgeline.kv_transfer.options import TransferOptions
 from ridgeline.kv_transfer.wire.frames import largest_frame_bytes
+from ridgeline.prefill_worker.kv_source.block_server import RankCache
 from ridgeline.prefill_worker.kv_source.grpc_source import GrpcKvSource, SourceExtension
-from ridgeline.prefill_worker.kv_source.lease import LeaseTable
-
-
-@dataclass(frozen=True, slots=True)
-class RankCache:
-    """The KV cache of one rank, which is what a transport's two ends work on."""
-
-    pool: BlockPool
-    leases: LeaseTable
-    layout: KvLayout
-    rank: int = 0
-    """Which tensor parallel rank this is."""
-    offers: Mapping[str, dict[str, Any]] = field(default_factory=dict)
-    """By transport, how peers reach its memory directly; see `exports`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,16 +103,7 @@ def make_transport(cache: RankCache, options: TransferOptions) -> tuple[GrpcKvSo
         served, puller = _nixl(cache, control)
         extensions.append(served)
         pullers.append(puller)
-    source = GrpcKvSource(
-        cache.pool,
-        cache.leases,
-        cache.layout,
-        options.host,
-        options.port,
-        cache.offers,
-        extensions=extensions,
-        tls=options.tls,
-    )
+    source = GrpcKvSource(cache, options, extensions)
     if options.faults:
         plan = FaultPlan.parse(options.faults)
         pullers = [FaultyPuller(puller, plan) for puller in pullers]

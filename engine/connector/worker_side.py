@@ -125,7 +125,7 @@ class WorkerSide:
     def release_own(self, handoff_ids: Sequence[str]) -> None:
         """Free the blocks of this engine's hand-offs that no router will release."""
         for handoff_id in handoff_ids:
-            self._service.release_own(handoff_id)
+            self._service.leases.release(handoff_id, by="its own worker")
 
     @property
     def endpoint(self) -> Endpoint:
@@ -143,10 +143,10 @@ class WorkerSide:
             return
         instructions.applied = True
         for handoff_id in instructions.revoke:
-            self._service.revoke(handoff_id)
+            self._service.leases.revoke(handoff_id)
         for extend in instructions.extend:
-            self._service.extend(extend.request_id, extend.handoff_id, extend.block_ids)
-        self._service.begin_last_step(instructions.last_step if self._writes_at_once else {})
+            self._service.leases.extend(extend.handoff_id, extend.request_id, extend.block_ids)
+        self._service.leases.begin_last_step(instructions.last_step if self._writes_at_once else {})
         for publish in instructions.publish:
             self.publish(publish)
         for handoff in instructions.watch:
@@ -168,7 +168,7 @@ class WorkerSide:
 
     def save_kv_layer(self, layer_name: str) -> None:
         """Report that the running step has written this layer; on a GPU this has no effect."""
-        self._service.end_layer(self._layers[layer_name])
+        self._service.leases.end_layer(self._layers[layer_name])
 
     def get_transfer_results(self, *, may_wait: bool) -> KVConnectorTransferResults:
         """Return what ended since the last call, each id exactly once; `may_wait` a little for something to end."""
@@ -196,7 +196,7 @@ class WorkerSide:
         """Return gauges and counters of the transfer service."""
         stats = self._service.stats().since(self._after_warm_up)
         data: dict[str, Any] = {
-            STALE_HANDOFFS: self._service.stale_handoffs(),
+            STALE_HANDOFFS: self._service.leases.stale_handoffs(),
             "open_leases": stats.open_leases,
             "pinned_blocks": stats.pinned_blocks,
             "expired_leases_total": stats.expired_leases_total,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ridgeline.contracts import errors
@@ -18,7 +18,7 @@ from ridgeline.kv_transfer.interfaces import FetchRequest, SourceDescription
 from ridgeline.kv_transfer.memory.blocks import BlockPool
 from ridgeline.kv_transfer.wire import frames
 from ridgeline.kv_transfer.wire.codec import Codec, make_codec
-from ridgeline.prefill_worker.kv_source.lease import LeaseRead, LeaseTable
+from ridgeline.prefill_worker.kv_source.lease import Lease, LeaseTable
 
 PUBLISH_WAIT_S: Final = 1.0
 """How long a fetch may wait for a hand-off that is announced but not yet published."""
@@ -58,12 +58,13 @@ class Segment:
 class BlockRead:
     """One request in progress: its blocks stay readable until the read ends."""
 
-    def __init__(self, request: FetchRequest, lease: LeaseRead, pool: BlockPool, codec: Codec) -> None:
+    def __init__(self, request: FetchRequest, leases: LeaseTable, lease: Lease, pool: BlockPool, codec: Codec) -> None:
         self.pool = pool
         """The pool narrowed to the part of each block that was asked for."""
         self.codec = codec
         """The encoding that the fetcher asked for; without effect where blocks are not put in frames."""
         self._request = request
+        self._leases = leases
         self._lease = lease
 
     def segments(self, wanted: Wanted = lambda: True, *, by_layer: bool = False) -> Iterator[Segment]:
@@ -76,7 +77,8 @@ class BlockRead:
         first, stop = self._request.first_block, self._request.first_block + self._request.num_blocks
         sent = first
         while wanted():
-            blocks = self._lease.wait(sent, _WAIT_SLICE_S, stop if by_layer and sent < stop else None)
+            in_last_step = stop if by_layer and sent < stop else None
+            blocks = self._leases.wait_blocks(self._lease, sent, _WAIT_SLICE_S, in_last_step)
             if blocks.complete and len(blocks.block_ids) < stop:
                 raise errors.TransferFailed(errors.BAD_REQUEST, f"blocks {first} to {stop} of {len(blocks.block_ids)}")
             ready = min(stop, len(blocks.block_ids))
@@ -92,28 +94,33 @@ class BlockRead:
                 sent = stop
 
     def _wait_layer(self, layer: int, wanted: Wanted) -> None:
-        while not self._lease.wait_layer(layer, _WAIT_SLICE_S):
+        while not self._leases.wait_layer(self._lease, layer, _WAIT_SLICE_S):
             if not wanted():
                 raise errors.TransferCancelled(errors.CANCELLED, "the peer went away while prefill computed")
+
+
+@dataclass(frozen=True, slots=True)
+class RankCache:
+    """The KV cache of one rank, which is what a transport's two ends work on."""
+
+    pool: BlockPool
+    leases: LeaseTable
+    layout: KvLayout
+    rank: int = 0
+    """Which tensor parallel rank this is."""
+    offers: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    """By transport, how peers reach its memory directly; see `ridgeline.kv_transfer.transports.exports`."""
 
 
 class BlockServer:
     """The part of a source that is the same for all transports."""
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        leases: LeaseTable,
-        layout: KvLayout,
-        offers: Mapping[str, dict[str, Any]] | None = None,
-        publish_wait_s: float = PUBLISH_WAIT_S,
-    ) -> None:
+    def __init__(self, cache: RankCache, offers: Mapping[str, dict[str, Any]]) -> None:
+        """`offers` are made beside those of the cache."""
         self.incarnation = new_handoff_id()
-        self._pool = pool
-        self._leases = leases
-        self._layout = layout
-        self._offers = dict(offers or {})
-        self._publish_wait_s = publish_wait_s
+        self._cache = cache
+        self._offers = {**cache.offers, **offers}
+        self._publish_wait_s = PUBLISH_WAIT_S
         self._counter_lock = threading.Lock()
         self._bytes_sent_total = 0
 
@@ -133,19 +140,19 @@ class BlockServer:
 
         Raises a HandoffError that says what is wrong with the request or the hand-off.
         """
-        mismatch = explain_mismatch(self._layout, request.layout)
+        mismatch = explain_mismatch(self._cache.layout, request.layout)
         if mismatch is not None:
             raise errors.LayoutMismatch(errors.LAYOUT_MISMATCH, mismatch)
         try:
-            pool = self._pool.part(request.part_start, request.part_bytes)
-            codec = make_codec(request.wire_dtype, self._layout, request.part_bytes)
+            pool = self._cache.pool.part(request.part_start, request.part_bytes)
+            codec = make_codec(request.wire_dtype, self._cache.layout, request.part_bytes)
         except ValueError as error:
             raise errors.TransferFailed(errors.BAD_REQUEST, str(error)) from error
         if request.first_block < 0 or request.num_blocks < 0:
             raise errors.TransferFailed(errors.BAD_REQUEST, f"{request.num_blocks} blocks from {request.first_block}")
         self._wait_published(request.handoff_id, wanted)
-        with self._leases.reading(request.handoff_id) as lease:
-            yield BlockRead(request, lease, pool, codec)
+        with self._cache.leases.reading(request.handoff_id) as lease:
+            yield BlockRead(request, self._cache.leases, lease, pool, codec)
 
     def frames(self, request: FetchRequest, wanted: Wanted = lambda: True) -> Generator[bytes, None, int | None]:
         """Yield the answer as frames; the generator returns the first token.
@@ -165,18 +172,14 @@ class BlockServer:
 
     def renew(self, handoff_id: str) -> None:
         """Extend a lease. Raises LeaseExpired, UnknownHandoff or TransferFailed if it is not open."""
-        if not self._leases.renew(handoff_id):
-            raise self._leases.refusal(handoff_id)
-
-    def release(self, handoff_id: str, reader: int, readers: int, by: str = "a peer") -> None:
-        """Record that a reader is done; an unknown id is not an error."""
-        self._leases.release(handoff_id, reader, readers, by)
+        if not self._cache.leases.renew(handoff_id):
+            raise self._cache.leases.refusal(handoff_id)
 
     def describe(self) -> SourceDescription:
         """Return what a peer needs to know before it asks for blocks."""
-        leases = self._leases.stats()
+        leases = self._cache.leases.stats()
         return SourceDescription(
-            layout=self._layout,
+            layout=self._cache.layout,
             incarnation=self.incarnation,
             offers=self._offers,
             open_leases=leases.open_leases,
@@ -187,7 +190,7 @@ class BlockServer:
 
     def _wait_published(self, handoff_id: str, wanted: Wanted) -> None:
         left_s = self._publish_wait_s
-        while not self._leases.wait_published(handoff_id, min(left_s, _WAIT_SLICE_S)):
+        while not self._cache.leases.wait_published(handoff_id, min(left_s, _WAIT_SLICE_S)):
             left_s -= _WAIT_SLICE_S
             if left_s <= 0 or not wanted():
                 return

@@ -19,18 +19,17 @@ import grpc
 import msgspec
 
 from ridgeline.contracts import errors
-from ridgeline.contracts.handoff import UNREADABLE, HandoffId, KvLayout
+from ridgeline.contracts.handoff import UNREADABLE, HandoffId
 from ridgeline.contracts.rpc.address import join_host_port
 from ridgeline.contracts.rpc.channel import add_port
-from ridgeline.contracts.rpc.tls import TlsFiles
 from ridgeline.kv_transfer.interfaces import FetchRequest
 from ridgeline.kv_transfer.memory.blocks import BlockPool
 from ridgeline.kv_transfer.memory.glibc import keep_freed_memory
 from ridgeline.kv_transfer.names import LONGEST_FETCH_S
+from ridgeline.kv_transfer.options import TransferOptions
 from ridgeline.kv_transfer.wire import grpc_methods
 from ridgeline.kv_transfer.wire.frames import largest_frame_bytes
-from ridgeline.prefill_worker.kv_source.block_server import BlockServer, Segment
-from ridgeline.prefill_worker.kv_source.lease import LeaseTable
+from ridgeline.prefill_worker.kv_source.block_server import BlockServer, RankCache, Segment
 
 MAX_CONCURRENT_FETCHES: Final = 24
 CONTROL_THREADS: Final = 4
@@ -70,31 +69,23 @@ class SourceExtension(ABC):
 class GrpcKvSource:
     """A gRPC server for one rank's cache. It reads the pool on its own threads."""
 
-    def __init__(  # noqa: PLR0913 - what it serves, to whom, and where
+    def __init__(
         self,
-        pool: BlockPool,
-        leases: LeaseTable,
-        layout: KvLayout,
-        host: str,
-        port: int = 0,
-        offers: Mapping[str, dict[str, Any]] | None = None,
-        max_concurrent_fetches: int = MAX_CONCURRENT_FETCHES,
+        cache: RankCache,
+        options: TransferOptions,
         extensions: Sequence[SourceExtension] = (),
-        tls: TlsFiles | None = None,
+        max_concurrent_fetches: int = MAX_CONCURRENT_FETCHES,
     ) -> None:
-        """Port 0 picks a free one. `offers` describes the ways to fetch other than streams."""
-        self._tls = tls
         keep_freed_memory()
+        self._leases = cache.leases
         self._extensions = tuple(extensions)
-        extra = {extension.name: extension.offer() for extension in extensions}
-        offered = {name: offer for name, offer in extra.items() if offer is not None}
-        self.server = BlockServer(pool, leases, layout, {**(offers or {}), **offered})
-        self._host = host
-        self._port = port
+        offers = {extension.name: extension.offer() for extension in extensions}
+        self.server = BlockServer(cache, {name: offer for name, offer in offers.items() if offer is not None})
+        self._host, self._port, self._tls = options.host, options.port, options.tls
         self._fetch_slots = threading.BoundedSemaphore(max_concurrent_fetches)
         threads = max_concurrent_fetches + CONTROL_THREADS + sum(each.max_streams for each in extensions)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="kv-serve")
-        self._grpc = grpc.server(self._threads, options=grpc_methods.server_options(largest_frame_bytes(layout)))
+        self._grpc = grpc.server(self._threads, options=grpc_methods.server_options(largest_frame_bytes(cache.layout)))
         self._grpc.add_generic_rpc_handlers((self._handlers(),))
 
     @property
@@ -200,7 +191,7 @@ class GrpcKvSource:
             release = parse(_decode_release, message)
         except errors.HandoffError as error:
             grpc_methods.abort(context, error)
-        self.server.release(release.handoff_id, release.reader, release.readers, context.peer())
+        self._leases.release(release.handoff_id, release.reader, release.readers, context.peer())
         return b""
 
     def _describe(self, _message: bytes, _context: grpc.ServicerContext) -> bytes:

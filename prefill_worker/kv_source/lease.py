@@ -61,7 +61,9 @@ class PublishedBlocks:
 
 
 @dataclass(slots=True)
-class _Lease:
+class Lease:
+    """One hand-off's blocks and who reads them; only its table changes it."""
+
     owner: str
     blocks: PublishedBlocks
     lease_s: float
@@ -86,10 +88,10 @@ class LeaseTable:
         self._journal = HandoffJournal(clock)
         self._on_finished = on_finished
         self._changed = threading.Condition()
-        self._open: dict[str, _Lease] = {}
+        self._open: dict[str, Lease] = {}
         self._endings: OrderedDict[str, Ending] = OrderedDict()
         self._finished_owners: set[str] = set()
-        self._in_last_step: list[_Lease] = []
+        self._in_last_step: list[Lease] = []
         self._expired_total = 0
 
     # --- the engine's side
@@ -105,7 +107,7 @@ class LeaseTable:
                 return
             lease = self._open.get(handoff_id)
             if lease is None:
-                lease = self._open[handoff_id] = _Lease(owner, PublishedBlocks((), 0, complete=False), 0.0, math.inf)
+                lease = self._open[handoff_id] = Lease(owner, PublishedBlocks((), 0, complete=False), 0.0, math.inf)
                 self._journal.note(handoff_id, "partial")
             lease.blocks = PublishedBlocks(_extended(lease.blocks, block_ids, handoff_id), 0, complete=False)
             self._changed.notify_all()
@@ -157,7 +159,7 @@ class LeaseTable:
                 raise ValueError(
                     f"{owner} already has an open hand-off: its blocks would be freed under the other's lease"
                 )
-            lease = partial or _Lease(owner, PublishedBlocks((), 0, complete=False), lease_s, 0.0)
+            lease = partial or Lease(owner, PublishedBlocks((), 0, complete=False), lease_s, 0.0)
             lease.blocks = PublishedBlocks(
                 _extended(lease.blocks, block_ids, handoff_id), num_tokens, complete=True, first_token=first_token
             )
@@ -226,14 +228,14 @@ class LeaseTable:
         return first
 
     @contextmanager
-    def reading(self, handoff_id: str) -> Iterator[LeaseRead]:
+    def reading(self, handoff_id: str) -> Iterator[Lease]:
         """Pin against expiry and release while the block runs. Raises LeaseExpired, UnknownHandoff or TransferFailed.
 
         This also renews the lease, so that a reader whose connection breaks unnoticed still has that long.
         """
         lease = self._begin_read(handoff_id)
         try:
-            yield LeaseRead(self, handoff_id, lease)
+            yield lease
         finally:
             self._end_read(handoff_id, lease)
 
@@ -244,8 +246,14 @@ class LeaseTable:
                 lambda: handoff_id in self._open or handoff_id in self._endings, timeout=timeout_s
             )
 
-    def wait_blocks(self, lease: _Lease, more_than: int, timeout_s: float, in_last_step: int | None) -> PublishedBlocks:
-        """Wait as `LeaseRead.wait` describes."""
+    def wait_blocks(
+        self, lease: Lease, more_than: int, timeout_s: float, in_last_step: int | None = None
+    ) -> PublishedBlocks:
+        """Wait until there are more than this many blocks, or all of them; at most `timeout_s`.
+
+        If `in_last_step` is given, it is also enough that the prompt's last step runs, with that many blocks in all.
+        Raises TransferFailed(`revoked`) if the prefill took the blocks back: what was read of them is void.
+        """
 
         def enough() -> bool:
             in_step = in_last_step is not None and len(lease.all_block_ids) >= in_last_step
@@ -256,8 +264,8 @@ class LeaseTable:
             _require_not_revoked(lease)
             return lease.blocks
 
-    def wait_layer(self, lease: _Lease, layer: int, timeout_s: float) -> bool:
-        """Wait as `LeaseRead.wait_layer` describes."""
+    def wait_layer(self, lease: Lease, layer: int, timeout_s: float) -> bool:
+        """Wait at most `timeout_s` for this layer of `all_block_ids`; True if final. Raises like `wait_blocks`."""
 
         def final() -> bool:
             return lease.final_layers > layer or lease.blocks.complete
@@ -312,7 +320,7 @@ class LeaseTable:
             return errors.TransferFailed(errors.REVOKED, f"the prefill of hand-off {name} was given up")
         return errors.UnknownHandoff(errors.UNKNOWN_HANDOFF, f"no hand-off {name} is open here")
 
-    def _begin_read(self, handoff_id: str) -> _Lease:
+    def _begin_read(self, handoff_id: str) -> Lease:
         with self._changed:
             lease = self._live(handoff_id)
             if lease is not None and not lease.released:
@@ -323,7 +331,7 @@ class LeaseTable:
         self._tell_if_finished()
         raise self.refusal(handoff_id)
 
-    def _end_read(self, handoff_id: str, lease: _Lease) -> None:
+    def _end_read(self, handoff_id: str, lease: Lease) -> None:
         with self._changed:
             lease.active_reads -= 1
             self._journal.note(handoff_id, "read ended")
@@ -331,7 +339,7 @@ class LeaseTable:
                 self._close(handoff_id, "released")
         self._tell_if_finished()
 
-    def _live(self, handoff_id: str) -> _Lease | None:
+    def _live(self, handoff_id: str) -> Lease | None:
         """Return the open lease, after closing it if its time is up."""
         lease = self._open.get(handoff_id)
         if lease is not None and lease.active_reads == 0 and lease.expires_at_s <= self._clock():
@@ -362,38 +370,7 @@ class LeaseTable:
             self._on_finished()
 
 
-class LeaseRead:
-    """One open read: the blocks so far, and methods to wait for more of a partial hand-off."""
-
-    def __init__(self, table: LeaseTable, handoff_id: str, lease: _Lease) -> None:
-        self._table = table
-        self._lease = lease
-        self.handoff_id = handoff_id
-
-    @property
-    def blocks(self) -> PublishedBlocks:
-        """The blocks that are final at this moment."""
-        return self._lease.blocks
-
-    def wait(self, more_than: int, timeout_s: float, in_last_step: int | None = None) -> PublishedBlocks:
-        """Wait until there are more than this many blocks, or all of them; at most `timeout_s`.
-
-        If `in_last_step` is given, it is also enough that the prompt's last step runs, with that many blocks in all.
-        Raises TransferFailed(`revoked`) if the prefill took the blocks back: what was read of them is void.
-        """
-        return self._table.wait_blocks(self._lease, more_than, timeout_s, in_last_step)
-
-    @property
-    def all_block_ids(self) -> tuple[int, ...]:
-        """Every block of the prompt once its last step runs; empty before."""
-        return self._lease.all_block_ids
-
-    def wait_layer(self, layer: int, timeout_s: float) -> bool:
-        """Wait at most `timeout_s` for this layer of `all_block_ids`; True if it is final. Raises like `wait`."""
-        return self._table.wait_layer(self._lease, layer, timeout_s)
-
-
-def _require_not_revoked(lease: _Lease) -> None:
+def _require_not_revoked(lease: Lease) -> None:
     if lease.revoked:
         raise errors.TransferFailed(errors.REVOKED, "the prefill that computed these blocks was given up")
 

@@ -24,7 +24,8 @@ from ridgeline.decode_worker.kv_fetch.stream import SourceStream
 from ridgeline.kv_transfer.memory.blocks import BlockPool
 from ridgeline.kv_transfer.memory.shared import KvCacheAllocation
 from ridgeline.kv_transfer.options import TransferOptions
-from ridgeline.kv_transfer.transports import RankCache, exports
+from ridgeline.kv_transfer.transports import exports
+from ridgeline.prefill_worker.kv_source.block_server import RankCache
 from ridgeline.kv_transfer.wire import frames
 from ridgeline.prefill_worker.kv_source.grpc_source import GrpcKvSource
 from ridgeline.prefill_worker.kv_source.lease import LeaseTable

@@ -38,7 +38,8 @@ from ridgeline.contracts.workers import WorkerDescription
 from ridgeline.engine.request import sampling
 from ridgeline.kv_transfer.memory.blocks import BlockPool
 from ridgeline.kv_transfer.options import TransferOptions
-from ridgeline.kv_transfer.transports import RankCache, make_transport
+from ridgeline.kv_transfer.transports import make_transport
+from ridgeline.prefill_worker.kv_source.block_server import RankCache
 from ridgeline.prefill_worker.kv_source.lease import LeaseTable
 from ridgeline.router.dispatch.orchestrator import Orchestrator
 from ridgeline.router.dispatch.releaser import HandoffReleaser

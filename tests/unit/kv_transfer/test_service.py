@@ -48,13 +48,13 @@ def make_service(transport="grpc", lease_s=30.0, num_layers=2, wire_dtype="none"
 def waited_for_in(service):
     """Ids that a peer has asked for before they were published; it then waits as long as it takes."""
     service._source.server._publish_wait_s = PATIENCE_S
-    waited_for, wait = set(), service._leases.wait_published
+    waited_for, wait = set(), service.leases.wait_published
 
     def noted(handoff_id, timeout_s):
         waited_for.add(handoff_id)
         return wait(handoff_id, timeout_s)
 
-    service._leases.wait_published = noted
+    service.leases.wait_published = noted
     return waited_for
 
 
@@ -193,7 +193,7 @@ class TimedLeases:
 
     def __init__(self, service):
         self.clock, self.renewed_s = FakeClock(), {}
-        service._leases._clock, renew = self.clock, service._leases.renew
+        service.leases._clock, renew = self.clock, service.leases.renew
 
         def noted(handoff_id):
             renewed_s = self.clock()
@@ -201,7 +201,7 @@ class TimedLeases:
             self.renewed_s[handoff_id] = renewed_s
             return renewed
 
-        service._leases.renew = noted
+        service.leases.renew = noted
 
     def pass_with_a_renewal(self, seconds, handoff):
         self.clock.now_s += seconds
@@ -323,7 +323,7 @@ def test_wait_returns_at_once_on_news_and_after_the_timeout_without(pair):
 def test_a_taken_port_and_a_wrong_layout_are_refused_at_start():
     service, layers = make_service()
     try:
-        layout = service._layout
+        layout = service._fetcher._layout
         other = TransferService(layers, layout, TransferOptions("127.0.0.1", int(service.address.rpartition(":")[2])))
         with pytest.raises(OSError, match="is the port taken"):
             other.start()
@@ -366,11 +366,11 @@ def test_a_hand_off_that_its_own_worker_gives_up_is_freed_at_once(published):
     try:
         if published:
             service.publish("r", "h", [1, 2], 8)
-        service.release_own("h")
+        service.leases.release("h")
         if not published:
             service.publish("r", "h", [1, 2], 8)
         assert service.poll().sent == {"r"}
         assert service.stats().open_leases == 0
-        assert service.stale_handoffs() == []
+        assert service.leases.stale_handoffs() == []
     finally:
         service.close()

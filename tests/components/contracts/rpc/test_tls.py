@@ -15,6 +15,7 @@ from ridgeline.contracts.rpc.tls import TlsFileError, TlsFiles
 from ridgeline.kv_transfer.control import GrpcControl
 from ridgeline.kv_transfer.memory.blocks import BlockPool
 from ridgeline.kv_transfer.options import TransferOptions
+from ridgeline.prefill_worker.kv_source.block_server import RankCache
 from ridgeline.prefill_worker.kv_source.grpc_source import GrpcKvSource
 from ridgeline.prefill_worker.kv_source.lease import LeaseTable
 from ridgeline.worker_runtime.client import WorkerClient
@@ -94,7 +95,7 @@ async def test_a_router_with_certificates_refuses_a_worker_in_plain_text(ours):
 
 async def test_a_source_answers_its_own_and_refuses_every_other_peer(ours, strangers):
     pool = BlockPool([np.zeros((8, LAYOUT.block_bytes), np.uint8)] * LAYOUT.num_layers)
-    source = GrpcKvSource(pool, LeaseTable(), LAYOUT, "127.0.0.1", tls=ours.issue())
+    source = GrpcKvSource(RankCache(pool, LeaseTable(), LAYOUT), TransferOptions("127.0.0.1", tls=ours.issue()))
     source.start()
     try:
         for tls in strangers.values():

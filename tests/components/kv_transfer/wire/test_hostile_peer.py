@@ -24,7 +24,9 @@ from ridgeline.kv_transfer.collective.wire import Chunk, Invitation
 from ridgeline.kv_transfer.control import GrpcControl, release_with_retries
 from ridgeline.kv_transfer.interfaces import FetchProgress, FetchRequest
 from ridgeline.kv_transfer.memory.blocks import BlockPool
+from ridgeline.kv_transfer.options import TransferOptions
 from ridgeline.kv_transfer.wire import frames, grpc_methods
+from ridgeline.prefill_worker.kv_source.block_server import RankCache
 from ridgeline.prefill_worker.kv_source.grpc_source import GrpcKvSource
 from ridgeline.prefill_worker.kv_source.lease import LeaseTable
 from ridgeline.worker_runtime.host import WorkerHost
@@ -168,7 +170,7 @@ def test_a_huge_message_is_refused_by_its_announced_length_and_takes_no_memory()
 
 @pytest.fixture
 def source():
-    source = GrpcKvSource(make_pool(), LeaseTable(), LAYOUT, "127.0.0.1")
+    source = GrpcKvSource(RankCache(make_pool(), LeaseTable(), LAYOUT), TransferOptions("127.0.0.1"))
     source.start()
     with closing(source):
         yield source
@@ -193,7 +195,7 @@ def test_ids_have_128_random_bits_or_more_and_never_come_again():
 
 @pytest.mark.parametrize("near", ["", "x", "right-id ", "right-i", "RIGHT-ID", "right-id\0", "*", "../right-id"])
 def test_a_wrong_id_gets_no_block_no_pin_no_renewal_and_no_release(source, near):
-    leases = source.server._leases
+    leases = source._leases
     source.server._publish_wait_s = 0.0
     leases.publish("right-id", "owner", [1, 2], 8, 30.0)
     for method in (grpc_methods.FETCH, grpc_methods.PIN):
@@ -217,7 +219,7 @@ def test_an_id_that_is_longer_than_any_of_ours_is_refused_and_not_remembered(sou
         with pytest.raises(grpc.RpcError) as caught:
             ask(source, method, argument)
         assert grpc_methods.reason_of(caught.value) == errors.BAD_REQUEST
-    assert not source.server._leases._endings
+    assert not source._leases._endings
 
 
 @pytest.mark.parametrize(
@@ -236,7 +238,7 @@ def test_an_id_that_is_longer_than_any_of_ours_is_refused_and_not_remembered(sou
     ],
 )
 def test_a_fetch_that_asks_for_the_absurd_is_a_bad_request(source, changes):
-    source.server._leases.publish("h", "owner", [1, 2], 8, 30.0)
+    source._leases.publish("h", "owner", [1, 2], 8, 30.0)
     request = {**msgspec.to_builtins(fetch_request("h")), **changes}
     with pytest.raises(grpc.RpcError) as caught:
         ask(source, grpc_methods.FETCH, request)
@@ -257,7 +259,7 @@ async def test_logs_and_refusals_do_not_tell_an_id(source, caplog, monkeypatch):
     )
 
     async def unreachable(handoff):
-        raise source.server._leases.refusal(handoff.handoff_id)
+        raise source._leases.refusal(handoff.handoff_id)
 
     await release_with_retries(unreachable, handoff)
     assert "could not release hand-off" in caplog.text
@@ -294,7 +296,7 @@ async def test_a_worker_and_its_source_listen_on_their_interface_only():
     before = listening()
     host = WorkerHost(FakeEngine(), HANDLERS)
     await host.start()
-    source = GrpcKvSource(make_pool(), LeaseTable(), LAYOUT, "127.0.0.1")
+    source = GrpcKvSource(RankCache(make_pool(), LeaseTable(), LAYOUT), TransferOptions("127.0.0.1"))
     source.start()
     store = await asyncio.to_thread(host_store, "127.0.0.1")
     try:

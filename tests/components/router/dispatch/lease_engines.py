@@ -79,7 +79,7 @@ class LeaseEngine:
 
     def release_own(self, handoff_id: str) -> None:
         self.given_up += 1
-        self._soon(self.service.release_own, handoff_id)
+        self._soon(self.service.leases.release, handoff_id)
 
     async def generate(
         self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, **_: Any
@@ -106,14 +106,14 @@ class LeaseEngine:
         blocks = list(range(-(-len(prompt) // 32)))
         if len(prompt) > STEP_TOKENS:
             await self._delay()  # if it is aborted in its first step, nothing was offered
-            self.service.extend(name, handoff_id, blocks[:2])
+            self.service.leases.extend(handoff_id, name, blocks[:2])
             self.transfer_events.deliver(
                 [_event(handoff_id, handoff=self._handoff(handoff_id, prompt, complete=False))]
             )
         try:
             await self._delay()
         except asyncio.CancelledError:
-            self._soon(self.service.revoke, handoff_id)
+            self._soon(self.service.leases.revoke, handoff_id)
             raise
         # The engine finishes here: from now on, an abort has no effect on these blocks.
         self.unsent.add(name)

@@ -110,7 +110,7 @@ async def held(prefill: LeaseEngine, decode: LeaseEngine) -> list[str]:
         if not (mine.open_leases or prefill.unsent or theirs.active_fetches or theirs.watched_handoffs):
             return []
         await asyncio.sleep(0.05)
-    return [f"{mine}, {theirs}, kept {prefill.unsent}", *prefill.service.stale_handoffs()]
+    return [f"{mine}, {theirs}, kept {prefill.unsent}", *prefill.service.leases.stale_handoffs()]
 
 
 async def test_requests_that_are_left_at_every_moment_leave_no_lease_no_fetch_and_no_heartbeat():

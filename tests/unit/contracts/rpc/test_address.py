@@ -12,6 +12,8 @@ from ridgeline.contracts.rpc.channel import add_port, open_channel
 from ridgeline.kv_transfer.collective.group import FETCHER_RANK, SOURCE_RANK, PairGroup, host_store, join_store
 from ridgeline.kv_transfer.control import GrpcControl
 from ridgeline.kv_transfer.memory.blocks import BlockPool
+from ridgeline.kv_transfer.options import TransferOptions
+from ridgeline.prefill_worker.kv_source.block_server import RankCache
 from ridgeline.prefill_worker.kv_source.grpc_source import GrpcKvSource
 from ridgeline.prefill_worker.kv_source.lease import LeaseTable
 from tests.support import ipv6
@@ -58,7 +60,7 @@ def test_ipv4_within_ipv6_is_ipv4_and_this_machine_is_known_by_all_of_its_names(
 async def test_a_source_of_kv_on_ipv6_tells_an_address_at_which_it_answers():
     pool = BlockPool([np.zeros((8, 32), np.uint8)])
     layout = kv_layout(block_size_tokens=4, num_layers=1, block_bytes=32)
-    source = GrpcKvSource(pool, LeaseTable(), layout, "::1")
+    source = GrpcKvSource(RankCache(pool, LeaseTable(), layout), TransferOptions("::1"))
     source.start()
     try:
         assert source.address.startswith("[::1]:")

@@ -23,6 +23,7 @@ from ridgeline.kv_transfer.memory.glibc import keep_freed_memory
 from ridgeline.kv_transfer.options import TransferOptions
 from ridgeline.kv_transfer.wire import grpc_methods
 from ridgeline.prefill_worker.kv_source import grpc_source
+from ridgeline.prefill_worker.kv_source.block_server import RankCache
 from ridgeline.prefill_worker.kv_source.grpc_source import GrpcKvSource
 from ridgeline.prefill_worker.kv_source.lease import LeaseTable
 from tests.support.patience import PATIENCE_S
@@ -38,14 +39,14 @@ def pool():
 
 @pytest.fixture
 def source(pool):
-    source = GrpcKvSource(pool, LeaseTable(), LAYOUT, "127.0.0.1", max_concurrent_fetches=1)
+    source = GrpcKvSource(RankCache(pool, LeaseTable(), LAYOUT), TransferOptions("127.0.0.1"), max_concurrent_fetches=1)
     source.start()
     yield source
     source.close()
 
 
 def published(source, owner):
-    source.server._leases.publish(owner, owner, [1, 2], 8, 30.0)
+    source._leases.publish(owner, owner, [1, 2], 8, 30.0)
     return handoff_at(source.address, owner)
 
 
@@ -146,7 +147,7 @@ async def test_a_silent_source_is_a_timeout(source, pool):
 def test_a_pin_whose_reader_left_before_it_began_holds_nothing(source, monkeypatch):
     monkeypatch.setattr(grpc_source, "LONGEST_FETCH_S", 2 * PATIENCE_S)
     published(source, "r")
-    leases, slot, begun = source.server._leases, source._slot, threading.Event()
+    leases, slot, begun = source._leases, source._slot, threading.Event()
 
     @contextmanager
     def late(context):
@@ -190,7 +191,7 @@ def test_a_release_that_would_fill_the_sources_memory_is_refused(source, told):
         refusal(source, grpc_methods.RELEASE, msgspec.msgpack.encode(told), timeout=PATIENCE_S).reason
         == errors.BAD_REQUEST
     )
-    assert source.server._leases.stats().open_leases == 1
+    assert source._leases.stats().open_leases == 1
 
 
 @pytest.mark.parametrize("ranks", [0, -1, -(2**63)])
@@ -216,7 +217,7 @@ def test_a_first_token_that_is_none_is_corrupted(told):
 
 def test_a_huge_request_is_refused_unread(source):
     assert refusal(source, grpc_methods.RELEASE, bytes(1 << 20), timeout=PATIENCE_S).reason != ""
-    assert source.server._leases.stats().open_leases == 0
+    assert source._leases.stats().open_leases == 0
 
 
 def test_positions_outside_the_publication_are_refused(source):

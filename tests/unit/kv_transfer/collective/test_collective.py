@@ -27,6 +27,8 @@ from ridgeline.kv_transfer.control import GrpcControl
 from ridgeline.kv_transfer.memory.blocks import BlockPool
 from ridgeline.kv_transfer.memory.device import DeviceMemory, weighted_sum
 from ridgeline.kv_transfer.names import AUTO
+from ridgeline.kv_transfer.options import TransferOptions
+from ridgeline.prefill_worker.kv_source.block_server import RankCache
 from ridgeline.prefill_worker.kv_source.grpc_source import GrpcKvSource
 from ridgeline.prefill_worker.kv_source.lease import LeaseTable
 from tests.support.patience import PATIENCE_S, in_the_end
@@ -255,7 +257,10 @@ async def joining(**options):
     pool = BlockPool([np.zeros((8, 64), np.uint8)])
     extension = CollectiveSource(pool, HOST)
     source = GrpcKvSource(
-        pool, LeaseTable(), kv_layout(num_layers=1, block_bytes=64), HOST, extensions=[extension], **options
+        RankCache(pool, LeaseTable(), kv_layout(num_layers=1, block_bytes=64)),
+        TransferOptions(HOST),
+        [extension],
+        **options,
     )
     source.start()
     control, members = GrpcControl(), []

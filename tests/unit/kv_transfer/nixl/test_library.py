@@ -12,7 +12,8 @@ from ridgeline.kv_transfer.memory.blocks import BlockPool
 from ridgeline.kv_transfer.names import AUTO
 from ridgeline.kv_transfer.nixl import library
 from ridgeline.kv_transfer.options import TransferOptions
-from ridgeline.kv_transfer.transports import RankCache, make_transport
+from ridgeline.kv_transfer.transports import make_transport
+from ridgeline.prefill_worker.kv_source.block_server import RankCache
 from ridgeline.prefill_worker.kv_source.lease import LeaseTable
 from tests.support.samples import kv_layout
 

@@ -10,8 +10,9 @@ from ridgeline.contracts import errors
 from ridgeline.kv_transfer.interfaces import FetchProgress
 from ridgeline.kv_transfer.memory.blocks import BlockPool
 from ridgeline.kv_transfer.options import TransferOptions
-from ridgeline.kv_transfer.transports import RankCache, make_transport
+from ridgeline.kv_transfer.transports import make_transport
 from ridgeline.kv_transfer.wire import codec, frames
+from ridgeline.prefill_worker.kv_source.block_server import RankCache
 from tests.support.samples import kv_layout
 
 DTYPES = ("bfloat16", "float16", "float32")

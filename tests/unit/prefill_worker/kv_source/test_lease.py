@@ -191,12 +191,12 @@ def test_waiting_ends_with_the_publication(leases):
 def test_a_partial_handoff_gives_its_blocks_as_they_become_final(leases):
     leases.extend("h", "r", [4, 5])
     with leases.reading("h") as read:
-        assert read.wait(0, 0.0).block_ids == (4, 5)
-        assert read.wait(2, 0.01).complete is False
+        assert leases.wait_blocks(read, 0, 0.0).block_ids == (4, 5)
+        assert leases.wait_blocks(read, 2, 0.01).complete is False
         leases.extend("h", "r", [4, 5, 6])
-        assert read.wait(2, 0.0).block_ids == (4, 5, 6)
+        assert leases.wait_blocks(read, 2, 0.0).block_ids == (4, 5, 6)
         threading.Timer(0.02, lambda: leases.publish("h", "r", [4, 5, 6, 9], 100, 10.0, first_token=42)).start()
-        whole = read.wait(3, PATIENCE_S)
+        whole = leases.wait_blocks(read, 3, PATIENCE_S)
         assert (whole.block_ids, whole.complete, whole.first_token) == ((4, 5, 6, 9), True, 42)
         leases.release("h")
         assert leases.take_finished() == set()
@@ -207,9 +207,9 @@ def test_a_handoff_can_be_read_before_any_block_of_it_is_final(leases):
     leases.extend("h", "r", [])
     assert leases.wait_published("h", 0.0)
     with leases.reading("h") as read:
-        assert read.wait(0, 0.01).block_ids == ()
+        assert leases.wait_blocks(read, 0, 0.01).block_ids == ()
         threading.Timer(0.02, lambda: leases.publish("h", "r", [4, 5], 60, 10.0, first_token=42)).start()
-        assert read.wait(0, PATIENCE_S).block_ids == (4, 5)
+        assert leases.wait_blocks(read, 0, PATIENCE_S).block_ids == (4, 5)
 
 
 @pytest.mark.parametrize("ends", ["revoke", "release"])
@@ -223,9 +223,9 @@ def test_a_reader_that_waits_is_woken_when_the_last_step_begins(leases):
     leases.extend("h", "r", [])
     with leases.reading("h") as read:
         threading.Timer(0.02, leases.begin_last_step, [{"h": [4, 5]}]).start()
-        assert read.wait(0, PATIENCE_S, in_last_step=2).complete is False
+        assert leases.wait_blocks(read, 0, PATIENCE_S, in_last_step=2).complete is False
         assert read.all_block_ids == (4, 5)
-        assert read.wait(0, 0.01, in_last_step=3).block_ids == (), "it asks for more blocks than there are"
+        assert leases.wait_blocks(read, 0, 0.01, in_last_step=3).block_ids == (), "it asks for more than there are"
 
 
 def test_in_its_last_step_a_partial_handoff_becomes_final_layer_by_layer(leases):
@@ -233,18 +233,18 @@ def test_in_its_last_step_a_partial_handoff_becomes_final_layer_by_layer(leases)
     with leases.reading("h") as read:
         assert read.all_block_ids == ()
         leases.end_layer(3)
-        assert not read.wait_layer(0, 0.0), "that was another step"
+        assert not leases.wait_layer(read, 0, 0.0), "that was another step"
         leases.begin_last_step({"h": [4, 5, 6], "nobody-reads": [9]})
         assert (read.all_block_ids, read.blocks.block_ids) == ((4, 5, 6), (4, 5))
-        assert not read.wait_layer(0, 0.0)
+        assert not leases.wait_layer(read, 0, 0.0)
         threading.Timer(0.02, leases.end_layer, [1]).start()
-        assert read.wait_layer(0, PATIENCE_S)
-        assert not read.wait_layer(1, 0.0)
+        assert leases.wait_layer(read, 0, PATIENCE_S)
+        assert not leases.wait_layer(read, 1, 0.0)
         leases.begin_last_step({})
         leases.end_layer(9)
-        assert not read.wait_layer(1, 0.0), "that was the next step"
+        assert not leases.wait_layer(read, 1, 0.0), "that was the next step"
         leases.publish("h", "r", [4, 5, 6], 12, 10.0)
-        assert read.wait_layer(1, 0.0)
+        assert leases.wait_layer(read, 1, 0.0)
 
 
 def test_a_handoff_revoked_in_its_last_step_fails_readers(leases):
@@ -253,7 +253,7 @@ def test_a_handoff_revoked_in_its_last_step_fails_readers(leases):
         leases.begin_last_step({"h": [4, 5]})
         leases.revoke("h")
         with pytest.raises(errors.TransferFailed, match="given up"):
-            read.wait_layer(0, 0.0)
+            leases.wait_layer(read, 0, 0.0)
 
 
 def test_a_partial_handoff_has_no_time_limit_until_it_is_complete(leases, clock):
@@ -272,7 +272,7 @@ def test_revoking_fails_readers_and_frees_nobody(leases):
     with leases.reading("h") as read:
         leases.revoke("h")
         with pytest.raises(errors.TransferFailed, match="given up"):
-            read.wait(0, 0.0)
+            leases.wait_blocks(read, 0, 0.0)
     with pytest.raises(errors.TransferFailed, match="revoked"), leases.reading("h"):
         pass
     assert leases.take_finished() == set(), "its request still runs: vLLM was never asked to keep the blocks"
@@ -286,14 +286,14 @@ def test_a_revoked_handoff_may_be_published_when_it_was_computed_again(leases):
     assert leases.stats().open_leases == 0, "nobody follows it any more"
     leases.publish("h", "r", [7, 8], 8, 10.0)
     with leases.reading("h") as read:
-        assert read.wait(0, 0.0).block_ids == (7, 8)
+        assert leases.wait_blocks(read, 0, 0.0).block_ids == (7, 8)
 
 
 def test_a_complete_handoff_cannot_be_revoked(leases):
     publish(leases)
     leases.revoke("h")
     with leases.reading("h") as read:
-        assert read.wait(0, 0.0).block_ids == (1, 2)
+        assert leases.wait_blocks(read, 0, 0.0).block_ids == (1, 2)
 
 
 def test_a_partial_handoff_released_early_is_freed_at_its_publication(leases):
