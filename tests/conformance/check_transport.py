@@ -25,8 +25,8 @@ from ridgeline.kv_transfer.memory.blocks import BlockPool
 from ridgeline.kv_transfer.memory.shared import KvCacheAllocation
 from ridgeline.kv_transfer.options import TransferOptions
 from ridgeline.kv_transfer.transports import exports
-from ridgeline.prefill_worker.kv_source.block_server import RankCache
 from ridgeline.kv_transfer.wire import frames
+from ridgeline.prefill_worker.kv_source.block_server import RankCache
 from ridgeline.prefill_worker.kv_source.grpc_source import GrpcKvSource
 from ridgeline.prefill_worker.kv_source.lease import LeaseTable
 from tests.support.patience import PATIENCE_S, eventually
@@ -250,21 +250,18 @@ class TransportConformance:
                 expected[target_ids] = prefill.layers[layer][source_ids[first : first + len(target_ids)]]
                 np.testing.assert_array_equal(decode.layers[layer], expected)
 
-    async def test_a_layer_larger_than_one_frame_arrives_whole(self, harness):
-        layout = make_layout(block_bytes=300_001)
-        async with self.nodes(harness, (layout, layout)) as (prefill, decode):
-            ids = [9, 1, 2, 3, 17, 4, 8, 30, 31]
+    @pytest.mark.parametrize(
+        ("num_layers", "block_bytes", "ids"),
+        [(NUM_LAYERS, 300_001, [9, 1, 2, 3, 17, 4, 8, 30, 31]), (1, frames.TARGET_FRAME_BYTES + 7, [1, 0])],
+        ids=["a layer", "a block"],
+    )
+    async def test_what_is_larger_than_one_frame_arrives_whole(self, harness, num_layers, block_bytes, ids):
+        layout = make_layout(num_layers=num_layers, block_bytes=block_bytes)
+        async with self.nodes(harness, (layout, layout), num_blocks=max(ids) + 1) as (prefill, decode):
             result = await decode.fetcher.fetch(prefill.publish(ids), 0, ids[::-1], decode.pool)
             assert result.outcome == "ok", result
             for ours, theirs in zip(decode.layers, prefill.layers, strict=True):
                 np.testing.assert_array_equal(ours[ids[::-1]], theirs[ids])
-
-    async def test_one_block_larger_than_a_frame_arrives(self, harness):
-        layout = make_layout(num_layers=1, block_bytes=frames.TARGET_FRAME_BYTES + 7)
-        async with self.nodes(harness, (layout, layout), num_blocks=2) as (prefill, decode):
-            result = await decode.fetcher.fetch(prefill.publish([1, 0]), 0, [0, 1], decode.pool)
-            assert result.outcome == "ok", result
-            np.testing.assert_array_equal(decode.layers[0], prefill.layers[0][::-1])
 
     async def test_concurrent_handoffs_in_both_directions(self, harness):
         async with self.nodes(harness, num_blocks=64) as (left, right):
@@ -320,13 +317,6 @@ class TransportConformance:
             result = await decode.fetcher.fetch(handoff, 0, [1, 2], decode.pool)
             assert (result.outcome, result.reason) == ("failed", errors.UNKNOWN_HANDOFF)
 
-    async def test_release_that_overtakes_the_publication_frees_at_once(self, harness):
-        async with self.nodes(harness) as (prefill, decode):
-            handoff = prefill.announce([1, 2])
-            await decode.fetcher.release(handoff)
-            prefill.leases.publish(handoff.handoff_id, "a", [1, 2], 8, LEASE_S)
-            assert prefill.leases.take_finished() == {"a"}
-
     async def test_release_while_reading_takes_effect_when_the_read_ends(self, harness):
         async with self.nodes(harness, (LONG, LONG)) as (prefill, decode):
             go_on = harness.slow_down(prefill, decode)
@@ -351,17 +341,6 @@ class TransportConformance:
                 await decode.fetcher.renew(handoff)
             assert prefill.leases.take_finished() == {"a"}
 
-    async def test_renewal_keeps_a_lease_alive(self, harness):
-        async with self.nodes(harness) as (prefill, decode):
-            ids = [1]
-            now_s = 0.0
-            prefill.leases._clock = lambda: now_s
-            handoff = prefill.publish(ids, lease_s=1.0)
-            for _ in range(4):
-                now_s += 0.9
-                await decode.fetcher.renew(handoff)
-            assert await self._fetch_ok(prefill, decode, handoff, ids)
-
     async def test_an_unknown_handoff_is_refused(self, harness):
         async with self.nodes(harness) as (prefill, decode):
             prefill.source.server._publish_wait_s = 0.02
@@ -377,14 +356,6 @@ class TransportConformance:
             prefill.leases.publish(short.handoff_id, "a", [1], 4, LEASE_S)
             result = await decode.fetcher.fetch(short, 0, [1, 2, 3], decode.pool)
             assert (result.outcome, result.reason) == ("failed", errors.BAD_REQUEST)
-
-    @pytest.mark.parametrize("targets", [[1, 1], [32, 0], [-1, 0], [1, 2, 3]])
-    async def test_bad_targets_are_refused_before_anything_is_written(self, harness, targets):
-        async with self.nodes(harness) as (prefill, decode):
-            before = [layer.copy() for layer in decode.layers]
-            result = await decode.fetcher.fetch(prefill.publish([1, 2]), 0, targets, decode.pool)
-            assert (result.outcome, result.reason) == ("failed", errors.BAD_REQUEST)
-            np.testing.assert_array_equal(decode.layers, before)
 
     async def test_a_source_that_is_gone_is_unreachable(self, harness):
         async with self.nodes(harness) as (prefill, decode):
@@ -413,27 +384,29 @@ class TransportConformance:
         expected[[4, 5, 6]] = prefill.layers[layer][[1, 2, 3]]
         return expected
 
-    @pytest.mark.parametrize(("field", "value"), [("isa", "vec"), ("block_size_tokens", 8), ("wire_version", 99)])
-    async def test_a_layout_mismatch_names_the_field_before_any_byte(self, harness, field, value):
-        async with self.nodes(harness, (make_layout(**{field: value}), None)) as (prefill, decode):
-            result = await decode.fetcher.fetch(prefill.publish([1]), 0, [1], decode.pool)
-            assert (result.outcome, result.reason) == ("failed", errors.LAYOUT_MISMATCH)
-            assert field in result.message
-            assert repr(value) in result.message
-            assert (result.num_bytes, prefill.source.bytes_sent_total) == (0, 0)
-            assert (await decode.fetcher._control.describe(prefill.source.address)).layout == prefill.layout
-
-    async def test_a_partial_handoff_is_followed_to_its_end(self, harness):
+    @pytest.mark.parametrize(
+        ("final_at_first", "told"), [(2, False), (0, True)], ids=["the step is not told", "before any block is final"]
+    )
+    async def test_a_partial_handoff_is_followed_to_its_end(self, harness, final_at_first, told):
         async with self.nodes(harness) as (prefill, decode):
-            ids = [7, 3, 9, 1, 12]
+            ids, targets = [7, 3, 9, 1, 12], [20, 4, 22, 5, 24]
             handoff = msgspec.structs.replace(prefill.announce(ids), complete=False)
-            prefill.leases.extend(handoff.handoff_id, "a", ids[:2])
-            targets = [20, 4, 22, 5, 24]
+            prefill.leases.extend(handoff.handoff_id, "a", ids[:final_at_first])
             task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, targets, decode.pool))
-            await eventually(lambda: np.array_equal(decode.layers[-1][[20, 4]], prefill.layers[-1][ids[:2]]))
-            prefill.leases.extend(handoff.handoff_id, "a", ids[:3])
-            await eventually(lambda: np.array_equal(decode.layers[-1][22], prefill.layers[-1][9]))
+            await eventually(lambda: prefill.leases._open[handoff.handoff_id].active_reads == 1)
+            for final in (2, 3):
+                prefill.leases.extend(handoff.handoff_id, "a", ids[:final])
+                await eventually(
+                    lambda final=final: np.array_equal(
+                        decode.layers[-1][targets[:final]], prefill.layers[-1][ids[:final]]
+                    )
+                )
             assert not task.done()
+            if told:
+                prefill.leases.begin_last_step({handoff.handoff_id: ids, "nobody-follows": [11]})
+                for layer in range(NUM_LAYERS):
+                    prefill.leases.end_layer(layer + 1)
+                prefill.leases.begin_last_step({})
             prefill.leases.publish(handoff.handoff_id, "a", ids, 20, LEASE_S, first_token=77)
             result = await asyncio.wait_for(task, PATIENCE_S)
             assert (result.outcome, result.first_token) == ("ok", 77), result
@@ -441,55 +414,18 @@ class TransportConformance:
             for ours, theirs in zip(decode.layers, prefill.layers, strict=True):
                 np.testing.assert_array_equal(ours[targets], theirs[ids])
 
-    async def test_a_handoff_is_followed_before_any_block_of_it_is_final(self, harness):
-        async with self.nodes(harness) as (prefill, decode):
-            ids, targets = [7, 3, 9], [20, 4, 22]
-            handoff = msgspec.structs.replace(prefill.announce(ids), complete=False)
-            prefill.leases.extend(handoff.handoff_id, "a", [])
-            task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, targets, decode.pool))
-            await eventually(lambda: prefill.leases._open[handoff.handoff_id].active_reads == 1)
-            prefill.leases.publish(handoff.handoff_id, "a", ids, 12, LEASE_S, first_token=77)
-            result = await asyncio.wait_for(task, PATIENCE_S)
-            assert (result.outcome, result.first_token) == ("ok", 77), result
-            for ours, theirs in zip(decode.layers, prefill.layers, strict=True):
-                np.testing.assert_array_equal(ours[targets], theirs[ids])
-
-    async def test_a_handoff_revoked_before_any_block_is_final_fails_whoever_follows_it(self, harness):
-        async with self.nodes(harness) as (prefill, decode):
-            handoff = msgspec.structs.replace(prefill.announce([1, 2]), complete=False)
-            prefill.leases.extend(handoff.handoff_id, "a", [])
-            task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, [4, 5], decode.pool))
-            await eventually(lambda: prefill.leases._open[handoff.handoff_id].active_reads == 1)
-            prefill.leases.revoke(handoff.handoff_id)
-            result = await asyncio.wait_for(task, PATIENCE_S)
-            assert (result.outcome, result.reason, result.num_bytes) == ("failed", errors.REVOKED, 0), result
-
-    async def test_a_revoked_handoff_fails_whoever_follows_it(self, harness):
+    @pytest.mark.parametrize("final", [0, 2])
+    async def test_a_revoked_handoff_fails_whoever_follows_it(self, harness, final):
         async with self.nodes(harness) as (prefill, decode):
             handoff = msgspec.structs.replace(prefill.announce([1, 2, 3]), complete=False)
-            prefill.leases.extend(handoff.handoff_id, "a", [1, 2])
+            prefill.leases.extend(handoff.handoff_id, "a", [1, 2][:final])
             task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, [4, 5, 6], decode.pool))
-            await eventually(lambda: prefill.source.bytes_sent_total > 0)
+            await eventually(lambda: prefill.leases._open[handoff.handoff_id].active_reads == 1)
+            await eventually(lambda: prefill.source.bytes_sent_total > 0 or not final)
             prefill.leases.revoke(handoff.handoff_id)
             result = await asyncio.wait_for(task, PATIENCE_S)
             assert (result.outcome, result.reason) == ("failed", errors.REVOKED), result
-
-    async def test_a_followed_handoff_arrives_whole_whether_or_not_its_last_step_is_told(self, harness):
-        async with self.nodes(harness) as (prefill, decode):
-            ids, targets = [7, 3, 9, 1], [20, 4, 22, 5]
-            handoff = msgspec.structs.replace(prefill.announce(ids), complete=False)
-            prefill.leases.extend(handoff.handoff_id, "a", ids[:2])
-            task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, targets, decode.pool))
-            await eventually(lambda: prefill.source.bytes_sent_total > 0)
-            prefill.leases.begin_last_step({handoff.handoff_id: ids, "nobody-follows": [11]})
-            for layer in range(NUM_LAYERS):
-                prefill.leases.end_layer(layer + 1)
-            prefill.leases.begin_last_step({})
-            prefill.leases.publish(handoff.handoff_id, "a", ids, 16, LEASE_S, first_token=77)
-            result = await asyncio.wait_for(task, PATIENCE_S)
-            assert (result.outcome, result.first_token) == ("ok", 77), result
-            for ours, theirs in zip(decode.layers, prefill.layers, strict=True):
-                np.testing.assert_array_equal(ours[targets], theirs[ids])
+            assert final or result.num_bytes == 0
 
     async def test_cancelling_while_nothing_is_ready_ends_the_read(self, harness):
         async with self.nodes(harness) as (prefill, decode):
@@ -606,6 +542,46 @@ class TransportConformance:
             for ours, theirs in zip(decode.layers, prefill.layers, strict=True)
         )
         return result.outcome == "ok" and equal
+
+
+class ControlConformance:
+    """What fetcher and control do alike for every transport: one of them inherits it."""
+
+    async def test_release_that_overtakes_the_publication_frees_at_once(self, harness):
+        async with self.nodes(harness) as (prefill, decode):
+            handoff = prefill.announce([1, 2])
+            await decode.fetcher.release(handoff)
+            prefill.leases.publish(handoff.handoff_id, "a", [1, 2], 8, LEASE_S)
+            assert prefill.leases.take_finished() == {"a"}
+
+    async def test_renewal_keeps_a_lease_alive(self, harness):
+        async with self.nodes(harness) as (prefill, decode):
+            ids = [1]
+            now_s = 0.0
+            prefill.leases._clock = lambda: now_s
+            handoff = prefill.publish(ids, lease_s=1.0)
+            for _ in range(4):
+                now_s += 0.9
+                await decode.fetcher.renew(handoff)
+            assert await self._fetch_ok(prefill, decode, handoff, ids)
+
+    @pytest.mark.parametrize("targets", [[1, 1], [32, 0], [-1, 0], [1, 2, 3]])
+    async def test_bad_targets_are_refused_before_anything_is_written(self, harness, targets):
+        async with self.nodes(harness) as (prefill, decode):
+            before = [layer.copy() for layer in decode.layers]
+            result = await decode.fetcher.fetch(prefill.publish([1, 2]), 0, targets, decode.pool)
+            assert (result.outcome, result.reason) == ("failed", errors.BAD_REQUEST)
+            np.testing.assert_array_equal(decode.layers, before)
+
+    @pytest.mark.parametrize(("field", "value"), [("isa", "vec"), ("block_size_tokens", 8), ("wire_version", 99)])
+    async def test_a_layout_mismatch_names_the_field_before_any_byte(self, harness, field, value):
+        async with self.nodes(harness, (make_layout(**{field: value}), None)) as (prefill, decode):
+            result = await decode.fetcher.fetch(prefill.publish([1]), 0, [1], decode.pool)
+            assert (result.outcome, result.reason) == ("failed", errors.LAYOUT_MISMATCH)
+            assert field in result.message
+            assert repr(value) in result.message
+            assert (result.num_bytes, prefill.source.bytes_sent_total) == (0, 0)
+            assert (await decode.fetcher._control.describe(prefill.source.address)).layout == prefill.layout
 
 
 class LayerConformance:

@@ -15,6 +15,7 @@ from ridgeline.kv_transfer.collective.wire import WINDOW_CHUNKS
 from ridgeline.kv_transfer.transports import make_transport
 from tests.conformance.check_transport import (
     LONG,
+    ControlConformance,
     FrameConformance,
     LayerConformance,
     TransportConformance,
@@ -63,13 +64,13 @@ class FollowingConformance:
             await asyncio.gather(*following, return_exceptions=True)
 
 
-class TestGrpc(FollowingConformance, FrameConformance, TransportConformance):
+class TestGrpc(ControlConformance, FollowingConformance, FrameConformance, TransportConformance):
     @pytest.fixture
     def harness(self):
         return Harness("grpc", slow_frames)
 
 
-class TestGrpcOverTls(FrameConformance, TransportConformance):
+class TestGrpcOverTls(TransportConformance):
     @pytest.fixture
     def harness(self, tmp_path):
         tls = Authority(tmp_path).issue()
@@ -268,11 +269,3 @@ class TestNixlOverTcp(FollowingConformance, LayerConformance, TransportConforman
     def harness(self, monkeypatch):
         monkeypatch.setenv("UCX_TLS", "tcp")
         return Harness("nixl", slow_pieces)
-
-
-class TestAuto(TransportConformance):
-    """On one host it is shm."""
-
-    @pytest.fixture
-    def harness(self):
-        return Harness("auto", slow_copies)

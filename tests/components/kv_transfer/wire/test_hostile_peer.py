@@ -226,6 +226,9 @@ def test_an_id_that_is_longer_than_any_of_ours_is_refused_and_not_remembered(sou
     "changes",
     [
         {"first_block": -(1 << 62)},
+        {"first_block": -1, "num_blocks": 1},
+        {"first_block": 2, "num_blocks": 1},
+        {"num_blocks": 3},
         {"num_blocks": (1 << 63) - 1, "first_block": (1 << 63) - 1},
         {"num_blocks": -1},
         {"part_start": -1},
@@ -235,6 +238,7 @@ def test_an_id_that_is_longer_than_any_of_ours_is_refused_and_not_remembered(sou
         {"wire_dtype": "x" * 1000},
         {"layout": {**msgspec.to_builtins(LAYOUT), "tensor_parallel_size": 0}},
         {"layout": {**msgspec.to_builtins(LAYOUT), "tensor_parallel_size": -1}},
+        {"layout": {**msgspec.to_builtins(LAYOUT), "tensor_parallel_size": -(2**63)}},
     ],
 )
 def test_a_fetch_that_asks_for_the_absurd_is_a_bad_request(source, changes):

@@ -194,14 +194,6 @@ def test_a_release_that_would_fill_the_sources_memory_is_refused(source, told):
     assert source._leases.stats().open_leases == 1
 
 
-@pytest.mark.parametrize("ranks", [0, -1, -(2**63)])
-def test_a_layout_of_no_ranks_is_refused(source, ranks):
-    request = request_for("r")
-    layout = msgspec.structs.replace(LAYOUT, tensor_parallel_size=ranks)
-    message = msgspec.msgpack.encode(msgspec.structs.replace(request, layout=layout))
-    assert refusal(source, grpc_methods.FETCH, message, timeout=PATIENCE_S).reason == errors.BAD_REQUEST
-
-
 @pytest.mark.parametrize("answer", [b"", b"\xc1", INVALID_UTF_8, NESTED])
 def test_a_sources_answer_that_makes_no_sense_is_corrupted(answer):
     with pytest.raises(errors.TransferFailed, match=errors.CORRUPTED):
@@ -218,14 +210,6 @@ def test_a_first_token_that_is_none_is_corrupted(told):
 def test_a_huge_request_is_refused_unread(source):
     assert refusal(source, grpc_methods.RELEASE, bytes(1 << 20), timeout=PATIENCE_S).reason != ""
     assert source._leases.stats().open_leases == 0
-
-
-def test_positions_outside_the_publication_are_refused(source):
-    published(source, "r")
-    for first_block, num_blocks in ((-1, 1), (0, 3), (2, 1), (1, -1), (0, 1 << 40)):
-        request = request_for("r", first_block, num_blocks)
-        error = refusal(source, grpc_methods.FETCH, msgspec.msgpack.encode(request), timeout=PATIENCE_S)
-        assert error.reason == errors.BAD_REQUEST, (first_block, num_blocks)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")

@@ -56,15 +56,6 @@ def test_a_lease_expires_at_its_time_and_not_before(leases, clock):
         pass
 
 
-def test_renewal_extends_from_now_and_never_shortens(leases, clock):
-    publish(leases)
-    clock.now_s += 9
-    assert leases.renew("h")
-    clock.now_s += 9
-    assert leases.expire() == 0
-    assert leases.stats().open_leases == 1
-
-
 def test_renewing_after_the_time_is_up_is_refused_even_if_nobody_looked(leases, clock):
     publish(leases)
     clock.now_s += 10
@@ -85,32 +76,6 @@ def test_a_read_holds_off_expiry_and_release(leases, clock):
         assert leases.take_finished() == set()
     assert leases.take_finished() == {"r"}
     assert leases.stats().expired_leases_total == 0
-
-
-def test_a_read_renews_the_lease(leases, clock):
-    publish(leases)
-    clock.now_s += 9
-    with leases.reading("h"):
-        clock.now_s += 5
-    assert leases.expire() == 0
-    clock.now_s += 5
-    assert leases.expire() == 1
-
-
-def test_two_reads_both_have_to_end(leases):
-    publish(leases)
-    with leases.reading("h"):
-        with leases.reading("h"):
-            leases.release("h")
-        assert leases.take_finished() == set()
-    assert leases.take_finished() == {"r"}
-
-
-def test_a_release_that_comes_first_frees_at_publication(leases):
-    assert leases.release("h") is True
-    publish(leases)
-    assert leases.take_finished() == {"r"}
-    assert leases.stats().open_leases == 0
 
 
 def test_a_release_is_remembered_after_a_revocation_too(leases):
@@ -201,15 +166,6 @@ def test_a_partial_handoff_gives_its_blocks_as_they_become_final(leases):
         leases.release("h")
         assert leases.take_finished() == set()
     assert leases.take_finished() == {"r"}
-
-
-def test_a_handoff_can_be_read_before_any_block_of_it_is_final(leases):
-    leases.extend("h", "r", [])
-    assert leases.wait_published("h", 0.0)
-    with leases.reading("h") as read:
-        assert leases.wait_blocks(read, 0, 0.01).block_ids == ()
-        threading.Timer(0.02, lambda: leases.publish("h", "r", [4, 5], 60, 10.0, first_token=42)).start()
-        assert leases.wait_blocks(read, 0, PATIENCE_S).block_ids == (4, 5)
 
 
 @pytest.mark.parametrize("ends", ["revoke", "release"])
