@@ -164,22 +164,6 @@ async def test_lines_that_a_killed_process_had_half_written_are_left_out(tmp_pat
     assert report_again(tmp_path, console).exists()
 
 
-async def test_a_comparison_does_not_go_on_with_another_plan_configuration_or_version(tmp_path, console):
-    behaviour = Behaviour(ttft_s=0.05, tpot_s=0.005, mode="colocated")
-    with running(behaviour) as url:
-        await _stopped_in_round_three(behaviour, url, tmp_path, console)
-    past = RunFolder(tmp_path).past()
-    past.refuse_another({"pairs": 2}, SETUP)
-    with pytest.raises(LoadTestError, match=r"pairs is 3, was 2.*begin anew with --out"):
-        past.refuse_another({"pairs": 3}, SETUP)
-    with pytest.raises(LoadTestError, match=r"margin is 0\.1, was the default"):
-        past.refuse_another({"margin": 0.1}, SETUP)
-    other = {"configuration": {"model": {"dtype": "bfloat16"}}, "versions": {"vllm": "0.33.0"}}
-    found = r"model\.dtype is bfloat16, was float32; versions\.vllm is 0\.33\.0, was 0\.32\.0"
-    with pytest.raises(LoadTestError, match=found):
-        past.refuse_another({}, other)
-
-
 def test_a_folder_without_an_interrupted_comparison_is_named(tmp_path):
     with pytest.raises(LoadTestError, match="holds no comparison that could go on"):
         RunFolder(tmp_path / "nothing").past()

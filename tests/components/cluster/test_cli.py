@@ -283,10 +283,34 @@ def test_replay_without_a_server_says_where_it_looked(run_ridgeline):
     assert "http://127.0.0.1:9" in error
 
 
-def test_compare_of_one_round_is_refused_with_the_reason(run_ridgeline, tmp_path):
-    status, _, error = run_ridgeline("compare", "--out", tmp_path, "--pairs", "0")
+UNEQUAL = ": change pools.colocated.workers or cores_per_worker"
+
+
+@pytest.mark.parametrize(
+    ("flag", "sentence"),
+    [
+        ("--pairs=0", "pairs: should be greater than or equal to 1, not 0"),
+        ("--served-name=llama", "--served-name llama: this configuration serves smollm2-135m: leave it out"),
+        ("--set=pools.colocated.workers=3", f"prefill and decode have 2 cores, colocated has 3{UNEQUAL}"),
+        ("--set=pools.decode.cores_per_worker=2", f"prefill and decode have 3 cores, colocated has 2{UNEQUAL}"),
+        (
+            "--set=pools.decode.kv_cache_bytes=2 GiB",
+            "have 3,072 MiB together, colocated has 2,048 MiB: change kv_cache_bytes",
+        ),
+        ("--set=ray.share_cores=true", "ray.share_cores lets engines take turns on the same cores"),
+        (
+            "--set=transfer.faults=seed=7,drop=0.02",
+            "transfer.faults (seed=7,drop=0.02) makes fetches fail on purpose",
+        ),
+    ],
+)
+def test_compare_of_what_would_say_nothing_is_refused_with_the_fix_before_anything_starts(
+    run_ridgeline, tmp_path, flag, sentence
+):
+    status, _, error = run_ridgeline("compare", "--out", tmp_path / "out", flag)
     assert status == 2
-    assert "pairs: should be greater than or equal to 1, not 0" in error
+    assert sentence in error
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_former_name_of_an_option_works_and_is_told(run_ridgeline, tmp_path):
@@ -297,50 +321,6 @@ def test_a_former_name_of_an_option_works_and_is_told(run_ridgeline, tmp_path):
     assert status == 2
     assert "baseline: must be URLs" in error
     assert "--arms" not in run_ridgeline("compare", "--help")[1]
-
-
-def test_compare_of_a_model_that_the_configuration_does_not_serve_is_refused_before_anything_starts(
-    run_ridgeline, tmp_path
-):
-    status, _, error = run_ridgeline("compare", "--out", tmp_path, "--served-name", "llama")
-    assert status == 2
-    assert "--served-name llama: this configuration serves smollm2-135m: leave it out" in error
-
-
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        (["pools.colocated.workers=3"], "prefill and decode have 2 cores, colocated has 3"),
-        (["pools.decode.cores_per_worker=2"], "prefill and decode have 3 cores, colocated has 2"),
-    ],
-)
-def test_compare_on_unequal_hardware_is_refused_with_both_numbers_and_the_fix(
-    run_ridgeline, tmp_path, settings, sentence
-):
-    flags = [flag for setting in settings for flag in ("--set", setting)]
-    status, _, error = run_ridgeline("compare", "--out", tmp_path, *flags)
-    assert status == 2
-    assert sentence in error
-    assert "change pools.colocated.workers or cores_per_worker" in error
-
-
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        (
-            ["pools.decode.kv_cache_bytes=2 GiB"],
-            "have 3,072 MiB together, colocated has 2,048 MiB: change kv_cache_bytes",
-        ),
-        (["ray.share_cores=true"], "ray.share_cores lets engines take turns on the same cores"),
-        (["transfer.faults=seed=7,drop=0.02"], "transfer.faults (seed=7,drop=0.02) makes fetches fail on purpose"),
-    ],
-)
-def test_compare_of_what_would_say_nothing_is_refused_with_the_fix(run_ridgeline, tmp_path, settings, sentence):
-    flags = [flag for setting in settings for flag in ("--set", setting)]
-    status, _, error = run_ridgeline("compare", "--out", tmp_path / "out", *flags)
-    assert status == 2
-    assert sentence in error
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -446,23 +426,34 @@ def test_compare_goes_on_in_one_folder_or_begins_in_one_but_not_both(run_ridgeli
     assert "holds no comparison that could go on" in error
 
 
-def _interrupted(folder: Path, settings: dict, tuning: dict | None = None) -> None:
+def _interrupted(folder: Path, settings: dict, tuning: dict | None = None, **other_versions: str) -> None:
     config = RidgelineConfig()
-    setup = {"configuration": config.model_dump(mode="json") | settings, "versions": versions()}
+    setup = {
+        "configuration": config.model_dump(mode="json") | settings,
+        "versions": versions() | other_versions,
+    }
     load = Load(rate=2.0, rate_source="as given", slo_source="the defaults")
     plan = ComparePlan(pairs=2, rate=2)
     given, settled = plan.model_dump(mode="json", exclude_unset=True), plan.model_dump(mode="json")
     RunFolder(folder).start(Settled(given, settled, load, setup, None, 1000, 1, tuning))
 
 
-def test_an_interrupted_comparison_does_not_go_on_with_another_plan_or_configuration(run_ridgeline, tmp_path):
-    _interrupted(tmp_path / "run", {})
-    status, _, error = run_ridgeline("compare", "--resume", tmp_path / "run", "--pairs", "3")
+@pytest.mark.parametrize(
+    ("flag", "told"),
+    [
+        ("--pairs=3", "pairs is 3, was 2"),
+        ("--margin=0.1", "margin is 0.1, was the default"),
+        ("--set=server.port=8123", "configuration.server.port is 8123, was 8000"),
+    ],
+)
+def test_an_interrupted_comparison_does_not_go_on_with_another_plan_configuration_or_version(
+    run_ridgeline, tmp_path, flag, told
+):
+    _interrupted(tmp_path / "run", {}, vllm="0.1.0")
+    status, _, error = run_ridgeline("compare", "--resume", tmp_path / "run", flag)
     assert status == 1
-    assert "pairs is 3, was 2" in error
-    status, _, error = run_ridgeline("compare", "--resume", tmp_path / "run", "--set", "server.port=8123")
-    assert status == 1
-    assert "configuration.server.port is 8123, was 8000" in error
+    assert told in error
+    assert f"versions.vllm is {versions()['vllm']}, was 0.1.0" in error
     assert "begin anew with --out" in error
 
 

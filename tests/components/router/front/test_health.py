@@ -76,8 +76,12 @@ class Deployment:
         return response.status_code, response.json()
 
 
-async def test_a_router_that_is_the_bottleneck_says_so_and_stays_ready():
-    deployment = Deployment()
+@pytest.fixture
+def deployment():
+    return Deployment()
+
+
+async def test_a_router_that_is_the_bottleneck_says_so_and_stays_ready(deployment):
     deployment.token(deployment.prefill, deployment.decode)
     assert "router" not in (await deployment.get())[1]
     deployment.late = "this router is the bottleneck"
@@ -85,8 +89,7 @@ async def test_a_router_that_is_the_bottleneck_says_so_and_stays_ready():
     assert (status, body["router"]) == (200, "this router is the bottleneck")
 
 
-async def test_a_probe_through_an_idle_deployment_makes_it_ready():
-    deployment = Deployment()
+async def test_a_probe_through_an_idle_deployment_makes_it_ready(deployment):
     deployment.probe_does = lambda: deployment.token(deployment.prefill, deployment.decode)
     status, body = await deployment.get()
     pool = {"ready": True, "last_token_s_ago": 0.0}
@@ -94,8 +97,7 @@ async def test_a_probe_through_an_idle_deployment_makes_it_ready():
     assert (deployment.probes, deployment.count("ok")) == (1, 1)
 
 
-async def test_tokens_of_real_requests_need_no_probe():
-    deployment = Deployment()
+async def test_tokens_of_real_requests_need_no_probe(deployment):
     deployment.token(deployment.prefill, deployment.decode)
     deployment.clock.now_s += 1.9
     assert (await deployment.get())[0] == 200
@@ -105,8 +107,7 @@ async def test_tokens_of_real_requests_need_no_probe():
     assert deployment.probes == 1
 
 
-async def test_a_pool_without_a_worker_is_named_at_once():
-    deployment = Deployment()
+async def test_a_pool_without_a_worker_is_named_at_once(deployment):
     deployment.token(deployment.prefill)
     deployment.decode.usable = False
     status, body = await deployment.get()
@@ -116,8 +117,7 @@ async def test_a_pool_without_a_worker_is_named_at_once():
 
 
 @pytest.mark.parametrize(("lost", "left"), [("prefill", "decode"), ("decode", "prefill")])
-async def test_the_pool_that_is_left_is_tried_and_judged_when_the_other_one_is_lost(lost, left):
-    deployment = Deployment()
+async def test_the_pool_that_is_left_is_tried_and_judged_when_the_other_one_is_lost(deployment, lost, left):
     getattr(deployment, lost).usable = False
     deployment.probe_does = lambda: deployment.token(getattr(deployment, left))
     status, body = await deployment.get()
@@ -134,16 +134,14 @@ async def test_the_pool_that_is_left_is_tried_and_judged_when_the_other_one_is_l
     assert "the health probe failed: the engine is gone" in body["pools"][left]["why"]
 
 
-async def test_no_probe_is_sent_where_no_pool_has_a_worker():
-    deployment = Deployment()
+async def test_no_probe_is_sent_where_no_pool_has_a_worker(deployment):
     deployment.prefill.usable = deployment.decode.usable = False
     status, body = await deployment.get()
     assert (status, deployment.probes) == (503, 0)
     assert {pool["why"] for pool in body["pools"].values()} == {"no worker is connected and accepting work"}
 
 
-async def test_a_prefill_pool_that_was_drained_leaves_a_server_that_is_ready_and_says_what_it_lacks():
-    deployment = Deployment()
+async def test_a_prefill_pool_that_was_drained_leaves_a_server_that_is_ready_and_says_what_it_lacks(deployment):
     deployment.prefill.usable, deployment.prefill.leaves = False, True
     for prefill in ([deployment.prefill], []):
         deployment.readiness._pools = lambda prefill=prefill: {"prefill": prefill, "decode": [deployment.decode]}
@@ -161,8 +159,7 @@ async def test_a_prefill_pool_that_was_drained_leaves_a_server_that_is_ready_and
     assert (await deployment.get())[0] == 503
 
 
-async def test_a_decode_pool_that_was_drained_leaves_a_server_that_is_ready_too():
-    deployment = Deployment()
+async def test_a_decode_pool_that_was_drained_leaves_a_server_that_is_ready_too(deployment):
     deployment.decode.usable, deployment.decode.leaves = False, True
     deployment.token(deployment.prefill)
     status, answer = await deployment.get()
@@ -170,8 +167,7 @@ async def test_a_decode_pool_that_was_drained_leaves_a_server_that_is_ready_too(
     assert "serve whole requests" in answer["pools"]["decode"]["why"]
 
 
-async def test_a_server_whose_workers_were_all_drained_is_not_ready():
-    deployment = Deployment()
+async def test_a_server_whose_workers_were_all_drained_is_not_ready(deployment):
     for worker in (deployment.prefill, deployment.decode):
         worker.usable, worker.leaves = False, True
     status, answer = await deployment.get()
@@ -195,8 +191,7 @@ async def test_the_pool_that_made_no_token_is_named_with_how_long_and_the_deadli
     assert deployment.count("late") == 1
 
 
-async def test_a_probe_that_fails_says_why():
-    deployment = Deployment()
+async def test_a_probe_that_fails_says_why(deployment):
 
     def fail():
         raise EngineFailed("the engine of prefill-0 is gone")
@@ -226,8 +221,7 @@ async def test_a_pool_busy_with_a_prompt_longer_than_the_deadline_is_ready():
     assert deployment.refreshed == 1
 
 
-async def test_many_askers_at_a_time_share_one_probe_and_its_verdict_for_a_second():
-    deployment = Deployment()
+async def test_many_askers_at_a_time_share_one_probe_and_its_verdict_for_a_second(deployment):
     deployment.blocked = asyncio.Event()
     asking = [asyncio.create_task(deployment.readiness.check()) for _ in range(20)]
     await asyncio.sleep(0)
@@ -244,8 +238,7 @@ async def test_many_askers_at_a_time_share_one_probe_and_its_verdict_for_a_secon
     assert deployment.probes == 2
 
 
-async def test_closing_it_ends_a_look_in_progress():
-    deployment = Deployment()
+async def test_closing_it_ends_a_look_in_progress(deployment):
     deployment.blocked = asyncio.Event()
     asking = asyncio.create_task(deployment.readiness.check())
     await asyncio.sleep(0)
@@ -306,16 +299,14 @@ async def test_a_probe_is_in_no_series_about_requests_and_not_among_those_in_fli
     assert counted == set()
 
 
-async def test_a_router_that_drains_is_not_ready_whatever_its_pools_do():
-    deployment = Deployment()
+async def test_a_router_that_drains_is_not_ready_whatever_its_pools_do(deployment):
     deployment.draining = True
     status, told = await deployment.get()
     assert (status, told["ready"], "shutting down" in told["why"]) == (503, False, True)
     assert deployment.probes == 0
 
 
-async def test_workers_that_are_lost_again_and_again_are_named_whether_it_is_ready_or_not():
-    deployment = Deployment()
+async def test_workers_that_are_lost_again_and_again_are_named_whether_it_is_ready_or_not(deployment):
     deployment.token(deployment.prefill, deployment.decode)
     away = {"worker-2": "in restart back-off: lost more than 5 times within 300 s of service"}
     deployment.readiness.away = lambda: away
