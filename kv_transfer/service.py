@@ -50,35 +50,38 @@ class PairedTransport:
     why: str
 
 
+@dataclass(frozen=True, slots=True)
+class RankLayers:
+    """The KV cache of one tensor-parallel rank, as the engine has allocated it."""
+
+    layers: Mapping[str, torch.Tensor]
+    """In forward order, the same on every engine: peers know a layer by its position."""
+    layout: KvLayout
+    shared: SharedOffer | None = None
+    """Where peers on this host can map these layers, if they can."""
+    rank: int = 0
+    on_lost: OnLost = lambda _error: None
+    """Called, in any thread, with an error after which the GPU does nothing more for this process."""
+
+
 class TransferService:
     """Owns the source, the fetcher, the lease table and the thread that runs them."""
 
-    def __init__(
-        self,
-        layers: Mapping[str, torch.Tensor],
-        layout: KvLayout,
-        options: TransferOptions,
-        shared: SharedOffer | None = None,
-        rank: int = 0,
-        on_lost: OnLost = lambda _error: None,
-        on_news: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`layers` must be in forward order, the same on every engine: peers know a layer by its position.
+    def __init__(self, cache: RankLayers, options: TransferOptions, on_news: Callable[[], None] = lambda: None) -> None:
+        """`on_news` is called, in any thread, whenever `poll` has something.
 
-        `shared` says where peers on this host can map these layers, if they can; `rank` is the tensor-parallel rank of
-        this process; `on_lost` is called, in any thread, once the GPU does nothing more for it, and `on_news` whenever
-        `poll` has something. Raises ValueError if the layout does not match the layers, or does not support the
-        wire_dtype.
+        Raises ValueError if the layout does not match the layers, or does not support the wire_dtype.
         """
-        self._pool = BlockPool.from_layer_tensors(list(layers.values()), on_lost)
+        layers, layout = list(cache.layers.values()), cache.layout
+        self._pool = BlockPool.from_layer_tensors(layers, cache.on_lost)
         check_layout(self._pool, layout)
         self._lease_s = options.lease_s
         self._board = CompletionBoard(on_news)
         self.leases = LeaseTable(on_finished=self._board.wake)
         """Our hand-offs: the step loop extends and revokes them here; `publish` is the service's."""
-        self._exports: Exports | None = exports(list(layers.values()), shared, options.transport)
-        cache = RankCache(self._pool, self.leases, layout, rank, self._exports.offers)
-        self._source, self._fetcher = make_transport(cache, options)
+        self._exports: Exports | None = exports(layers, cache.shared, options.transport)
+        rank_cache = RankCache(self._pool, self.leases, layout, cache.rank, self._exports.offers)
+        self._source, self._fetcher = make_transport(rank_cache, options)
         self._heartbeats = Heartbeats(self._fetcher)
         self._fetches: dict[str, asyncio.Task[TransferResult]] = {}
         self._background: set[asyncio.Task[None]] = set()

@@ -114,27 +114,16 @@ class KvFetcher:
         try:
             check_fetch(handoff, first_block, target_block_ids, pool)
             if target_block_ids:
-                await self._pull_parts(handoff, first_block, target_block_ids, pool, progress)
+                try:
+                    async with asyncio.TaskGroup() as group:
+                        for part in self._parts(handoff):
+                            pulling = self._pull_part(handoff, part, first_block, target_block_ids, pool, progress)
+                            group.create_task(pulling)
+                except* errors.HandoffError as failures:
+                    raise _first(failures) from None
         except errors.HandoffError as error:
             return progress.result(error)
         return progress.result(None)
-
-    async def _pull_parts(
-        self,
-        handoff: KvHandoff,
-        first_block: int,
-        target_block_ids: Sequence[int],
-        pool: BlockPool,
-        progress: FetchProgress,
-    ) -> None:
-        try:
-            async with asyncio.TaskGroup() as group:
-                for part in self._parts(handoff):
-                    group.create_task(
-                        self._pull_part(handoff, part, first_block, target_block_ids, pool, progress),
-                    )
-        except* errors.HandoffError as failures:
-            raise _first(failures) from None
 
     def _parts(self, handoff: KvHandoff) -> list[RankPart]:
         try:

@@ -46,6 +46,7 @@ from ridgeline.engine.vllm_workarounds.queue_names import forget_queue_names
 from ridgeline.engine.vllm_workarounds.step_limits import add_limit_steps
 from ridgeline.kv_transfer.memory.shared import KvCacheAllocation
 from ridgeline.kv_transfer.options import TransferOptions
+from ridgeline.kv_transfer.service import RankLayers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -177,15 +178,14 @@ class RidgelineConnector(KVConnectorBase_V1):
         if self._has_ranks:
             forget_queue_names()
         with helpers_on_all_cores_of(rank):
-            self._worker = WorkerSide(
+            cache = RankLayers(
                 layers=kv_caches,
                 layout=kv_layout(self._vllm_config, self._kv_cache_config, kv_caches),
-                options=self._transfer,
                 shared=self._allocation.offer(list(kv_caches.values())),
                 rank=rank,
                 on_lost=end_process(cause_file(self._vllm_config)),
-                on_news=wake,
             )
+            self._worker = WorkerSide(cache, self._transfer, on_news=wake)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self.worker.endpoint

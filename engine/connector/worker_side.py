@@ -7,7 +7,7 @@ Methods that implement one of vLLM's hooks have its name. `apply` serves two hoo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from ridgeline.contracts.handoff import KvHandoff, KvLayout, TransferResult, new_handoff_id
+from ridgeline.contracts.handoff import KvHandoff, TransferResult, new_handoff_id
 from ridgeline.engine.connector.messages import (
     BYTES,
     STALE_HANDOFFS,
@@ -25,10 +25,8 @@ from ridgeline.engine.connector.messages import (
     StepInstructions,
     TransferResults,
 )
-from ridgeline.kv_transfer.memory.device import OnLost
-from ridgeline.kv_transfer.memory.shared import SharedOffer
 from ridgeline.kv_transfer.options import TransferOptions
-from ridgeline.kv_transfer.service import PairedTransport, TransferService
+from ridgeline.kv_transfer.service import PairedTransport, RankLayers, TransferService
 
 RANK_WAIT_S = 0.02
 """The time that a step without work waits for a transfer to end, where this rank is not in the step loop's process and
@@ -49,27 +47,15 @@ WARM_UP_LEASE_S = 5.0
 class WorkerSide:
     """One rank's end of hand-offs."""
 
-    def __init__(
-        self,
-        layers: Mapping[str, torch.Tensor],
-        layout: KvLayout,
-        options: TransferOptions,
-        shared: SharedOffer | None,
-        rank: int = 0,
-        on_lost: OnLost = lambda _error: None,
-        on_news: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`on_lost` is called, in any thread, with an error after which the GPU does nothing more for this process.
-
-        So is `on_news`, when `get_transfer_results` or `take_arrived` has something.
-        """
-        self.layout = layout
-        first = next(iter(layers.values()))
+    def __init__(self, cache: RankLayers, options: TransferOptions, on_news: Callable[[], None] = lambda: None) -> None:
+        """`on_news` is called, in any thread, when `get_transfer_results` or `take_arrived` has something."""
+        self.layout = cache.layout
+        first = next(iter(cache.layers.values()))
         self._num_blocks = int(first.shape[0])
-        self._layers = {name: number for number, name in enumerate(layers, start=1)}
+        self._layers = {name: number for number, name in enumerate(cache.layers, start=1)}
         self._writes_at_once = first.device.type == "cpu"
         """Whether a layer is in the cache when its call returns; on a GPU the write is only queued then."""
-        self._service = TransferService(layers, layout, options, shared, rank, on_lost, on_news)
+        self._service = TransferService(cache, options, on_news)
         self._service.start()
         self._on_news = on_news
         self._rank_wait_s = RANK_WAIT_S if self._writes_at_once else GPU_RANK_WAIT_S

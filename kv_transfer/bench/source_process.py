@@ -24,7 +24,7 @@ from ridgeline.contracts.handoff import KvHandoff, KvLayout, new_handoff_id
 from ridgeline.kv_transfer.memory.shared import KvCacheAllocation
 from ridgeline.kv_transfer.names import TransportName
 from ridgeline.kv_transfer.options import TransferOptions
-from ridgeline.kv_transfer.service import TransferService
+from ridgeline.kv_transfer.service import RankLayers, TransferService
 
 BLOCK_TOKENS: Final = 32
 LEASE_S: Final = 30.0
@@ -96,12 +96,9 @@ class Cache:
             engine_version="0",
             tensor_parallel_size=1,
         )
-        return TransferService(
-            {f"layer{index}": layer for index, layer in enumerate(self.layers)},
-            layout,
-            TransferOptions(host, transport=transport, lease_s=LEASE_S, fetch_deadline_s=fetch_deadline_s),
-            self._shared,
-        )
+        layers = {f"layer{index}": layer for index, layer in enumerate(self.layers)}
+        options = TransferOptions(host, transport=transport, lease_s=LEASE_S, fetch_deadline_s=fetch_deadline_s)
+        return TransferService(RankLayers(layers, layout, self._shared), options)
 
 
 def offer(service: TransferService, request_id: str, block_ids: Sequence[int], shape: CacheShape) -> KvHandoff:

@@ -14,7 +14,7 @@ from ridgeline.contracts import errors
 from ridgeline.contracts.handoff import KvHandoff, new_handoff_id
 from ridgeline.kv_transfer.faults import FaultPlan, FaultyPuller
 from ridgeline.kv_transfer.options import TransferOptions
-from ridgeline.kv_transfer.service import TransferService
+from ridgeline.kv_transfer.service import RankLayers, TransferService
 from ridgeline.kv_transfer.transports import make_transport
 from tests.conformance.check_transport import LONG, Node, eventually, make_layout, make_pool, slow_copies, slow_frames
 from tests.support.patience import PATIENCE_S
@@ -200,7 +200,7 @@ def test_a_service_with_faults_completes_every_fetch_once_and_every_lease_ends(t
         _, shared, layers = make_pool(num_blocks=80)
         tensors = {f"layer{index}": torch.from_numpy(layer) for index, layer in enumerate(layers)}
         options = TransferOptions("127.0.0.1", lease_s=LEASE_S, transport=transport, faults=setting_of(faults))
-        services.append(TransferService(tensors, make_layout(), options, shared))
+        services.append(TransferService(RankLayers(tensors, make_layout(), shared), options))
     prefill, decode = services
     try:
         for service in services:

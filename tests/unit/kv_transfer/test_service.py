@@ -11,7 +11,7 @@ from ridgeline.contracts import errors
 from ridgeline.contracts.handoff import KvHandoff, new_handoff_id
 from ridgeline.kv_transfer.memory.shared import KvCacheAllocation
 from ridgeline.kv_transfer.options import TransferOptions
-from ridgeline.kv_transfer.service import TransferService
+from ridgeline.kv_transfer.service import RankLayers, TransferService
 from tests.support.clock import FakeClock
 from tests.support.patience import PATIENCE_S, in_the_end
 from tests.support.samples import kv_layout
@@ -32,14 +32,10 @@ def make_service(transport="grpc", lease_s=30.0, num_layers=2, wire_dtype="none"
         layer.random_(0, 255)
     fields = {"kv_dtype": "auto", "block_size_tokens": 4, "num_layers": num_layers, "block_bytes": 64}
     layout = kv_layout(**fields | changes)
-    service = TransferService(
-        layers,
-        layout,
-        TransferOptions(
-            host="127.0.0.1", lease_s=lease_s, fetch_deadline_s=PATIENCE_S, transport=transport, wire_dtype=wire_dtype
-        ),
-        shared=allocation.offer(list(layers.values())),
+    options = TransferOptions(
+        host="127.0.0.1", lease_s=lease_s, fetch_deadline_s=PATIENCE_S, transport=transport, wire_dtype=wire_dtype
     )
+    service = TransferService(RankLayers(layers, layout, allocation.offer(list(layers.values()))), options)
     service.waited_for = waited_for_in(service)
     service.start()
     return service, layers
@@ -324,7 +320,9 @@ def test_a_taken_port_and_a_wrong_layout_are_refused_at_start():
     service, layers = make_service()
     try:
         layout = service._fetcher._layout
-        other = TransferService(layers, layout, TransferOptions("127.0.0.1", int(service.address.rpartition(":")[2])))
+        other = TransferService(
+            RankLayers(layers, layout), TransferOptions("127.0.0.1", int(service.address.rpartition(":")[2]))
+        )
         with pytest.raises(OSError, match="is the port taken"):
             other.start()
         other.close()

@@ -9,7 +9,7 @@ from ridgeline.contracts.handoff import KvHandoff, new_handoff_id
 from ridgeline.engine.connector.messages import Fetch, Publish, StepInstructions
 from ridgeline.engine.connector.worker_side import GPU_RANK_WAIT_S, RANK_WAIT_S, WorkerSide, warm_ups
 from ridgeline.kv_transfer.options import TransferOptions
-from ridgeline.kv_transfer.service import TransferStats
+from ridgeline.kv_transfer.service import RankLayers, TransferStats
 from tests.support.samples import kv_layout
 
 NUM_BLOCKS = 24
@@ -21,7 +21,7 @@ def worker_side():
     layers = {f"layer{n}": torch.zeros(NUM_BLOCKS, 2, 4, 8, dtype=torch.uint8) for n in range(2)}
     layout = kv_layout(kv_dtype="auto", block_size_tokens=4, num_layers=2, block_bytes=64)
     news = threading.Event()
-    side = WorkerSide(layers, layout, TransferOptions(host="127.0.0.1", transport="grpc"), None, on_news=news.set)
+    side = WorkerSide(RankLayers(layers, layout), TransferOptions("127.0.0.1", transport="grpc"), news.set)
     side.news = news
     yield side
     side.shutdown()

@@ -22,7 +22,7 @@ from ridgeline.contracts.vocabulary import Pool
 from ridgeline.engine.connector.events import TransferEvent, TransferEvents
 from ridgeline.engine.connector.scheduler_side import FETCH, FIRST_TOKEN_FOLLOWS, PUBLISH
 from ridgeline.kv_transfer.options import TransferOptions
-from ridgeline.kv_transfer.service import TransferService
+from ridgeline.kv_transfer.service import RankLayers, TransferService
 from tests.support.fake_engine import FakeStats
 from tests.support.samples import engine_config, kv_layout
 
@@ -47,7 +47,7 @@ class LeaseEngine:
         self._longest_delay_s = longest_delay_s
         layer = torch.zeros(NUM_BLOCKS * 64, dtype=torch.uint8).view(NUM_BLOCKS, 2, 4, 8)
         options = TransferOptions(host="127.0.0.1", transport="grpc", lease_s=LEASE_S)
-        self.service = TransferService({"layer": layer}, LAYOUT, options)
+        self.service = TransferService(RankLayers({"layer": layer}, LAYOUT), options)
         self.service.start()
         self._numbers = count()
         self._fetches: dict[str, asyncio.Future[TransferResult]] = {}
