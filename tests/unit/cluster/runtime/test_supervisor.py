@@ -11,16 +11,14 @@ from ridgeline.cluster.runtime.handles.actor import ActorGone, CoresBusy, Deploy
 from ridgeline.cluster.runtime.supervision.registration import MAX_REGISTRATIONS, Registration
 from ridgeline.cluster.runtime.supervision.restart_budget import RestartBudget
 from ridgeline.cluster.runtime.supervisor import POLL_S, Supervisor
+from tests.support.clock import FakeClock
 from tests.support.symptoms import is_quoted
 
 
-class Clock:
+class Clock(FakeClock):
     def __init__(self):
-        self.now_s = 0.0
+        super().__init__(0.0)
         self.slept: list[float] = []
-
-    def __call__(self):
-        return self.now_s
 
     async def sleep(self, seconds):
         self.slept.append(seconds)

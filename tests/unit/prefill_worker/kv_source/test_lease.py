@@ -10,15 +10,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precon
 
 from ridgeline.contracts import errors
 from ridgeline.prefill_worker.kv_source.lease import REMEMBERED_ENDINGS, LeaseTable
+from tests.support.clock import FakeClock
 from tests.support.patience import PATIENCE_S
-
-
-class FakeClock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture
