@@ -11,16 +11,6 @@ from ridgeline.kv_transfer.options import TransferOptions
 
 
 @dataclass(frozen=True)
-class HostSettings:
-    """A worker's time limits, in seconds."""
-
-    stall_timeout_s: float = 60.0
-    """An engine with work and without a finished step for this long counts as stalled."""
-    drain_timeout_s: float = 30.0
-    """Running tasks may take this much longer after SIGTERM."""
-
-
-@dataclass(frozen=True)
 class EngineConfig:
     """One engine of one worker; units are in the names."""
 
@@ -43,6 +33,10 @@ class EngineConfig:
     transfer: TransferOptions
     """Its KV source listens on the host named there, and so does the worker's data plane, with the same TLS files."""
     on_cpu: bool
+    stall_timeout_s: float
+    """An engine with work and without a finished step for this long counts as stalled."""
+    drain_timeout_s: float
+    """Running tasks may take this much longer after SIGTERM."""
     passed: Mapping[str, Any] = field(default_factory=dict)
     """vLLM's own arguments, as configured: see `ridgeline.engine.passed_args`."""
     step_target_s: float = 0.0

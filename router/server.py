@@ -19,12 +19,11 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from ridgeline.contracts.errors import EngineError
 from ridgeline.contracts.rpc.address import http_url, join_host_port
 from ridgeline.contracts.vocabulary import Pool
-from ridgeline.contracts.workers import WorkerDescription
 from ridgeline.router.decisions import OwnDecisions, SharedDecisions
 from ridgeline.router.dispatch.orchestrator import Orchestrator
 from ridgeline.router.dispatch.releaser import HandoffReleaser
 from ridgeline.router.fleet.fleet import Fleet
-from ridgeline.router.fleet.pairing import KvPair, PairingRefused
+from ridgeline.router.fleet.pairing import PairingRefused
 from ridgeline.router.fleet.policy import pools_of
 from ridgeline.router.fleet.roles import role_table
 from ridgeline.router.flow.admission import LOOK_EVERY_S, Admission
@@ -129,16 +128,6 @@ class Router:
     def _pools(self) -> tuple[Pool, ...]:
         return pools_of(self._fleet.mode)
 
-    @property
-    def workers(self) -> list[WorkerDescription]:
-        """The workers that it is connected to."""
-        return [worker.description for worker in self._fleet.workers]
-
-    @property
-    def kv_pairs(self) -> list[KvPair]:
-        """The pairs of workers that can exchange KV, and the transport between them."""
-        return self._fleet.kv_pairs
-
     async def serve(
         self,
         worker_addresses: list[str],
@@ -175,14 +164,6 @@ class Router:
         """Forget a worker that has left for good."""
         await self._fleet.remove(worker_id)
         self._decisions.fleet_changed()
-
-    def unreached(self, for_s: float) -> list[str]:
-        """Return the addresses of workers that it has not reached for this many seconds."""
-        return self._fleet.unreached(for_s)
-
-    def note_away(self, away: Mapping[str, str]) -> None:
-        """Note which workers are lost again and again, and how they are tried again, for whoever asks."""
-        self._fleet.away = dict(away)
 
     @property
     def fleet(self) -> Fleet:

@@ -39,7 +39,6 @@ from ridgeline.contracts.workers import (
     WorkerDescription,
     WorkerStatus,
 )
-from ridgeline.engine.config import HostSettings
 from ridgeline.engine.vllm_engine import VllmEngine
 from ridgeline.kv_transfer.memory.shared import host_identity
 from ridgeline.worker_runtime.client import (
@@ -185,12 +184,9 @@ class RouterSession:
 class WorkerHost:
     """A worker: one engine, a handler for each leg that it runs, one gRPC server."""
 
-    def __init__(
-        self, engine: VllmEngine, handlers: Mapping[Leg, Handler], settings: HostSettings | None = None
-    ) -> None:
+    def __init__(self, engine: VllmEngine, handlers: Mapping[Leg, Handler]) -> None:
         """A leg without a handler is refused."""
         self._engine = engine
-        self._settings = settings or HostSettings()
         self._handlers = handlers
         self._sessions: dict[str, RouterSession] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -259,7 +255,7 @@ class WorkerHost:
         if self._engine.failed:
             return "engine_died"
         self._notice_own_rest()
-        stalled = self._engine.stats.stall.is_stalled(self._settings.stall_timeout_s, has_work=bool(self._tasks))
+        stalled = self._engine.stats.stall.is_stalled(self._engine.config.stall_timeout_s, has_work=bool(self._tasks))
         return "stalled" if stalled else ""
 
     @property
@@ -298,10 +294,10 @@ class WorkerHost:
     def drain(self, timeout_s: float | None = None) -> asyncio.Task[None]:
         """Take no new task; what has not ended after `timeout_s` is cut off. Ends once nobody needs the KV here.
 
-        If `timeout_s` is None, the settings decide. A later call can shorten a drain that has begun, and changes
+        If `timeout_s` is None, the configuration decides. A later call can shorten a drain that has begun, and changes
         nothing else.
         """
-        patience_s = self._settings.drain_timeout_s if timeout_s is None else timeout_s
+        patience_s = self._engine.config.drain_timeout_s if timeout_s is None else timeout_s
         self._cut_off_s = min(self._cut_off_s, asyncio.get_running_loop().time() + patience_s)
         if self._leaving is None:
             self._leaving = asyncio.create_task(self._leave(), name="drain")

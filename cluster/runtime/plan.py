@@ -19,7 +19,7 @@ from ridgeline.cluster.runtime.actors import NodePlace
 from ridgeline.cluster.runtime.roles import ModeRoles, limits_for_all, mode_roles, worker_ids
 from ridgeline.contracts.vocabulary import Pool
 from ridgeline.engine import passed_args
-from ridgeline.engine.config import EngineConfig, HostSettings
+from ridgeline.engine.config import EngineConfig
 from ridgeline.kv_transfer.options import TransferOptions
 from ridgeline.roofline.quantisation import multiplies_in_fp8
 from ridgeline.router.settings import MOST_ROUTERS, RouterSettings
@@ -127,6 +127,8 @@ class Plan:
             enforce_eager=on_cpu if model.enforce_eager is None else model.enforce_eager,
             transfer=self._transfer_options(host),
             on_cpu=on_cpu,
+            stall_timeout_s=self.config.supervision.stall_timeout_s,
+            drain_timeout_s=self.config.server.drain_timeout_s,
             passed={**self.engine_args, **pool.engine_args},
         )
 
@@ -140,13 +142,6 @@ class Plan:
             fetch_deadline_s=transfer.fetch_deadline_s,
             faults=transfer.faults,
             tls=self.config.security.tls.files(),
-        )
-
-    def host_settings(self) -> HostSettings:
-        """Return how patient the workers are."""
-        return HostSettings(
-            stall_timeout_s=self.config.supervision.stall_timeout_s,
-            drain_timeout_s=self.config.server.drain_timeout_s,
         )
 
 

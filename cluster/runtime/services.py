@@ -26,7 +26,7 @@ from ridgeline.cluster.node_cores import hold_cores_soon
 from ridgeline.cluster.runtime.processes import ProcessId, is_tracker, semaphores_of
 from ridgeline.contracts.errors import WorkerLost
 from ridgeline.contracts.vocabulary import Health, Pool
-from ridgeline.engine.config import EngineConfig, HostSettings
+from ridgeline.engine.config import EngineConfig
 from ridgeline.engine.vllm_workarounds.forked import CPU_ENGINE_MODULES
 from ridgeline.router.fleet.pairing import KvPair
 from ridgeline.router.front.operations import News, Progress, Taken
@@ -117,9 +117,7 @@ class WorkerService(_Service):
 
         return worker_hardware(dtype, cores, gpus, fp8=fp8)
 
-    async def start(
-        self, config: EngineConfig, cores: tuple[int, ...], settings: HostSettings, holds_cores: bool
-    ) -> WorkerReady:
+    async def start(self, config: EngineConfig, cores: tuple[int, ...], holds_cores: bool) -> WorkerReady:
         """Load the engine on `cores` and serve; SIGTERM drains it from then on. Takes 10 to 60 s.
 
         If it `holds_cores`, no other worker of this node gets them until its processes have ended.
@@ -146,7 +144,7 @@ class WorkerService(_Service):
             engine.start()
         finally:
             os.sched_setaffinity(0, everywhere)
-        host = WorkerHost(engine, HANDLERS, settings)
+        host = WorkerHost(engine, HANDLERS)
         address = await host.start()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, host.drain)
         self._host = host
@@ -213,7 +211,7 @@ class _RoutingService(_Service):
 
     async def kv_pairs(self) -> list[KvPair]:
         """Return what carries KV between which workers."""
-        return list(self._server.kv_pairs)
+        return list(self._server.fleet.kv_pairs)
 
     async def replace_worker(self, address: str, reason: str | None) -> None:
         """Take in a worker that has been started again because of `reason`, or that was not reached before.
@@ -228,11 +226,11 @@ class _RoutingService(_Service):
 
     async def unreached(self, for_s: float) -> list[str]:
         """Return the addresses of workers that it has not reached for too long. Raises NotServing."""
-        return list(self._serving().unreached(for_s))
+        return list(self._serving().fleet.unreached(for_s))
 
     async def note_away(self, away: Mapping[str, str]) -> None:
         """Note which workers are lost again and again, and how they are tried again. Raises NotServing."""
-        self._serving().note_away(away)
+        self._serving().fleet.away = dict(away)
 
     async def members(self, started_for: dict[str, Pool]) -> Members:
         """Return all workers with their present pools, those of `started_for` included. Raises NotServing."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 
 import grpc
 import grpc.aio
@@ -19,7 +19,6 @@ from ridgeline.contracts.errors import EngineError
 from ridgeline.contracts.handoff import UNREADABLE
 from ridgeline.contracts.rpc.address import join_host_port
 from ridgeline.contracts.rpc.channel import add_port
-from ridgeline.contracts.workers import WorkerDescription
 from ridgeline.router.dispatch.modes import Modes
 from ridgeline.router.fleet.fleet import Fleet
 from ridgeline.router.fleet.pairing import KvPair, PairingRefused
@@ -102,16 +101,6 @@ class Dispatcher:
         return await address
 
     @property
-    def workers(self) -> list[WorkerDescription]:
-        """The workers that it is connected to."""
-        return [worker.description for worker in self._fleet.workers]
-
-    @property
-    def kv_pairs(self) -> list[KvPair]:
-        """The pairs of workers that can exchange KV, and the transport between them."""
-        return self._fleet.kv_pairs
-
-    @property
     def loop_silent_s(self) -> float:
         """Seconds for which the event loop has been stuck in one callback; may be read from another thread."""
         return self._lag.silent_s
@@ -130,14 +119,6 @@ class Dispatcher:
         """Forget a worker that has left for good."""
         await self._fleet.remove(worker_id)
         self._dispatch()
-
-    def unreached(self, for_s: float) -> list[str]:
-        """Return the addresses of workers that it has not reached for this many seconds."""
-        return self._fleet.unreached(for_s)
-
-    def note_away(self, away: Mapping[str, str]) -> None:
-        """Note which workers are lost again and again, and how they are tried again."""
-        self._fleet.away = dict(away)
 
     @property
     def fleet(self) -> Fleet:

@@ -173,7 +173,7 @@ async def split(model: Path) -> AsyncIterator[Split]:
             for worker in plan.workers:
                 actor = actors[worker.pool, ranks] = worker_actor(worker, config)
                 engine = replace(plan.engine_config(worker, "127.0.0.1"), worker_id=f"{worker.pool}-of-{ranks}")
-                starts.append(started(actor, engine, shared_cores(ranks), plan.host_settings()))
+                starts.append(started(actor, engine, shared_cores(ranks)))
         ready = dict(zip(actors, await asyncio.gather(*starts), strict=True))
         engines = {}
         for name, actor in actors.items():

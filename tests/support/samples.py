@@ -113,6 +113,8 @@ def engine_config(pool: Pool = "decode", worker_id: str | None = None) -> Engine
         enforce_eager=True,
         transfer=TransferOptions("127.0.0.1"),
         on_cpu=True,
+        stall_timeout_s=60.0,
+        drain_timeout_s=30.0,
     )
 
 

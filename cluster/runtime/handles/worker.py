@@ -84,9 +84,7 @@ class WorkerHandle(ActorHandle):
         config = self._plan.engine_config(self.planned, host)
         rack = self._place.labels.get(self._plan.config.ray.rack_label, "")
         config = replace(config, model_path=await self.model_path(self._plan), rack=rack)
-        ready: WorkerReady = await self.call(
-            "start", config, self.take_cores(), self._plan.host_settings(), not self._plan.config.ray.share_cores
-        )
+        ready: WorkerReady = await self.call("start", config, self.take_cores(), not self._plan.config.ray.share_cores)
         self._children = ready.engine_processes
         self._files = ready.semaphores
         return ready
