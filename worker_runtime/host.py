@@ -142,10 +142,11 @@ class RouterSession:
             self._drop_unread()
 
     def close(self) -> None:
-        """Abort the tasks of a router that is gone, and drop what it has not read."""
+        """Abort the tasks of a router that is gone, drop what it has not read, and end its stream."""
         self._closed = True
         self.abort(list(self.tasks))
         self._drop_unread()
+        self._filled.set()
 
     def _drop_unread(self) -> None:
         unread, self._outbox, self.outbox_bytes = self._outbox, deque(), 0
@@ -153,8 +154,8 @@ class RouterSession:
             if handoff is not None:
                 self._on_unread(handoff)
 
-    async def next_batch(self) -> EncodedBatch:
-        """Collect all deltas of one engine step.
+    async def next_batch(self) -> EncodedBatch | None:
+        """Collect all deltas of one engine step; None once the session is closed.
 
         The step wakes every request in one turn of the loop, so wait two turns. Deltas beyond the size of a message are
         left for the next one.
@@ -162,6 +163,8 @@ class RouterSession:
         await self._filled.wait()
         await asyncio.sleep(0)
         await asyncio.sleep(0)
+        if self._closed:
+            return None
         deltas: list[msgspec.Raw] = []
         length_bytes = 0
         while self._outbox and (not deltas or length_bytes + len(self._outbox[0][0]) <= MAX_BATCH_BYTES):
@@ -449,8 +452,10 @@ class WorkerHost:
         session = self._sessions[request.router_id] = RouterSession(self._release_own)
         try:
             yield EncodedBatch([])  # tells the router that the session is open
-            while True:
-                yield await session.next_batch()
+            # It ends if this router attaches again: requests cross on several connections, and the last one to arrive
+            # may be one that it has given up. Whoever still reads here must learn that its tasks were aborted.
+            while (batch := await session.next_batch()) is not None:
+                yield batch
         finally:
             # The router is gone or has reattached: nobody reads these tokens any more.
             session.close()

@@ -403,6 +403,7 @@ async def test_attaching_again_under_the_same_name_ends_what_the_first_stream_as
         second = attach(channel, "raw")
         await second.read()
         await eventually(lambda: worker.engine.aborted == ["old"])
+        assert await first.read() == grpc.aio.EOF, "its reader learns that nothing more comes"
         await call(channel, "Submit", SubmitRequest("raw", make_task("new", max_tokens=1)))
         await eventually(lambda: worker.engine.running == {"new"})
         first.cancel()  # the old stream's end must not take the new session along
@@ -410,6 +411,22 @@ async def test_attaching_again_under_the_same_name_ends_what_the_first_stream_as
         worker.engine.step()
         [delta] = (await second.read()).deltas
         assert (delta.request_id, delta.finished) == ("new", True)
+
+
+async def test_an_attach_that_its_router_has_given_up_and_that_arrives_last_leaves_no_stream_without_an_end():
+    async with serving() as worker, raw_channel(worker.host.address) as channel:
+        task = asyncio.create_task(worker.tokens(make_task("cut")))
+        await eventually(lambda: worker.engine.running == {"cut"})
+        late = attach(channel, "router")
+        await late.read()
+        with pytest.raises(WorkerLost, match="closed its stream"):
+            await task
+        late.cancel()
+        await worker.client.wait_connected(PATIENCE_S)
+        again = asyncio.create_task(worker.tokens(make_task("again", max_tokens=1)))
+        await eventually(lambda: worker.engine.running == {"again"})
+        worker.engine.step()
+        assert len(await again) == 1
 
 
 # --- broken connections
