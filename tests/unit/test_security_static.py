@@ -91,7 +91,7 @@ def test_ports_and_channels_are_made_in_one_place():
 def test_no_default_listens_on_every_interface():
     everywhere = {"0.0.0.0", "::", "[::]", "*"}
     other_meaning = {  # every origin, every header, and what stands in the name of a test
-        ("cluster/config/models.py", "*"),
+        ("router/settings.py", "*"),
         ("router/front/middleware/cors.py", "*"),
         ("router/front/request_fields.py", "::"),
     }
