@@ -16,6 +16,7 @@ from pathlib import Path
 
 NETWORK = "10.77.3"
 BRIDGE = "ridgeline77"
+BRIDGE_ADDRESS = "02:00:00:00:77:fe"
 GATEWAY = f"{NETWORK}.254"
 MISSING = {"ip": "iproute2", "sshd": "openssh-server", "ssh-keygen": "openssh-client", "rsync": "rsync"}
 UP_WITHIN_S = 30.0
@@ -162,7 +163,9 @@ class Hosts:
         Path("/run/sshd").mkdir(exist_ok=True)
         try:
             _run(f"ssh-keygen -q -t ed25519 -N '' -f {self.key}")
-            _run(f"ip link add {BRIDGE} type bridge")
+            # Else it takes the lowest address of its cables, and another one when such a cable is cut or laid again:
+            # what the hosts then send to the former one is dropped for a minute or two.
+            _run(f"ip link add {BRIDGE} address {BRIDGE_ADDRESS} type bridge")
             _run(f"ip addr add {GATEWAY}/24 dev {BRIDGE}")
             _run(f"ip link set {BRIDGE} up")
             for host in self.all:
