@@ -2,7 +2,8 @@
 
 vLLM's front end cannot tell why a process of its engine ended (`ridgeline.engine.root_cause`), its kernels use tiles
 unasked (`ridgeline.engine.vllm_workarounds.amx`), and it leaves the file of its process groups in the temporary folder.
-Installed where the engine's process is started; that one installs it for the processes of its ranks.
+It also asks how a process ended before the kernel can say it. Installed where the engine's process is started; that one
+installs it for the processes of its ranks.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import os
 import platform
 import uuid
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from typing import Any
 
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.engine.utils import CoreEngineProcManager
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
@@ -29,6 +32,9 @@ logger = init_logger(f"vllm.{__name__}")
 _run_engine_core = EngineCoreProc.run_engine_core
 _run_rank = WorkerProc.worker_main
 _make_rank = WorkerProc.__init__
+_finished_procs = CoreEngineProcManager.finished_procs
+COLLECTED_WITHIN_S = 5.0
+"""From the end of a process's pipe to that of the process, which frees the engine's memory in between."""
 
 
 def cause_file(vllm_config: VllmConfig) -> CauseFile:
@@ -38,8 +44,20 @@ def cause_file(vllm_config: VllmConfig) -> CauseFile:
 
 
 def prepare_engine_processes() -> None:
-    """Have the next engine of this process begin with `run_engine`."""
+    """Have the next engine of this process begin with `run_engine`, and vLLM told how its processes ended."""
     EngineCoreProc.run_engine_core = staticmethod(run_engine)  # looked up by this name
+    CoreEngineProcManager.finished_procs = finished_processes
+
+
+def finished_processes(manager: CoreEngineProcManager) -> dict[str, int]:
+    """Return the exit code of each process that has ended, by name: vLLM's `finished_procs`.
+
+    A forked process closes the pipe by which vLLM sees its end before it can be waited for.
+    """
+    for process in manager.processes:
+        if process.pid is not None and wait([process.sentinel], 0):
+            process.join(COLLECTED_WITHIN_S)
+    return dict(_finished_procs(manager))
 
 
 def run_engine(*args: Any, **kwargs: Any) -> None:

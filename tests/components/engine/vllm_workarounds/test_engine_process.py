@@ -2,11 +2,15 @@
 
 import multiprocessing
 import os
+import signal
 import threading
+import time
+from multiprocessing.connection import wait
 from types import SimpleNamespace
 
 import pytest
 from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.engine.utils import CoreEngineProcManager
 from vllm.v1.executor import uniproc_executor
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
@@ -51,6 +55,7 @@ def test_tiles_are_asked_for_before_vllm_runs_and_an_error_is_left(monkeypatch, 
 @pytest.mark.usefixtures("_folder")
 def test_vllm_begins_its_process_with_ours_and_leaves_the_file_of_its_groups_in_its_folder(monkeypatch, tmp_path):
     monkeypatch.setattr(EngineCoreProc, "run_engine_core", EngineCoreProc.run_engine_core)
+    monkeypatch.setattr(CoreEngineProcManager, "finished_procs", CoreEngineProcManager.finished_procs)
 
     def run(**kwargs):
         path = uniproc_executor.get_file_store_init_method()
@@ -72,3 +77,21 @@ def test_an_engine_that_has_lost_its_gpu_ends_and_leaves_why():
 
     assert run_in_a_process(lose) == os.EX_SOFTWARE
     assert engine_process.cause_file(CONFIG).read() == "RuntimeError: CUDA error: an illegal memory access"
+
+
+def test_a_process_that_is_just_ending_is_asked_how_once_it_has_ended():
+    """Its pipe is closed first, as the kernel does when it is killed: vLLM then found no exit code."""
+
+    def end():
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    process = multiprocessing.get_context("fork").Process(target=end, name="EngineCore")
+    not_started = multiprocessing.get_context("fork").Process(target=end, name="later")
+    manager = CoreEngineProcManager.__new__(CoreEngineProcManager)
+    manager.processes = [process, not_started]
+    process.start()
+    assert wait([process.sentinel], PATIENCE_S)
+    assert engine_process._finished_procs(manager) == {}, "vLLM's own"
+    assert engine_process.finished_processes(manager) == {"EngineCore": -signal.SIGKILL}
