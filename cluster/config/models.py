@@ -514,9 +514,8 @@ def _collective_conflicts(config: RidgelineConfig) -> list[str]:
 def _copies_raw(transport: str) -> bool:
     if transport == "auto":
         return False
-    from ridgeline.kv_transfer.transports import (
-        puller_class,  # imports torch, which a command line has no other use for
-    )
+    # Imports torch, which a command line has no other use for.
+    from ridgeline.kv_transfer.transports import puller_class
 
     return puller_class(transport).copies_raw
 

@@ -98,7 +98,7 @@ def search_path() -> str:
     library, also for an empty entry, as `PYTHONPATH=$PYTHONPATH:/my/folder` makes one: a file named queue.py or
     router.py in it would be imported.
     """
-    here, ours = Path.cwd(), Path(__file__).resolve().parents[2]
+    here, ours = Path.cwd(), Path(__file__).resolve().parents[2]  # src/ridgeline/ has links to the folders
     named = {Path(path).absolute() for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path}
     found = [Path(path).absolute() for path in sys.path if path]
     return os.pathsep.join(str(path) for path in found if path != here or here in named | {ours})
