@@ -357,6 +357,46 @@ def decisions(
 
 
 @app.command()
+def record(
+    file: Annotated[Path, typer.Argument(help="where to write; must not exist yet")],
+    url: UrlOption = LOCAL_URL,
+    seconds: Annotated[float, typer.Option(help="how long to record", min=0.1, max=86_400)] = 3600.0,
+    most_mib: Annotated[int, typer.Option(help="largest size of the file", min=1, max=4096)] = 64,
+    admin_key_file: AdminKeyOption = None,
+) -> None:
+    """Record what a running server's scheduler sees and decides, without any text, for `ridgeline whatif`."""
+    from ridgeline.cluster.commands.operators.record import record as record_into
+    from ridgeline.contracts.section import MIB
+
+    try:
+        run(record_into(file, url, seconds, most_mib * MIB, admin_key_file=admin_key_file, console=console))
+    except KeyboardInterrupt:
+        raise typer.Exit from None
+
+
+@app.command()
+def whatif(
+    file: Annotated[Path, typer.Argument(help="a recording, made by `ridgeline record`", exists=True, dir_okay=False)],
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help="serve by this policy: adaptive, colocated, `1 of 2 for prefill`, or an installed one"),
+    ] = None,
+    workers: Annotated[list[int] | None, typer.Option(help="serve with so many workers", min=1, max=1000)] = None,
+    ttft_ms: Annotated[float | None, typer.Option(help="TTFT SLO of every request", min=0.1)] = None,
+    tpot_ms: Annotated[float | None, typer.Option(help="TPOT SLO of every request", min=0.1)] = None,
+) -> None:
+    """Simulate what other policies, SLOs or numbers of workers would have made of recorded requests."""
+    from ridgeline.cluster.commands.whatif import WhatIf
+    from ridgeline.cluster.commands.whatif import whatif as simulate
+
+    slos = [None if value is None else value / 1e3 for value in (ttft_ms, tpot_ms)]
+    try:
+        simulate(file, WhatIf(tuple(policy or ()), tuple(workers or ()), *slos), console)
+    except LoadTestError as error:
+        fail([str(error)])
+
+
+@app.command()
 def scale(
     workers: Annotated[list[str], typer.Argument(help="how many workers a pool shall have: prefill=2 decode=1")],
     url: UrlOption = LOCAL_URL,

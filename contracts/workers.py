@@ -47,13 +47,13 @@ class StepModel(msgspec.Struct, frozen=True, kw_only=True):
             + self.per_context_token_s * context_tokens
             + self.per_attended_token_s * attended
         )
-        return line_s * self._correction(prefill_tokens + sequences)
+        return line_s * self.correction(prefill_tokens + sequences)
 
     def decode_s(self, sequences: float, context_tokens: float) -> float:
         """Return the seconds of a step without prompt tokens, for this S and C."""
         line_s = self.base_s + self.per_sequence_s * sequences + self.per_context_token_s * context_tokens
         if self.corrections:
-            line_s *= self._correction(sequences)
+            line_s *= self.correction(sequences)
         return line_s if line_s > SHORTEST_STEP_S else SHORTEST_STEP_S
 
     @property
@@ -97,7 +97,8 @@ class StepModel(msgspec.Struct, frozen=True, kw_only=True):
         """Return what a step is planned to take to keep a target: less by as much as predictions err, up to a limit."""
         return target_s / (1.0 + min(self.error, MOST_MARGIN))
 
-    def _correction(self, tokens: float) -> float:
+    def correction(self, tokens: float) -> float:
+        """Return k for a step of so many tokens."""
         bucket = int(tokens).bit_length()
         return self.corrections[bucket] if bucket < len(self.corrections) else 1.0
 

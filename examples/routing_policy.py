@@ -2,77 +2,86 @@
 
     python examples/routing_policy.py
 
-A policy is a scorer: a pure function of a request (`Demand`) and a snapshot of a worker (`WorkerLoad`). The worker with
-the lowest score gets the request. There is no plug-in for scorers yet. To serve with one, put it into
-router/fleet/policy.py and enter it in PROMPT_SCORERS for the pool that computes prompts, or as DECODE_SCORER.
+A policy is a pure function of a request and of the workers: it filters them, scores them, and picks one, or one for the
+prompt and another for decode. To serve with this one, put it into a package whose pyproject.toml says
+
+    [project.entry-points."ridgeline.policies"]
+    long_prompts_apart = "my_package.policies:LongPromptsApart"
+
+install that package where Ridgeline's router runs, and start
+
+    ridgeline serve --mode adaptive --set router.policy.name=long_prompts_apart \
+        --set router.policy.options.long_tokens=2000
+
+`ridgeline whatif FILE --policy long_prompts_apart` tries it on recorded traffic.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Sequence
 
-from msgspec.structs import replace
+from ridgeline.contracts.workers import StepModel
+from ridgeline.router.scheduler.engines import ModelledRequest
+from ridgeline.router.scheduler.features import Assignment, FleetModel, RequestFeatures, WorkerSpec, WorkerState
+from ridgeline.router.scheduler.hindsight import serve
+from ridgeline.router.scheduler.policies import Colocated, Policy
 
-from ridgeline.router.fleet.policy import Demand, Scorer, WorkerLoad, least_prompt_tokens, pick
-
-LONG_PROMPT_TOKENS = 1000
-WORKERS = ("worker-0", "worker-1", "worker-2")
-TOKENS_PER_S = 4000.0
-
-
-def long_prompts_apart(demand: Demand, load: WorkerLoad) -> tuple[float, ...]:
-    """Score so that long prompts go to worker-0 and short ones do not, unless the others have far more to do."""
-    belongs = (load.worker_id == "worker-0") == (demand.prompt_tokens >= LONG_PROMPT_TOKENS)
-    penalty = 0 if belongs else 4 * LONG_PROMPT_TOKENS
-    return (load.outstanding_prompt_tokens + penalty, load.running)
-
-
-def arrivals(seed: int = 1) -> Iterator[tuple[float, Demand]]:
-    """Yield 200 requests with their times: most prompts are short, one in ten is long."""
-    chance, now_s = random.Random(seed), 0.0
-    for _ in range(200):
-        now_s += chance.expovariate(12.0)
-        yield now_s, Demand(2000 if chance.random() < 0.1 else 200)
+STEPS = StepModel(
+    base_s=0.008,
+    per_prefill_token_s=2.5e-4,
+    per_sequence_s=5e-5,
+    per_context_token_s=1.5e-8,
+    per_attended_token_s=2e-9,
+)
+"""How long the steps of the modelled engines take; `ridgeline record` writes down those of your own."""
+WORKERS = tuple(WorkerSpec(f"worker-{number}", STEPS, step_tokens=2048, window_tokens=4096) for number in range(3))
 
 
-def simulated(scorer: Scorer) -> tuple[list[float], Counter[str]]:
-    """Return the waits of short prompts in seconds, sorted, and how many prompts each worker got.
+class LongPromptsApart:
+    """Sends long prompts to the first worker and short ones elsewhere, unless the others have far more to do."""
 
-    Workers compute prompts one after the other.
-    """
-    idle = WorkerLoad(
-        worker_id="",
-        connected=True,
-        draining=False,
-        outstanding_prompt_tokens=0,
-        running=0,
-        kv_blocks_free=1000,
-        kv_blocks_total=1000,
-        max_running=64,
-        block_size_tokens=16,
-    )
-    free_at_s = dict.fromkeys(WORKERS, 0.0)
-    waits_s, got = [], Counter[str]()
-    for now_s, demand in arrivals():
-        left = {name: max(0, round((at_s - now_s) * TOKENS_PER_S)) for name, at_s in free_at_s.items()}
-        loads = [replace(idle, worker_id=name, outstanding_prompt_tokens=left[name]) for name in WORKERS]
-        chosen = pick(demand, loads, scorer)
-        got[chosen] += 1
-        if demand.prompt_tokens < LONG_PROMPT_TOKENS:
-            waits_s.append(left[chosen] / TOKENS_PER_S)
-        free_at_s[chosen] = max(free_at_s[chosen], now_s) + demand.prompt_tokens / TOKENS_PER_S
-    return sorted(waits_s), got
+    paced = False
+
+    def __init__(self, long_tokens: int = 1000) -> None:
+        self.long_tokens = long_tokens
+
+    def assign(self, request: RequestFeatures, workers: Sequence[WorkerState]) -> Assignment | None:
+        """Return the worker that does all of the request; None: wait until one has room."""
+        open_ = [worker for worker in workers if worker.takes_prompt]
+        if not open_:
+            return None
+        is_long = request.prompt_tokens >= self.long_tokens
+
+        def score(worker: WorkerState) -> float:
+            belongs = (worker.worker_id == workers[0].worker_id) == is_long
+            return worker.prompt_tokens + (0 if belongs else 4 * self.long_tokens)
+
+        chosen = min(open_, key=score).worker_id
+        return Assignment(chosen, chosen, "long_prompts_apart", self.paced)
+
+
+def traffic(seed: int = 1) -> list[ModelledRequest]:
+    """Return 200 requests: most prompts are short, one in ten is long."""
+    draw, now_s, made = random.Random(seed), 0.0, []
+    for number in range(200):
+        now_s += draw.expovariate(12.0)
+        made.append(ModelledRequest(number, now_s, 2000 if draw.random() < 0.1 else 200, output_tokens=32))
+    return made
 
 
 def main() -> None:
-    """Print how long short prompts wait under the built-in policy and under this one."""
-    for scorer in (least_prompt_tokens, long_prompts_apart):
-        waits_s, got = simulated(scorer)
-        share = ", ".join(f"{name} {got[name]}" for name in WORKERS)
-        p95_ms = 1e3 * waits_s[len(waits_s) * 95 // 100]
-        print(f"{scorer.__name__}: P95 wait of short prompts {p95_ms:.0f} ms; prompts: {share}")
+    """Print how long short prompts wait under a built-in policy and under this one."""
+    policies: tuple[Policy, ...] = (Colocated(), LongPromptsApart())
+    for policy in policies:
+        requests = traffic()
+        serve(requests, FleetModel(WORKERS, handover_s=0.005), policy, by_deadline=False)
+        ttfts_s = sorted(one.ttft_s for one in requests if one.prompt_tokens < 1000)
+        got = Counter(one.decode_worker.worker_id for one in requests if one.decode_worker)
+        share = ", ".join(f"{name} {got[name]}" for name in sorted(got))
+        p95_ms = 1e3 * ttfts_s[len(ttfts_s) * 95 // 100]
+        print(f"{type(policy).__name__}: P95 TTFT of short prompts {p95_ms:.0f} ms (simulated); prompts: {share}")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ server.py           builds the parts and runs them
 decisions.py        what decides: this router, or the dispatcher that it shares with others
 front/              HTTP, vLLM's API server app, the routes
 dispatch/           one request: its legs, its retries, its outcome
+watching/           comparisons of policies, and recordings
 flow/               admission, queues and rates: which request may start, and when
+scheduler/          policies of mode adaptive, and the simulation that chooses among them
 fleet/              the workers: load, pairing, choice of a worker
 observe/            timelines and metrics
 shared/             several routers: the dispatcher, and the way to it

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -39,6 +39,8 @@ from ridgeline.router.shared.messages import (
 from ridgeline.router.shared.shared_metrics import SharedMetrics
 from ridgeline.router.shared.shared_modes import SharedModes
 from ridgeline.router.shared.shared_placement import SharedPlacement
+from ridgeline.router.watching.comparing import Comparing
+from ridgeline.router.watching.recording import Wanted
 
 JOIN_WITHIN_S = 30.0
 HOLDINGS_EVERY_S = 0.1
@@ -57,8 +59,16 @@ class Decisions(Protocol):
     queues: Sequence[QueueView]
     """For the metrics."""
 
+    async def run(self) -> None:
+        """Do what goes on while the router serves, until cancelled."""
+        ...
+
     def fleet_changed(self) -> None:
         """Let waiting prompts look for a worker again."""
+        ...
+
+    def record(self, wanted: Wanted) -> AsyncGenerator[bytes, None]:
+        """Return the lines of what happens to the scheduler from now on. Iterating it raises NoDispatcher."""
         ...
 
 
@@ -66,18 +76,27 @@ class OwnDecisions:
     """Those of a router that serves alone."""
 
     def __init__(self, fleet: Fleet, settings: RouterSettings) -> None:
-        learned = Learned(settings.block_size_tokens, settings.router.rebalance)
-        queues = prompt_queues(fleet, settings, learned)
+        learned = Learned(settings.block_size_tokens)
+        self.comparing = Comparing(fleet, learned, settings.router)
+        queues = prompt_queues(fleet, settings, learned, self.comparing.policy)
         self.placement: Placement = LocalPlacement(fleet, queues, settings, learned)
         self.modes: AnyModes = Modes(fleet, queues)
         self.waits: Mapping[Pool, Wait] = queues
         self._queues = list(queues.values())
         self.queues: Sequence[QueueView] = self._queues
 
+    async def run(self) -> None:
+        """Compare policies of mode adaptive, until cancelled."""
+        await self.comparing.run()
+
     def fleet_changed(self) -> None:
         """Let waiting prompts look for a worker again."""
         for queue in self._queues:
             queue.dispatch()
+
+    def record(self, wanted: Wanted) -> AsyncGenerator[bytes, None]:
+        """Return the lines of what happens to the scheduler from now on."""
+        return self.comparing.record(wanted)
 
 
 class SharedQueue:
@@ -134,6 +153,10 @@ class SharedDecisions:
 
     def fleet_changed(self) -> None:
         """Do nothing: the dispatcher has been told too."""
+
+    def record(self, wanted: Wanted) -> AsyncGenerator[bytes, None]:
+        """Return the lines of what happens to the dispatcher from now on."""
+        return self.link.lines("Record", wanted)
 
     @property
     def metrics(self) -> SharedMetrics:

@@ -235,8 +235,7 @@ class Router:
         self, worker_addresses: list[str], shared: SharedWith | None, group: asyncio.TaskGroup, some: bool
     ) -> None:
         with _bound_socket(self._settings, shared) as sock:
-            if self._shared is not None:
-                group.create_task(self._shared.run(), name="dispatcher")
+            group.create_task(self._decisions.run(), name="decisions")
             await self._fleet.connect(worker_addresses, group, some=some)
             if self._shared is not None:
                 await self._shared.joined()
@@ -254,6 +253,8 @@ class Router:
                     self._decisions.modes,
                     self.operations,
                     self._metrics.explanations,
+                    self._decisions.record,
+                    self._stop,
                     self._decisions.placement.forget_prefixes,
                 ),
                 self._readiness,

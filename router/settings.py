@@ -9,12 +9,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 import msgspec
-from pydantic import AfterValidator, Field, IPvAnyNetwork, PlainValidator
+from pydantic import AfterValidator, Field, IPvAnyNetwork, PlainValidator, model_validator
 
 from ridgeline.contracts.rpc.tls import TlsFiles
 from ridgeline.contracts.section import MIB, Bytes, Section
 from ridgeline.contracts.vocabulary import Mode, Pool, RebalanceMode
 from ridgeline.contracts.workers import Role
+from ridgeline.router.scheduler.registry import ADAPTIVE, make_policy
 
 SHORTEST_LIMIT_MS = 0.1
 LONGEST_LIMIT_MS = 3_600_000.0
@@ -132,6 +133,28 @@ class SloConfig(Section):
         return None if self.tpot_ms is None else self.tpot_ms / 1e3
 
 
+class PolicyConfig(Section):
+    """How mode adaptive chooses the workers of a request."""
+
+    name: str = Field(
+        default=ADAPTIVE,
+        description="mode adaptive: adaptive serves as the policy that simulation finds best; colocated, "
+        "disaggregated, threshold, slack or an installed one (entry point ridgeline.policies) serves always",
+    )
+    options: dict[str, bool | int | float | str] = Field(
+        default_factory=dict,
+        description="keyword arguments of the policy, for example split_above_tokens and prefill_part of threshold",
+    )
+
+    @model_validator(mode="after")
+    def _can_be_made(self) -> PolicyConfig:
+        if self.name != ADAPTIVE:
+            make_policy(self.name, self.options)
+        elif self.options:
+            raise ValueError(f"policy {ADAPTIVE} has no options: remove {', '.join(self.options)}")
+        return self
+
+
 class RouterConfig(Section):
     """What the router accepts and how it splits requests."""
 
@@ -184,10 +207,11 @@ class RouterConfig(Section):
         description="mode adaptive: count the prompt tokens that each worker is expected to have in its prefix "
         "cache; false: assume empty caches",
     )
+    policy: PolicyConfig = PolicyConfig()
     rebalance: RebalanceMode = Field(
         default="act",
-        description="mode adaptive: act gives workers a preferred phase when that raises goodput, or shortens "
-        "requests without SLOs; advise only logs it; none: every worker does both phases",
+        description="mode adaptive: act serves by any policy, also those that keep workers for one phase; none: every "
+        "worker does both phases; advise: the same, and logs when another policy would serve better",
     )
 
 

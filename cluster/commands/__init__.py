@@ -6,9 +6,10 @@ loadtest.py      `ridgeline compare`
 plan_options.py  the options of those two
 setup.py         what they were run with, for their summaries
 report.py        `ridgeline report`
+whatif.py        `ridgeline whatif`
 bench.py         `ridgeline bench transfer`
 roofline.py      `ridgeline roofline`
 top.py           `ridgeline top`
-operators/       `ridgeline drain`, `mode`, `decisions`, `scale`, `restart`
+operators/       `ridgeline drain`, `mode`, `decisions`, `record`, `scale`, `restart`
 server_url.py    the option that names a running server
 """

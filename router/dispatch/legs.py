@@ -59,8 +59,8 @@ class Legs:
         began_s = timeline.clock()
         async with self._placement.place(attempt.wish) as place:
             timeline.router_queue_s += timeline.clock() - began_s
-            timeline.path, timeline.decision = place.route.path, place.decision
-            attempt.decision = place.decision
+            timeline.path, timeline.assignment = place.route.path, place.assignment
+            attempt.assignment = place.assignment
             attempt.progress.advance("prefilling")
             yield place
 

@@ -11,12 +11,12 @@ from ridgeline.contracts.handoff import KvHandoff
 from ridgeline.contracts.tasks import GenerateTask, TokenDelta
 from ridgeline.contracts.vocabulary import FirstToken, Leg, Pool
 from ridgeline.router.client_identity import ANONYMOUS
-from ridgeline.router.fleet.adaptive import Decision
 from ridgeline.router.fleet.policy import Demand
 from ridgeline.router.fleet.prefixes import BlockHashes, block_hashes
 from ridgeline.router.flow.placement import Answer, Wish
 from ridgeline.router.observe.metrics import RequestMetrics
 from ridgeline.router.observe.timeline import RequestState, RequestTimeline
+from ridgeline.router.scheduler.features import Assignment
 
 Emit = Callable[[TokenDelta], bool]
 """Sends a delta to the client; returns True if no more is wanted, because a stop string was found."""
@@ -158,23 +158,21 @@ class Attempt:
             probe=request.probe,
         )
         """What it wants now."""
-        self.decision: Decision | None = None
-        """Why it goes where it goes, if that was predicted: engines then bound their steps by its limit on TPOT."""
+        self.assignment: Assignment | None = None
+        """Why it goes where it goes, if a policy chose that."""
         self._suffix = f"-again{number}" if number else ""
 
     def answer(self) -> Answer:
         """Return what can be learned from the complete answer."""
         timeline = self.progress.timeline
-        limits = self.request.wish.demand
-        ttft_s, tpot_s = timeline.ttft_s or 0.0, timeline.tpot_s or 0.0
-        within = ttft_s <= limits.ttft_limit_s and tpot_s <= limits.tpot_limit_s
         resamples = timeline.prefill_timing is not None and self.request.sampling.first_token == "resample"
         return Answer(
             timeline.num_output_tokens,
             *timeline.moved,
             prefix=self._prefix(),
-            within_limits=within,
             outside_s=None if resamples else timeline.outside_s,  # decode made the first token, after the hand-off
+            ttft_s=timeline.ttft_s,
+            tpot_s=timeline.tpot_s,
         )
 
     def _prefix(self) -> BlockHashes:
@@ -219,6 +217,7 @@ class Attempt:
 
     def _limits(self) -> dict[str, float]:
         limit_s = self.wish.demand.tpot_limit_s
-        if self.decision is None or not math.isfinite(limit_s):
+        assignment = self.assignment
+        if assignment is None or assignment.request is None or not assignment.paced or not math.isfinite(limit_s):
             return {}
-        return {"tpot_limit_s": limit_s, "sure_output_tokens": self.decision.wanted.sure_tokens}
+        return {"tpot_limit_s": limit_s, "sure_output_tokens": assignment.request.sure_tokens}

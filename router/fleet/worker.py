@@ -6,12 +6,10 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import TypeVar
 
 import msgspec
 
@@ -30,10 +28,11 @@ UNANSWERED_S = 4.0
 LATE_S = 0.25
 """If a request's end is noticed this long after its deadline, the router was stuck, not the worker."""
 STALL_TIMEOUT_S = 60.0
+AT_MOST_DONE = 0.95
+"""The part of a prompt that may be taken as computed while its first token has not come."""
 STALLED_PART = 1 / 3
 """A worker whose engine has work but no step for this fraction of `supervision.stall_timeout_s` gets no new work."""
 OnNews = Callable[[Pool], None]
-Key = TypeVar("Key")
 
 
 class Outstanding(msgspec.Struct):
@@ -54,7 +53,7 @@ class Outstanding(msgspec.Struct):
     context_tokens: int = 0
     """Tokens of the contexts of `decodes`, half of each answer included."""
     favours: Phase | None = None
-    """The phase that it is kept for (`ridgeline.router.fleet.rebalance`); None: it does both."""
+    """The phase that it is kept for (`ridgeline.router.scheduler.adaptive`); None: it does both."""
 
 
 class Worker:
@@ -104,14 +103,7 @@ class Worker:
         self._unreached_since_s: float | None = None
         self._unreached_until_s = 0.0
         """When it was asked in vain the last time: what this router did not ask, it cannot know."""
-        self._prompts: dict[PromptReservation, None] = {}
-        """The prompts that it still has to compute, in their order."""
-        self._head_since_s = 0.0
-        """When it began with the first of them."""
-        self.last_blocks: Counter[int] = Counter()
-        """The hashes of their last whole blocks: another sequence of one of these prompts can share its KV."""
-        self._tpot_limits_s: Counter[float] = Counter()
-        """The limits of the sequences that it decodes or will decode."""
+        self.prompts = PendingPrompts()
         self.outstanding = Outstanding()
         """What `reserve` has counted here; in one of several routers, what their dispatcher has."""
 
@@ -278,7 +270,6 @@ class Worker:
         held_blocks: int = 0,
         *,
         decode_context_tokens: int = 0,
-        tpot_limit_s: float = math.inf,
         last_block: int | None = None,
     ) -> Iterator[PromptReservation]:
         """Count a sequence against this worker while the block runs.
@@ -293,8 +284,6 @@ class Worker:
         now.held_blocks += held_blocks
         now.decodes += decodes
         now.context_tokens += decode_context_tokens
-        if decodes:
-            self._tpot_limits_s[tpot_limit_s] += 1
         try:
             yield reservation
         finally:
@@ -302,19 +291,7 @@ class Worker:
             now.held_blocks -= held_blocks
             now.decodes -= decodes
             now.context_tokens -= decode_context_tokens
-            if decodes:
-                _take_one(self._tpot_limits_s, tpot_limit_s)
             reservation.close()
-
-    def tpot_limit_s(self, possible_s: float) -> float:
-        """Return the least time per output token that a sequence may take which it decodes or will decode; inf without.
-
-        Limits below `possible_s`, which no step can keep, do not count: engines do not shorten steps for them.
-        """
-        least_s = min(self._tpot_limits_s, default=math.inf)
-        if least_s >= possible_s:
-            return least_s
-        return min([limit_s for limit_s in self._tpot_limits_s if limit_s >= possible_s], default=math.inf)
 
     @property
     def step_model(self) -> StepModel | None:
@@ -322,35 +299,61 @@ class Worker:
         model = self.status.step_model if self.status else None
         return model if model is not None and model.steps >= MIN_FITTED_STEPS else None
 
-    def prompts_ahead(self) -> tuple[list[int], float]:
-        """Return the tokens left of each prompt, in order, and the seconds spent so far on the first one."""
-        tokens = [prompt.prompt_tokens for prompt in self._prompts]
-        return tokens, time.monotonic() - self._head_since_s if tokens else 0.0
-
     def begin_prompt(self, prompt: PromptReservation) -> None:
         """Count the prompt as the last one to be computed, for `PromptReservation`."""
-        if not self._prompts:
-            self._head_since_s = time.monotonic()
-        self._prompts[prompt] = None
+        self.prompts.begin(prompt)
         self.outstanding.prompt_tokens += prompt.prompt_tokens
-        if prompt.last_block is not None:
-            self.last_blocks[prompt.last_block] += 1
 
     def end_prompt(self, prompt: PromptReservation) -> None:
         """No longer count the prompt, for `PromptReservation`."""
+        self.prompts.end(prompt)
+        self.outstanding.prompt_tokens -= prompt.prompt_tokens
+
+
+class PendingPrompts:
+    """The prompts that a worker still has to compute, in their order."""
+
+    def __init__(self) -> None:
+        self.last_blocks: Counter[int] = Counter()
+        """The hashes of their last whole blocks: another sequence of one of these prompts can share its KV."""
+        self._prompts: dict[PromptReservation, None] = {}
+        self._tokens, self._attends = 0, 0.0
+        """Their tokens, and what these attend to, summed."""
+        self._first_since_s = 0.0
+        """When the worker began with the first of them."""
+
+    def begin(self, prompt: PromptReservation) -> None:
+        """Add one."""
+        if not self._prompts:
+            self._first_since_s = time.monotonic()
+        self._prompts[prompt] = None
+        self._tokens += prompt.prompt_tokens
+        self._attends += prompt.attends
+        if prompt.last_block is not None:
+            self.last_blocks[prompt.last_block] += 1
+
+    def end(self, prompt: PromptReservation) -> None:
+        """Remove one, which is computed or given up."""
         was_first = next(iter(self._prompts)) is prompt
         del self._prompts[prompt]
-        self.outstanding.prompt_tokens -= prompt.prompt_tokens
+        self._tokens -= prompt.prompt_tokens
+        self._attends -= prompt.attends
         if prompt.last_block is not None:
-            _take_one(self.last_blocks, prompt.last_block)
+            self.last_blocks -= Counter((prompt.last_block,))
         if was_first:
-            self._head_since_s = time.monotonic()
+            self._first_since_s = time.monotonic()
 
+    def left(self, model: StepModel) -> tuple[float, float]:
+        """Return the prompt tokens still to be computed, and what they attend to, summed over them.
 
-def _take_one(counts: Counter[Key], key: Key) -> None:
-    counts[key] -= 1
-    if not counts[key]:
-        del counts[key]
+        Of the first one, as much counts as done as it would have computed since it began, alone.
+        """
+        first = next(iter(self._prompts), None)
+        if first is None:
+            return 0.0, 0.0
+        takes_s = model.step_s(first.prompt_tokens, 0, 0, first.attends)
+        done = min(AT_MOST_DONE, (time.monotonic() - self._first_since_s) / takes_s)
+        return self._tokens - done * first.prompt_tokens, self._attends - done * first.attends
 
 
 class PromptReservation:
@@ -368,6 +371,8 @@ class PromptReservation:
         """`decodes`: whether the worker decodes the sequence from its first token on."""
         self.last_block = last_block
         self.prompt_tokens = prompt_tokens
+        self.attends = prompt_tokens**2 / 2
+        """What its tokens attend to, summed."""
         self._worker = worker
         self._promised_blocks = promised_blocks
         self._decodes = decodes

@@ -1,7 +1,7 @@
 """Statistics that predictions need and no worker reports.
 
-How long answers become, how fast KV moves between two workers, which worker has the beginning of which prompt, which
-phase a worker favours, and how far predictions were off.
+How long answers become, how fast KV moves between two workers, which worker has the beginning of which prompt,
+and how long requests are outside of engines.
 
 Told of first tokens and complete answers.
 """
@@ -11,14 +11,13 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
+from statistics import median
 from typing import Final
 
-from ridgeline.contracts.vocabulary import RebalanceMode
 from ridgeline.contracts.workers import WorkerDescription
-from ridgeline.router.fleet.adaptive import Decision
-from ridgeline.router.fleet.corrections import Corrections
+from ridgeline.router.fleet.policy import Demand
 from ridgeline.router.fleet.prefixes import BlockHashes, PrefixIndex
-from ridgeline.router.fleet.rebalance import Rebalancer
+from ridgeline.router.scheduler.traffic import Traffic
 
 logger = logging.getLogger(__name__)
 
@@ -65,11 +64,11 @@ class _Low:
 class Learned:
     """Means over the latest answers, and a record of prompts; one object per placement."""
 
-    def __init__(self, block_size_tokens: int, rebalance: RebalanceMode = "none") -> None:
+    def __init__(self, block_size_tokens: int) -> None:
         self.prefixes = PrefixIndex(block_size_tokens)
-        self._rebalance: RebalanceMode = rebalance
-        self.rebalancer = Rebalancer(rebalance)
-        self.corrections = Corrections()
+        self.traffic = Traffic()
+        self._outside_s: deque[float] = deque(maxlen=REMEMBERED)
+        self._prompt_tokens = _Mean(UNKNOWN_OUTPUT_TOKENS)
         self._part = _Mean(UNKNOWN_PART)
         self._output_tokens = _Mean(UNKNOWN_OUTPUT_TOKENS)
         self._sure_part, self._sure_tokens = _Low(), _Low()
@@ -77,29 +76,29 @@ class Learned:
         self._exchanging: set[str] = set()
         """The workers in its keys."""
 
-    def forget_traffic(self) -> None:
-        """Divide the workers anew, by what comes from now on."""
-        self.rebalancer = Rebalancer(self._rebalance)
-
-    def answered(self, longest_tokens: int, output_tokens: int) -> None:
-        """Learn from a complete answer; `longest_tokens` is 0 if it might have been of any length."""
+    def answered(self, demand: Demand, output_tokens: int) -> None:
+        """Learn from a complete answer."""
+        self._prompt_tokens.add(demand.prompt_tokens)
         self._output_tokens.add(output_tokens)
         self._sure_tokens.add(output_tokens)
-        if longest_tokens:
-            part = min(1.0, output_tokens / longest_tokens)
+        if demand.output_tokens:
+            part = min(1.0, output_tokens / demand.output_tokens)
             self._part.add(part)
             self._sure_part.add(part)
 
-    def prompt_took(self, decision: Decision, took_s: float) -> None:
-        """Learn from a prompt's first token, which came so long after the prompt was placed."""
-        option = decision.chosen
-        predicted_s = (option.ttft_s - decision.wanted.waited_s - option.outside_s) / option.slower
-        took_s = max(0.0, took_s - option.outside_s)
-        self.corrections.add(option.prompt_worker, beside=option.beside, predicted_s=predicted_s, took_s=took_s)
+    @property
+    def prompt_tokens(self) -> float:
+        """The mean length of prompts."""
+        return self._prompt_tokens.value
 
-    def was_outside(self, decision: Decision, took_s: float) -> None:
-        """Learn how long a prompt and its first token were outside of the engine after the prompt was placed."""
-        self.corrections.add_outside(beside=decision.chosen.beside, took_s=took_s)
+    def was_outside(self, took_s: float) -> None:
+        """Learn for how long a prompt and its first token were outside of the engine."""
+        self._outside_s.append(took_s)
+
+    @property
+    def outside_s(self) -> float:
+        """The median of the latest of these times; 0 before there is one."""
+        return median(self._outside_s) if self._outside_s else 0.0
 
     def moved(self, source: str, sink: str, num_bytes: int, took_s: float) -> None:
         """Learn from a hand-off between two workers."""
@@ -116,7 +115,6 @@ class Learned:
         if not there.issuperset(self._exchanging):
             self._exchanging &= there
             self._bytes_per_s = {pair: rate for pair, rate in self._bytes_per_s.items() if there.issuperset(pair)}
-        self.corrections.forget_all_but(there)
 
     def output_tokens(self, longest_tokens: int) -> float:
         """Return the expected length of an answer, which may have `longest_tokens` (0: any number); at least 1."""

@@ -7,7 +7,6 @@ together.
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ import msgspec
 
 from ridgeline.contracts.errors import WorkerDraining, WorkerLost
 from ridgeline.contracts.vocabulary import Pool
-from ridgeline.router.fleet.adaptive import Decision
 from ridgeline.router.fleet.fleet import Fleet, Worker
 from ridgeline.router.fleet.policy import (
     ADAPTIVE_SPLIT,
@@ -34,6 +32,8 @@ from ridgeline.router.fleet.policy import (
 from ridgeline.router.fleet.prefixes import BlockHashes
 from ridgeline.router.flow.learned import Learned
 from ridgeline.router.flow.prompt_queue import DecodeSeat, PromptQueue, PromptTurn
+from ridgeline.router.scheduler.features import Assignment
+from ridgeline.router.scheduler.traffic import Seen
 from ridgeline.router.settings import RouterSettings
 
 
@@ -58,10 +58,12 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     """The seconds that took."""
     prefix: BlockHashes = ()
     """The blocks of prompt and answer together, which the worker that decoded has now."""
-    within_limits: bool = True
-    """Whether it kept its limits, or had none."""
     outside_s: float | None = None
     """See `RequestTimeline.outside_s`."""
+    ttft_s: float | None = None
+    """What its client saw; None if its first token came of an earlier attempt."""
+    tpot_s: float | None = None
+    """None with less than two tokens."""
 
 
 class Place(Protocol):
@@ -83,8 +85,8 @@ class Place(Protocol):
         ...
 
     @property
-    def decision(self) -> Decision | None:
-        """Why these workers, if they were chosen by prediction."""
+    def assignment(self) -> Assignment | None:
+        """Why these workers, if a policy chose them."""
         ...
 
     def prompt_done(self, cached_tokens: int | None = None) -> None:
@@ -162,11 +164,12 @@ class LocalPlacement:
     async def place(self, wish: Wish) -> AsyncIterator[Place]:
         """Wait for a place on the route that is right at the moment; on another one if that changes meanwhile."""
         self._forget_removed_workers()
+        seen = None if wish.probe or wish.urgent else self._arrived(wish.demand)
         while True:
             route = self.route_of(wish)
             began = False
             try:
-                async with self._on(route, wish) as place:
+                async with self._on(route, wish, seen) as place:
                     began = True
                     yield place
                     return
@@ -178,7 +181,7 @@ class LocalPlacement:
                     raise
 
     @asynccontextmanager
-    async def _on(self, route: Route, wish: Wish) -> AsyncIterator[Place]:
+    async def _on(self, route: Route, wish: Wish, seen: Seen | None) -> AsyncIterator[Place]:
         splits = route == SPLIT
         if splits:  # do not prefill while it is not known whether there is a worker to decode
             await self._fleet.wait_until_usable("decode", self._recovery_timeout_s)
@@ -190,7 +193,12 @@ class LocalPlacement:
                     decoding.callback(decode.close)
                 if decode is not None and route == ADAPTIVE_WHOLE:
                     route = ADAPTIVE_SPLIT
-                yield _LocalPlace(route, granted, decode, None if wish.probe else self._learned)
+                yield _LocalPlace(route, granted, decode, None if wish.probe else self._learned, seen)
+
+    def _arrived(self, demand: Demand) -> Seen:
+        return self._learned.traffic.arrived(
+            demand.prompt_tokens, demand.ttft_limit_s, demand.tpot_limit_s, demand.waited_s
+        )
 
     @contextmanager
     def keep(self, wish: Wish, route: Route, prompt_worker: Worker, decode_worker: Worker | None) -> Iterator[Place]:
@@ -228,17 +236,26 @@ class LocalPlacement:
 class _LocalPlace:
     """A turn on the worker that computes the prompt, and what is reserved on the one that decodes."""
 
-    def __init__(self, route: Route, turn: PromptTurn, decode: DecodeSeat | None, learned: Learned | None) -> None:
-        """`learned` is told what becomes of it; None for a probe, since its size says nothing of clients' requests."""
+    def __init__(
+        self,
+        route: Route,
+        turn: PromptTurn,
+        decode: DecodeSeat | None,
+        learned: Learned | None,
+        seen: Seen | None = None,
+    ) -> None:
+        """`learned` is told what becomes of it; None for a probe, since its size says nothing of clients' requests.
+
+        `seen` is the request among the traffic, if this is its first attempt.
+        """
+        self._seen = seen
         self._learned = learned
         self.route = route
-        self.decision = turn.decision
+        self.assignment = turn.assignment
         self.prompt_worker = turn.worker
         self.decode_worker = decode.worker if decode else None
         self._turn = turn
         self._decode = decode
-        self._placed_s: float | None = time.monotonic()
-        """When it was placed; None once its first token has come."""
 
     def prompt_done(self, cached_tokens: int | None = None) -> None:
         """Record that the first token has arrived."""
@@ -247,16 +264,13 @@ class _LocalPlace:
             self._decode.first_token_made()
         if self._learned is None:
             return
-        worker, prefix = self.prompt_worker.description, self._turn.demand.prefix
-        if self.decision is not None:
-            expected_tokens = self.decision.chosen.cached_tokens
-            had_tokens = expected_tokens if cached_tokens is None else cached_tokens
-            if self._placed_s is not None and abs(had_tokens - expected_tokens) < worker.block_size_tokens:
-                self._learned.prompt_took(self.decision, time.monotonic() - self._placed_s)
-            if cached_tokens is not None:
-                self._learned.had(worker, prefix, cached_tokens, expected_tokens)
-        self._placed_s = None
-        self._learned.computed(worker, prefix)
+        worker, demand = self.prompt_worker.description, self._turn.demand
+        if cached_tokens is not None:
+            if self.assignment is not None:
+                self._learned.had(worker, demand.prefix, cached_tokens, self.assignment.cached_tokens)
+            if self._seen is not None:
+                self._learned.traffic.computed(self._seen, demand.prompt_tokens, cached_tokens)
+        self._learned.computed(worker, demand.prefix)
 
     def prompt_left(self) -> None:
         """Record that the sequence has left the worker that computed its prompt."""
@@ -271,11 +285,11 @@ class _LocalPlace:
         """Record a complete answer."""
         if self._learned is None:
             return
-        self._learned.answered(self._turn.demand.output_tokens, answer.output_tokens)
-        if self.decision is not None:
-            self._learned.rebalancer.answered(within_limits=answer.within_limits)
-            if answer.outside_s is not None:
-                self._learned.was_outside(self.decision, answer.outside_s)
+        self._learned.answered(self._turn.demand, answer.output_tokens)
+        if self._seen is not None:
+            self._learned.traffic.answered(self._seen, answer.output_tokens, answer.ttft_s, answer.tpot_s)
+        if self.assignment is not None and answer.outside_s is not None:
+            self._learned.was_outside(answer.outside_s)
         decoded = self.decode_worker or self.prompt_worker
         self._learned.computed(decoded.description, answer.prefix)
         if self.decode_worker is not None:

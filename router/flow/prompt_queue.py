@@ -24,7 +24,6 @@ import msgspec
 from msgspec.structs import replace
 
 from ridgeline.contracts.vocabulary import Pool
-from ridgeline.router.fleet.adaptive import Decision
 from ridgeline.router.fleet.fleet import Fleet, Worker
 from ridgeline.router.fleet.policy import (
     Demand,
@@ -35,12 +34,14 @@ from ridgeline.router.fleet.policy import (
     pools_of,
     prompt_blocks,
 )
-from ridgeline.router.flow.choice import ByPrediction, ByScore, Choice, Chooser
+from ridgeline.router.flow.choice import ByPolicy, ByScore, Choice, Chooser
 from ridgeline.router.flow.client_prompts import Entry
 from ridgeline.router.flow.decode_slots import DecodeSlot, DecodeSlots
 from ridgeline.router.flow.fair_queue import FairQueue, Waiting
 from ridgeline.router.flow.learned import Learned
 from ridgeline.router.flow.rates import ServiceRate
+from ridgeline.router.scheduler.adaptive import Adaptive
+from ridgeline.router.scheduler.features import Assignment
 from ridgeline.router.settings import RouterSettings
 
 logger = logging.getLogger(__name__)
@@ -66,7 +67,6 @@ class DecodeSeat:
                 promised_blocks=blocks_needed(demand, block_size_tokens),
                 held_blocks=prompt_blocks(demand, block_size_tokens),
                 decode_context_tokens=context_tokens(demand),
-                tpot_limit_s=demand.tpot_limit_s,
             )
         )
 
@@ -98,13 +98,13 @@ class PromptTurn:
         slot: DecodeSlot,
         *,
         decode_worker: Worker | None = None,
-        decision: Decision | None = None,
+        assignment: Assignment | None = None,
     ) -> None:
         """`decode_worker` is the worker that decodes, as far as it is known: `worker` itself if it gets all."""
         self.worker = worker
         self.demand = demand
-        self.decision = decision
-        """Why these workers, if they were chosen by prediction."""
+        self.assignment = assignment
+        """Why these workers, if a policy chose them."""
         self._queue = queue
         self._counted = ExitStack()
         block_size_tokens = worker.description.block_size_tokens
@@ -112,11 +112,10 @@ class PromptTurn:
         blocks = prompt_blocks(demand, block_size_tokens) if decodes_here else 0
         self._reservation = self._counted.enter_context(
             worker.reserve(
-                demand.prompt_tokens,
+                demand.prompt_tokens - (assignment.cached_tokens if assignment else 0),
                 blocks,
                 blocks,
                 decode_context_tokens=context_tokens(demand) if decodes_here else 0,
-                tpot_limit_s=demand.tpot_limit_s,
                 last_block=demand.prefix[-1] if demand.prefix else None,
             )
         )
@@ -205,7 +204,7 @@ class _Waiting:
     pushed_s: float
     urgent: bool
     held_s: float = 0.0
-    """See `ridgeline.router.fleet.adaptive.Decision`."""
+    """See `Assignment`."""
 
 
 class PromptQueue:
@@ -259,8 +258,7 @@ class PromptQueue:
         `recovery_timeout_s` while prompts waited, or for `SUBSTITUTED_PATIENCE_S` if another pool can serve them.
         """
         granted: asyncio.Future[PromptTurn] = asyncio.get_running_loop().create_future()
-        waiting = _Waiting(demand, decodes_here, granted, self._clock(), urgent)
-        entry = self._push(waiting)
+        entry = self._push(_Waiting(demand, decodes_here, granted, self._clock(), urgent))
         try:
             self.dispatch()
             turn = await granted
@@ -304,11 +302,15 @@ class PromptQueue:
         self._watch_outage()
 
     def seat(
-        self, demand: Demand, worker: Worker, decode_worker: Worker | None, decision: Decision | None = None
+        self,
+        demand: Demand,
+        worker: Worker,
+        decode_worker: Worker | None,
+        assignment: Assignment | None = None,
     ) -> PromptTurn:
         """Give a prompt its turn on this worker without any wait; close it. See `PromptTurn`."""
         slot = self._slots.take(demand.client)
-        return PromptTurn(self, worker, demand, slot, decode_worker=decode_worker, decision=decision)
+        return PromptTurn(self, worker, demand, slot, decode_worker=decode_worker, assignment=assignment)
 
     def send_away(self) -> int:
         """End the wait of all prompts with Rerouted, in their order; return how many there were."""
@@ -452,12 +454,12 @@ class PromptQueue:
         self._held, self._held_since_s = waiting, now_s
 
     def _grant(self, waiting: _Waiting, choice: Choice) -> None:
-        worker, decision = choice.worker, choice.decision
-        if decision is not None and waiting.held_s:
-            decision = replace(decision, held_s=waiting.held_s)
+        worker, assignment = choice.worker, choice.assignment
+        if assignment is not None and waiting.held_s:
+            assignment = replace(assignment, held_s=waiting.held_s)
         idle = not worker.outstanding.prompt_tokens
         decode_worker = choice.decode_worker or (worker if waiting.decodes_here else None)
-        waiting.granted.set_result(self.seat(waiting.demand, worker, decode_worker, decision))
+        waiting.granted.set_result(self.seat(waiting.demand, worker, decode_worker, assignment))
         if idle:
             self._rate.begin(worker.worker_id, self._full(worker))
 
@@ -500,22 +502,23 @@ class PromptQueue:
         return failed
 
 
-def _chooser(pool: Pool, fleet: Fleet, settings: RouterSettings, learned: Learned) -> Chooser:
-    if pool != "adaptive":
-        return ByScore(pool)
-    return ByPrediction(pool, partial(fleet.pool, pool), learned, settings.router.min_remote_prefill_tokens)
-
-
-def prompt_queues(fleet: Fleet, settings: RouterSettings, learned: Learned | None = None) -> dict[Pool, PromptQueue]:
+def prompt_queues(
+    fleet: Fleet, settings: RouterSettings, learned: Learned | None = None, policy: Adaptive | None = None
+) -> dict[Pool, PromptQueue]:
     """Create a queue for each pool that may compute prompts, in every mode that the deployment can serve.
 
-    Predictions use what `learned` has been told.
+    In pool `adaptive` prompts go by `policy`. Predictions use what `learned` has been told.
     """
     learned = learned or Learned(settings.block_size_tokens)
     slots = DecodeSlots(fleet.answering)
 
     def another_serves(pool: Pool) -> bool:
         return any(fleet.usable(other) for other in pools_of(fleet.mode) if other != pool)
+
+    def chooser(pool: Pool) -> Chooser:
+        if pool != "adaptive" or policy is None:
+            return ByScore(pool)
+        return ByPolicy(pool, partial(fleet.pool, pool), learned, policy, settings.router.min_remote_prefill_tokens)
 
     return {
         pool: PromptQueue(
@@ -525,7 +528,7 @@ def prompt_queues(fleet: Fleet, settings: RouterSettings, learned: Learned | Non
             settings.router.recovery_timeout_s,
             slots,
             has_substitute=partial(another_serves, pool),
-            chooser=_chooser(pool, fleet, settings, learned),
+            chooser=chooser(pool),
         )
         for pool in fleet.pools
     }

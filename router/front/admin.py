@@ -1,9 +1,9 @@
-"""The operator's paths: list the workers, drain one, change the mode, explain decisions, change the number of workers.
+"""The operator's paths: list the workers, drain one, change the mode, explain and record decisions, scale, restart.
 
 Part of the HTTP app.
 
 `ridgeline.router.front.middleware.admin_access` decides who may use them; without its permission nobody may. `ridgeline
-drain`, `mode`, `decisions`, `scale`, `restart` and `operations` are clients.
+drain`, `mode`, `decisions`, `record`, `scale`, `restart` and `operations` are clients.
 """
 
 from __future__ import annotations
@@ -11,17 +11,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from http import HTTPStatus
 from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Depends, HTTPException, Query
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from ridgeline.contracts.errors import WorkerLost
 from ridgeline.contracts.former_names import warn_of_former_name
+from ridgeline.contracts.section import MIB
 from ridgeline.contracts.vocabulary import Mode, Pool
 from ridgeline.router.dispatch.modes import AnyModes
 from ridgeline.router.fleet.fleet import Fleet, Worker
@@ -33,6 +35,9 @@ from ridgeline.router.front.middleware.admin_access import ADMIN_PATH
 from ridgeline.router.front.operations import Operation, OperationLog, Progress
 from ridgeline.router.front.single_flight import SingleFlight
 from ridgeline.router.observe.explanations import KEPT, SHOWN_BY_DEFAULT, Explanations
+from ridgeline.router.scheduler.recorded_events import Stopped, line_of
+from ridgeline.router.shared.link import NoDispatcher
+from ridgeline.router.watching.recording import Wanted
 
 logger = logging.getLogger(__name__)
 _WITHOUT: dict[Pool, str] = {
@@ -46,6 +51,11 @@ FORMER_PATH = "orders"
 """Another name of `operations`, answered for one version."""
 DRAIN_TIMEOUT_S = 30.0
 MOST_WORKERS = 1000
+MOST_RECORDERS = 4
+"""Recordings at a time."""
+RECORDED_S, MOST_RECORDED_S = 3600.0, 86_400.0
+RECORDED_BYTES, MOST_RECORDED_BYTES = 64 * MIB, 4096 * MIB
+"""The usual and the largest size of a recording. A decision on eight workers takes about 2 KB."""
 REFRESH_EVERY_S = 0.5
 """Interval at which workers are asked for their figures when many callers want the list."""
 
@@ -95,9 +105,15 @@ def admin_routes(
     modes: AnyModes,
     operations: OperationLog,
     explanations: Explanations,
+    record: Callable[[Wanted], AsyncGenerator[bytes, None]],
+    stopping: asyncio.Event,
     on_forgotten: Callable[[], None] = lambda: None,
 ) -> APIRouter:
-    """Return the routes below /ridgeline; `on_forgotten` is called when prefix caches have been emptied."""
+    """Return the routes below /ridgeline.
+
+    `record` streams what happens to the scheduler, until `stopping` at the latest. `on_forgotten` is called when prefix
+    caches have been emptied.
+    """
     routes = APIRouter(prefix=ADMIN_PATH, dependencies=[Depends(_only_operators)])
 
     routes.include_router(_operation_routes(modes, operations))
@@ -134,6 +150,8 @@ def admin_routes(
         """Explain the latest decisions of this router, newest first."""
         return _json({"mode": modes.mode, "decisions": explanations.latest(last)})
 
+    routes.include_router(_record_route(record, stopping))
+
     @routes.post("/forget_prefixes")
     async def forget_prefixes() -> dict[str, Any]:
         """Empty the workers' prefix caches, for measurements; False for one whose cache is in use."""
@@ -143,6 +161,49 @@ def admin_routes(
         return {"forgotten": dict(zip((worker.worker_id for worker in workers), forgotten, strict=True))}
 
     return routes
+
+
+def _record_route(record: Callable[[Wanted], AsyncGenerator[bytes, None]], stopping: asyncio.Event) -> APIRouter:
+    routes, recorders = APIRouter(), asyncio.Semaphore(MOST_RECORDERS)
+
+    @routes.get("/record")
+    async def record_events(
+        seconds: Annotated[float, Query(gt=0, le=MOST_RECORDED_S)] = RECORDED_S,
+        most_bytes: Annotated[int, Query(ge=1, le=MOST_RECORDED_BYTES)] = RECORDED_BYTES,
+    ) -> StreamingResponse:
+        """Stream what happens to the scheduler as lines of JSON, without any text of prompts or answers."""
+        if recorders.locked():
+            raise HTTPException(HTTPStatus.CONFLICT, f"{MOST_RECORDERS} recordings are running already: end one first")
+        lines = _until_stopped(record(Wanted(seconds, most_bytes)), recorders, stopping)
+        return StreamingResponse(lines, media_type="application/x-ndjson")
+
+    return routes
+
+
+async def _until_stopped(
+    lines: AsyncGenerator[bytes, None], recorders: asyncio.Semaphore, stopping: asyncio.Event
+) -> AsyncGenerator[bytes, None]:
+    """Yield the lines; the last one says so if the server stops or the dispatcher is lost."""
+    async with recorders, aclosing(lines):
+        stops = asyncio.ensure_future(stopping.wait())
+        following: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        try:
+            while True:
+                following = asyncio.ensure_future(anext(lines, b""))
+                await asyncio.wait({following, stops}, return_when=asyncio.FIRST_COMPLETED)
+                if not following.done():
+                    yield line_of(Stopped(time.monotonic(), "the server stops"))
+                    return
+                if not (some := following.result()):
+                    return
+                yield some
+        except NoDispatcher as error:
+            yield line_of(Stopped(time.monotonic(), str(error)))
+        finally:
+            stops.cancel()
+            following.cancel()
+            await asyncio.wait({stops})
+            await asyncio.wait({following})
 
 
 def _operation_routes(modes: AnyModes, operations: OperationLog) -> APIRouter:

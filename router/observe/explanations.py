@@ -1,4 +1,4 @@
-"""The latest decisions of mode `adaptive`, each with what was predicted, what else there was, and what came of it.
+"""The latest decisions of mode `adaptive`, each with what was predicted and what came of it.
 
 `ridgeline.router.observe.metrics` records them; `GET /ridgeline/decisions` (`ridgeline.router.front.admin`) shows them
 to operators, for whom `ridgeline.cluster.commands.operators.decisions` puts them into sentences.
@@ -11,11 +11,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
-from typing import Annotated, Final
+from typing import Final
 
 import msgspec
 
-from ridgeline.router.fleet.adaptive import Option
 from ridgeline.router.observe.timeline import Outcome, RequestTimeline
 
 KEPT: Final = 256
@@ -43,16 +42,20 @@ class Explanation(msgspec.Struct, frozen=True):
     placements: int
     """More than 1 if it was taken from a worker that was lost or drained, and placed again. What is predicted is then
     for the rest of it."""
+    policy: str
+    """The policy that mode adaptive served by."""
     reason: str
     expected_output_tokens: float
     placed_after_s: float
     """Time from its arrival to the decision."""
     held_s: float
-    """See `ridgeline.router.fleet.adaptive.Decision`."""
-    options: Annotated[list[Option], msgspec.Meta(min_length=1)]
-    """The chosen one, then the next best."""
-    costs: Annotated[list[float], msgspec.Meta(min_length=1)]
-    """By what they were ranked, see `ridgeline.router.fleet.adaptive.Decision`."""
+    """See `ridgeline.router.scheduler.features.Assignment`."""
+    prompt_worker: str
+    decode_worker: str
+    predicted_ttft_s: float
+    predicted_tpot_s: float
+    cached_tokens: int
+    """Tokens of the prompt that its worker was expected to have."""
     ended_s_ago: float = 0.0
 
 
@@ -66,8 +69,8 @@ class Explanations:
 
     def add(self, timeline: RequestTimeline, outcome: Outcome) -> None:
         """Keep the decision of a sequence that has ended, if its workers were chosen by one."""
-        decision = timeline.decision
-        if decision is None:
+        assignment = timeline.assignment
+        if assignment is None or assignment.request is None:
             return
         explanation = Explanation(
             request_id=_cut(timeline.client_request_id or timeline.request_id),
@@ -80,12 +83,16 @@ class Explanations:
             ttft_s=timeline.ttft_s,
             tpot_s=timeline.tpot_s,
             placements=1 + timeline.interruptions,
-            reason=decision.reason,
-            expected_output_tokens=decision.wanted.output_tokens,
-            placed_after_s=decision.wanted.waited_s,
-            held_s=decision.held_s,
-            options=[decision.chosen, *decision.others],
-            costs=[*decision.costs],
+            policy=assignment.policy,
+            reason=assignment.reason,
+            expected_output_tokens=assignment.request.output_tokens,
+            placed_after_s=assignment.request.waited_s,
+            held_s=assignment.held_s,
+            prompt_worker=assignment.prompt_worker,
+            decode_worker=assignment.decode_worker,
+            predicted_ttft_s=assignment.ttft_s,
+            predicted_tpot_s=assignment.tpot_s,
+            cached_tokens=assignment.cached_tokens,
         )
         self._latest.appendleft((self._clock(), explanation))
 

@@ -151,8 +151,8 @@ class RequestMetrics:
 
         self.decisions = counter(
             "ridgeline_decisions",
-            "Finished sequences in mode adaptive: whole or split, and why: within_limits (no SLO violation is "
-            "predicted), fewest_broken (the fewest are) or least_latency (there are no SLOs)",
+            "Finished sequences in mode adaptive: whole or split, and why: fewest_prompt_tokens, in_shape (a worker "
+            "for prompts, one for decode), short_prompt or to_meet_slo (an exception)",
             ("choice", "reason"),
         )
         self.prediction_error = histogram(
@@ -211,14 +211,13 @@ class RequestMetrics:
 
     def _count_decision(self, timeline: RequestTimeline) -> None:
         """Count the choice of a finished sequence that lost no worker, and the error of its prediction."""
-        decision = timeline.decision
-        if decision is None or timeline.pauses_s:
+        assignment = timeline.assignment
+        if assignment is None or timeline.pauses_s:
             return
-        chosen = decision.chosen
-        self.decisions.labels("split" if chosen.splits else "whole", decision.reason).inc()
+        self.decisions.labels("split" if assignment.splits else "whole", assignment.reason).inc()
         for latency, predicted_s, seen_s in (
-            ("ttft", chosen.ttft_s, timeline.ttft_s),
-            ("tpot", chosen.tpot_s, timeline.tpot_s),
+            ("ttft", assignment.ttft_s, timeline.ttft_s),
+            ("tpot", assignment.tpot_s, timeline.tpot_s),
         ):
             if seen_s:
                 self.prediction_error.labels(latency).observe(abs(predicted_s / seen_s - 1))

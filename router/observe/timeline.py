@@ -14,8 +14,8 @@ from typing import Literal
 
 from ridgeline.contracts.tasks import LegTiming
 from ridgeline.contracts.vocabulary import Pool
-from ridgeline.router.fleet.adaptive import Decision
 from ridgeline.router.fleet.policy import Path
+from ridgeline.router.scheduler.features import Assignment
 
 Outcome = Literal["finished", "failed", "cancelled"]
 RequestState = Literal["queued", "prefilling", "handoff", "decoding"]
@@ -54,8 +54,8 @@ class RequestTimeline:
     """The workers between which its KV went: prefill's and decode's."""
     overlapped: bool = False
     """The KV was fetched during prefill (overlap), so that waiting for it cost only the last segment."""
-    decision: Decision | None = None
-    """Why its workers were chosen, if they were by prediction."""
+    assignment: Assignment | None = None
+    """Why its workers were chosen, if a policy chose them."""
     pauses_s: list[tuple[RequestState, float]] = field(default_factory=list)
     """For each loss of a worker, the request's state and the pause that the client saw: from the last token before the
     loss, or from arrival, to the next token."""
@@ -134,9 +134,10 @@ class RequestTimeline:
         """
         timing = self.decode_timing if self.prefill_timing is None else self.prefill_timing
         ttft_s = self.ttft_s
-        if self.decision is None or timing is None or ttft_s is None or self.pauses_s:
+        request = None if self.assignment is None else self.assignment.request
+        if request is None or timing is None or ttft_s is None or self.pauses_s:
             return None
-        return max(0.0, ttft_s - self.decision.wanted.waited_s - timing.queue_s - timing.first_token_s)
+        return max(0.0, ttft_s - request.waited_s - timing.queue_s - timing.first_token_s)
 
     @property
     def moved(self) -> tuple[int, float]:

@@ -43,6 +43,8 @@ from ridgeline.router.shared.messages import (
     Sums,
     Ups,
 )
+from ridgeline.router.watching.comparing import Comparing
+from ridgeline.router.watching.recording import Wanted
 from ridgeline.worker_runtime.client import OPTIONS, decoder, encode, unary_handler
 
 SUMS_EVERY_S = 0.1
@@ -70,8 +72,9 @@ class Dispatcher:
             stall_timeout_s=settings.stall_timeout_s,
             roles=role_table(settings),
         )
-        learned = Learned(settings.block_size_tokens, settings.router.rebalance)
-        self._queues = prompt_queues(self._fleet, settings, learned)
+        learned = Learned(settings.block_size_tokens)
+        self._comparing = Comparing(self._fleet, learned, settings.router)
+        self._queues = prompt_queues(self._fleet, settings, learned, self._comparing.policy)
         self._placement = LocalPlacement(self._fleet, self._queues, settings, learned)
         self._modes = Modes(self._fleet, self._queues)
         self._routers: set[JoinedRouter] = set()
@@ -146,6 +149,7 @@ class Dispatcher:
                 await self._fleet.connect(workers, group, some=some)
                 group.create_task(self._lag.watch(), name="loop-lag")
                 group.create_task(self._tell_sums(), name="sums")
+                group.create_task(self._comparing.run(), name="compare-policies")
                 address.set_result(await self._listen(host, port))
                 asyncio.get_running_loop().call_later(ALL_JOIN_WITHIN_S, self._all_there.set)
                 await self._stop.wait()
@@ -161,6 +165,7 @@ class Dispatcher:
         methods = {
             "Join": grpc.stream_stream_rpc_method_handler(self._join, response_serializer=encode),
             "ChangeMode": unary_handler(self._change_mode, ChangeMode),
+            "Record": grpc.unary_stream_rpc_method_handler(self._record, decoder(Wanted)),
             "CountOthers": unary_handler(self._count_others, CountOthers),
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
@@ -251,6 +256,13 @@ class Dispatcher:
             return ModeChanged(refused=str(error))
         self._look()
         return ModeChanged(change.rerouted_prompts, change.took_s)
+
+    async def _record(self, wanted: Wanted | None, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        if wanted is None:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request makes no sense")
+            return
+        async for lines in self._comparing.record(wanted):
+            yield lines
 
     async def _count_others(self, asked: CountOthers) -> OthersCounted:
         self._counts.told(asked.router, asked.samples)

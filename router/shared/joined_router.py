@@ -256,5 +256,5 @@ def _granted(number: int, place: Place) -> Granted:
         WayOf(route.path, route.prompt_pool, route.recompute_reason),
         (prompt.worker_id, prompt.description.incarnation),
         None if decode is None else (decode.worker_id, decode.description.incarnation),
-        place.decision,
+        place.assignment,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any, TypeVar
 
 import grpc
@@ -132,6 +132,18 @@ class Link:
                     self.on_message(message)
         finally:
             self._outbox = None
+            call.cancel()
+
+    async def lines(self, name: str, message: msgspec.Struct) -> AsyncGenerator[bytes, None]:
+        """Yield what a method of the dispatcher streams, until it ends. Raises NoDispatcher."""
+        method: Any = self._open_channel().unary_stream(f"/{SERVICE}/{name}", request_serializer=encode)
+        call = method(message)
+        try:
+            async for lines in call:
+                yield lines
+        except grpc.aio.AioRpcError as error:
+            raise NoDispatcher(f"the dispatcher at {self._address} has ended {name}: {error.details()}") from error
+        finally:
             call.cancel()
 
     async def call(self, name: str, message: msgspec.Struct, kind: type[T], deadline_s: float) -> T:

@@ -8,13 +8,13 @@ from typing import Literal
 import msgspec
 
 from ridgeline.contracts.vocabulary import Mode, Pool
-from ridgeline.router.fleet.adaptive import Decision
 from ridgeline.router.fleet.pairing import KvPair
 from ridgeline.router.fleet.policy import Path
 from ridgeline.router.fleet.worker import Outstanding
 from ridgeline.router.flow.admission import Held
 from ridgeline.router.flow.placement import Answer
 from ridgeline.router.flow.prompt_queue import QueueNow
+from ridgeline.router.scheduler.features import Assignment
 from ridgeline.router.settings import RouterStart
 
 SERVICE = "ridgeline.Dispatcher"
@@ -171,7 +171,7 @@ class Granted(msgspec.Struct, frozen=True, tag="granted"):
     prompt_worker: tuple[str, str]
     """Worker id and incarnation."""
     decode_worker: tuple[str, str] | None
-    decision: Decision | None = None
+    assignment: Assignment | None = None
 
 
 Reason = Literal["no_worker", "lost", "draining", "failed"]

@@ -204,7 +204,7 @@ class _SharedPlace:
         self.route = Route(way.path, way.prompt_pool, way.recompute_reason)
         self.prompt_worker = prompt
         self.decode_worker = decode
-        self.decision = granted.decision
+        self.assignment = granted.assignment
         self._link = link
         self._number = number
         self._wished = wished

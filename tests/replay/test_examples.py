@@ -79,7 +79,7 @@ async def test_a_comparison_is_read_as_a_table(tmp_path, monkeypatch):
 
 def test_a_policy_is_tried_before_any_engine_runs():
     theirs, ours = (
-        float(found) for found in re.findall(r"P95 wait of short prompts (\d+) ms", example("routing_policy.py"))
+        float(found) for found in re.findall(r"P95 TTFT of short prompts (\d+) ms", example("routing_policy.py"))
     )
     assert ours < theirs / 2
 

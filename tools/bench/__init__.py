@@ -5,6 +5,5 @@ idle_cpu.py         measures the CPU time of an idle deployment, by process
 modes/              the map of three modes over limits of TTFT and TPOT, on one fleet
 power.py            prints how often simulated comparisons find what is there
 scale.py            measures what router and dispatcher spend on 64 workers and 5,000 streams
-simulated_modes.py  simulates the three modes, to choose the weights of mode adaptive
 stages.py           prints the timeline of one request alone, stage by stage
 """

@@ -14,14 +14,16 @@ import random
 import statistics
 import time
 from contextlib import ExitStack
+from itertools import product
 from typing import Any, Final, cast
 
 from ridgeline.contracts.workers import StepModel, WorkerStatus
 from ridgeline.router.fleet.policy import Demand
 from ridgeline.router.fleet.prefixes import BlockHashes
 from ridgeline.router.fleet.worker import Worker
-from ridgeline.router.flow.choice import ByPrediction
+from ridgeline.router.flow.choice import ByPolicy
 from ridgeline.router.flow.learned import Learned
+from ridgeline.router.scheduler.adaptive import Adaptive
 from tests.support.samples import kv_layout, worker_description
 
 MODEL: Final = StepModel(
@@ -41,7 +43,6 @@ LAYOUT: Final = kv_layout(
 )
 PROMPT_TOKENS: Final = 2_000
 LONGEST_ANSWER_TOKENS: Final = 400
-TPOT_LIMITS_S: Final = (0.02, 0.03, 0.05)
 
 
 class _Connected:
@@ -74,11 +75,12 @@ def _conversation(draw: random.Random, prompt_tokens: int) -> BlockHashes:
     return (*range(shared), *(draw.getrandbits(64) for _ in range(blocks - shared)))
 
 
-def measure(workers: int, streams: int, decisions: int, *, conversations: bool) -> list[float]:
-    """Return the microseconds of each decision, in order of their length."""
+def measure(policy: str, workers: int, streams: int, decisions: int, *, conversations: bool) -> list[float]:
+    """Return the microseconds of each decision by a policy, in order of their length."""
     fleet, draw, took_us = [a_worker(number) for number in range(workers)], random.Random(1), []
     learned = Learned(BLOCK_TOKENS)
-    rules = ByPrediction("adaptive", lambda: [worker for worker in fleet if worker.pool == "adaptive"], learned)
+    adaptive = Adaptive(lambda: None, learned.traffic, always=(policy, {}))
+    rules = ByPolicy("adaptive", lambda: [worker for worker in fleet if worker.pool == "adaptive"], learned, adaptive)
     begun = [_conversation(draw, PROMPT_TOKENS) for _ in range(decisions)]
     if conversations:
         for number, prefix in enumerate(begun):
@@ -86,7 +88,7 @@ def measure(workers: int, streams: int, decisions: int, *, conversations: bool) 
     with ExitStack() as held:
         for _ in range(streams):
             context = draw.randrange(100, 4_000)
-            reserve = draw.choice(fleet).reserve(decode_context_tokens=context, tpot_limit_s=draw.choice(TPOT_LIMITS_S))
+            reserve = draw.choice(fleet).reserve(decode_context_tokens=context)
             held.enter_context(reserve).prompt_done()
         for worker in fleet:
             for _ in range(2):
@@ -97,7 +99,7 @@ def measure(workers: int, streams: int, decisions: int, *, conversations: bool) 
             choice = rules.choose(demand, 0.01, fleet, urgent=False)
             took_us.append((time.perf_counter() - began_s) * 1e6)
             assert choice is not None, "every worker has room"
-            assert choice.decision is not None, "every worker has a model of its steps"
+            assert choice.assignment is not None, "every worker has a model of its steps"
     return sorted(took_us)
 
 
@@ -107,10 +109,11 @@ def main() -> None:
     for name, default in (("workers", 32), ("streams", 2_000), ("decisions", 3_000)):
         parser.add_argument(f"--{name}", type=int, default=default)
     asked = parser.parse_args()
-    for prompts, conversations in (("new prompts", False), ("conversations", True)):
-        took_us = measure(asked.workers, asked.streams, asked.decisions, conversations=conversations)
+    policies = ("colocated", "disaggregated", "slack")
+    for (prompts, conversations), policy in product((("new prompts", False), ("conversations", True)), policies):
+        took_us = measure(policy, asked.workers, asked.streams, asked.decisions, conversations=conversations)
         print(  # noqa: T201
-            f"{asked.workers} workers, {asked.streams} streams, {prompts}: a decision takes "
+            f"{asked.workers} workers, {asked.streams} streams, {prompts}, {policy}: a decision takes "
             f"{statistics.median(took_us):.0f} us, p99 {took_us[int(0.99 * len(took_us))]:.0f} us "
             f"({len(took_us)} decisions)"
         )

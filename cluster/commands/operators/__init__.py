@@ -4,5 +4,6 @@ client.py     calls to the paths of operators
 decisions.py  `ridgeline decisions`
 drain.py      `ridgeline drain`
 mode.py       `ridgeline mode`
+record.py     `ridgeline record`
 scale.py      `ridgeline scale`, `ridgeline restart` and `ridgeline operations`
 """

@@ -47,7 +47,7 @@ async def ask(
         if response.is_success:
             answer: dict[str, Any] = response.json()
             return answer
-        raise Refused(_sentence(response), response.status_code)
+        raise refusal(response)
     except httpx.TimeoutException as error:
         look = _LOOK.get(path, "`ridgeline operations`")
         done = f", but the request may have been accepted: look at {look} before you repeat it" * (method != "GET")
@@ -58,6 +58,11 @@ async def ask(
         ) from error
     except ValueError as error:
         raise ServerError(f"{client.base_url} answers {path} with something else than JSON") from error
+
+
+def refusal(response: httpx.Response) -> Refused:
+    """Return the error that an answer tells of."""
+    return Refused(_sentence(response), response.status_code)
 
 
 def _sentence(response: httpx.Response) -> str:

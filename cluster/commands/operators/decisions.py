@@ -12,17 +12,19 @@ from rich.console import Console
 from ridgeline.cluster.commands.operators.client import ask, operator_client
 from ridgeline.loadtest.errors import ServerError
 from ridgeline.loadtest.run.calibration import duration_text
-from ridgeline.router.fleet.adaptive import Option
 from ridgeline.router.observe.explanations import Explanation
 
 PATH = "/ridgeline/decisions"
-REASONS: Final = {
-    "within_limits": "its limits and those of other requests will most likely be kept",
-    "fewest_broken": "a limit will most likely be missed, but this is the best option overall",
-    "least_latency": "no limits given; the least latency overall",
-}
 LEAST_HELD_S: Final = 0.001
 """Shorter waits are not worth a word."""
+
+
+REASONS: Final = {
+    "fewest_prompt_tokens": "fewest prompt tokens to compute",
+    "short_prompt": "a prompt too short to be split",
+    "in_shape": "one worker for prompts, another for decode",
+    "to_meet_slo": "an exception, to meet an SLO",
+}
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -45,23 +47,18 @@ async def decisions(url: str, last: int, *, admin_key_file: Path | None, console
 
 def sentences(one: Explanation) -> Iterator[str]:
     """Yield the lines that explain one decision to people."""
-    chosen, *others = one.options
-    cost, *other_costs = one.costs
     yield (
         f"{one.request_id}: {one.prompt_tokens} tokens in, {one.output_tokens} out "
         f"({one.expected_output_tokens:.0f} expected), {one.outcome} {_ago(one.ended_s_ago)} ago"
     )
-    yield f"  {_workers(chosen)}: {'; '.join([REASONS.get(one.reason, one.reason), *_history(one)])}"
+    why = f"policy {one.policy!r}, {REASONS.get(one.reason, one.reason)}"
+    yield f"  {_workers(one)}: {'; '.join([why, *_history(one)])}"
     yield "  " + "; ".join(
         (
-            _latency("TTFT", chosen.ttft_s, one.ttft_s, one.ttft_limit_s, is_whole=one.placements == 1),
-            _latency("TPOT", chosen.tpot_s, one.tpot_s, one.tpot_limit_s, is_whole=one.placements == 1),
+            _latency("TTFT", one.predicted_ttft_s, one.ttft_s, one.ttft_limit_s, is_whole=one.placements == 1),
+            _latency("TPOT", one.predicted_tpot_s, one.tpot_s, one.tpot_limit_s, is_whole=one.placements == 1),
         )
     )
-    for other, its_cost in zip(others, other_costs, strict=False):
-        compared = _comparison(one.reason, its_cost, cost)
-        figures = f"TTFT {duration_text(other.ttft_s)}; TPOT {duration_text(other.tpot_s)}"
-        yield f"  or {_workers(other)}: {'; '.join([compared, *_traits(other), figures])}"
 
 
 def _history(one: Explanation) -> Iterator[str]:
@@ -69,10 +66,8 @@ def _history(one: Explanation) -> Iterator[str]:
     yield f"placed {duration_text(one.placed_after_s)} after arrival"
     if one.held_s >= LEAST_HELD_S:
         yield f"waited {duration_text(one.held_s)} for a worker that had enough prompts already"
-    if one.options[0].cached_tokens:
-        yield f"{one.options[0].cached_tokens} tokens of the prompt expected in the worker's cache"
-    if one.options[0].against:
-        yield "against what workers favour"
+    if one.cached_tokens:
+        yield f"{one.cached_tokens} tokens of the prompt expected in the worker's cache"
     if one.placements > 1:
         yield f"placement {one.placements}, after it was taken from a worker that was lost or drained"
 
@@ -85,27 +80,10 @@ def _latency(name: str, predicted_s: float, seen_s: float | None, limit_s: float
     return f"{name} {predicted}{seen}, {limit}"
 
 
-def _comparison(reason: str, cost: float, chosen_cost: float) -> str:
-    """Return by how much another option was worse, in the unit in which options are compared."""
-    if reason == "least_latency":
-        return f"costs {duration_text(cost)} of latency overall, the chosen one {duration_text(chosen_cost)}"
-    if f"{cost:.2f}" == f"{chosen_cost:.2f}":
-        return "counts as equal"
-    if cost > chosen_cost:
-        return f"loses {cost - chosen_cost:.2f} requests more"
-    return f"loses {chosen_cost - cost:.2f} requests fewer, which counts as equal"
-
-
-def _traits(option: Option) -> Iterator[str]:
-    if option.waits:
-        yield "would wait for room"
-    if option.against:
-        yield "against what workers favour"
-
-
-def _workers(option: Option) -> str:
-    prompt, decode = option.prompt_worker, option.decode_worker
-    return f"{prompt} alone" if prompt == decode else f"{prompt} -> {decode}"
+def _workers(one: Explanation) -> str:
+    if one.prompt_worker == one.decode_worker:
+        return f"{one.prompt_worker} alone"
+    return f"{one.prompt_worker} -> {one.decode_worker}"
 
 
 def _ago(seconds: float) -> str:

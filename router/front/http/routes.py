@@ -25,6 +25,7 @@ ROUTES: Final[Mapping[str, Callers]] = {
     "/ridgeline/drain": "operators",
     "/ridgeline/mode": "operators",
     "/ridgeline/decisions": "operators",
+    "/ridgeline/record": "operators",
     "/ridgeline/forget_prefixes": "operators",
     "/ridgeline/scale": "operators",
     "/ridgeline/restart": "operators",

@@ -1,6 +1,7 @@
 """Mode `adaptive` over two workers with fake engines and real gRPC: who gets what, and what becomes of its limits."""
 
 import asyncio
+import json
 from statistics import median
 
 import pytest
@@ -14,20 +15,23 @@ from ridgeline.contracts.workers import StepModel
 from ridgeline.engine.request.sampling import SURE_TOKENS, TPOT_LIMIT
 from ridgeline.router.dispatch.orchestrator import Orchestrator
 from ridgeline.router.dispatch.request import SequenceRequest
-from ridgeline.router.fleet.adaptive import Wanted
-from ridgeline.router.fleet.corrections import MOST
-from ridgeline.router.fleet.prediction import idle_prompt_s
+from ridgeline.router.fleet.policy import Demand
 from ridgeline.router.flow.learned import Learned
 from ridgeline.router.flow.placement import LocalPlacement
 from ridgeline.router.flow.prompt_queue import prompt_queues
 from ridgeline.router.front.health import HealthProbe
 from ridgeline.router.front.sampling import sampling_of
 from ridgeline.router.observe.metrics import RequestMetrics
+from ridgeline.router.scheduler.hindsight import recorded
+from ridgeline.router.scheduler.recorded_events import read_recording
+from ridgeline.router.scheduler.replay import replay
+from ridgeline.router.settings import PolicyConfig
+from ridgeline.router.watching.comparing import Comparing
+from ridgeline.router.watching.recording import Wanted
 from tests.components.router.dispatch.test_modes import LAYOUTS, ROLES, addresses
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.samples import next_token, router_settings
 from tests.support.small_fleet import a_fleet, hosts
-from tests.unit.router.fleet import test_shape as shape
 
 MODEL = StepModel(
     base_s=0.04,
@@ -56,8 +60,10 @@ class Serving:
             engine._stepping = "manual"
         self.fleet = fleet
         settings = router_settings(**overrides)
-        self.learned = learned = Learned(32, settings.router.rebalance)
-        self.queues = prompt_queues(fleet, settings, learned)
+        self.learned = learned = Learned(32)
+        self.comparing = Comparing(fleet, learned, settings.router)
+        self.policy = self.comparing.policy
+        self.queues = prompt_queues(fleet, settings, learned, self.policy)
         self.registry = CollectorRegistry()
         self.placement = placement = LocalPlacement(fleet, self.queues, settings, learned)
         self.metrics = RequestMetrics(self.registry)
@@ -114,109 +120,123 @@ async def test_before_any_steps_are_known_requests_go_whole_to_the_least_loaded_
         assert serving.decisions() == {}
 
 
-async def test_the_second_answer_joins_the_first_and_its_prompt_is_computed_elsewhere():
+async def test_requests_are_split_while_a_policy_serves_that_divides_the_workers():
     async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started, a_fleet(addresses(started), ROLES) as fleet:
         serving = await adaptive(started, fleet)
         await serving.learn()
+        serving.policy.serve_by("1 of 2 for prefill")
         limits = {"ttft_limit_s": 10.0, "tpot_limit_s": 0.2}
-        first = serving.ask(120, **limits)
-        await eventually(lambda: sum(len(engine.running) for engine in serving.engines) == 1)
-        decoder = next(engine for engine in serving.engines if engine.running)
-        other = next(engine for engine in serving.engines if engine is not decoder)
-        decoder.step()
-        await eventually(lambda: first[0])
-        another = [token + 1 for token in PROMPT]
-        second = serving.ask(120, another, **limits)
-        await eventually(lambda: other.running)
-        decodes_on = next(one for one in fleet.workers if serving.engine_of(one) is decoder)
-        assert (decodes_on.outstanding.decoding, decodes_on.outstanding.decodes) == (1, 2)
-        other.step()
-        await eventually(lambda: second[0])
-        assert decodes_on.outstanding.decoding == 2, "from its first token on, though the worker has not stepped"
-        await eventually(lambda: len(decoder.running) == 2)
-        assert not other.running
-        await asyncio.gather(serving.step_until(first[1]), serving.step_until(second[1]))
-        assert (first[0], second[0]) == (expected(120), expected(120, another))
-        assert serving.decisions() == {("whole", "within_limits"): 1, ("split", "within_limits"): 1}
-        for told, request_id in zip(serving.metrics.explanations.latest(10), ("r2", "r1"), strict=True):
-            assert (told.request_id, told.outcome, told.ttft_limit_s) == (request_id, "finished", 10.0)
-            assert (told.prompt_tokens, told.output_tokens, told.placements) == (len(PROMPT), 120, 1)
-            assert told.costs[0] == pytest.approx(min(told.costs), abs=0.1)
+        sent, ending = serving.ask(120, **limits)
+        await serving.step_until(ending)
+        assert sent == expected(120)
+        assert serving.decisions() == {("split", "in_shape"): 1}
+        [told] = serving.metrics.explanations.latest(10)
+        assert (told.policy, told.outcome, told.ttft_limit_s) == ("1 of 2 for prefill", "finished", 10.0)
+        assert (told.prompt_tokens, told.output_tokens, told.placements) == (len(PROMPT), 120, 1)
         assert all(worker.outstanding == type(worker.outstanding)() for worker in fleet.workers), "nothing stays held"
 
 
-def keep_one_for_prompts(rebalancer):
-    """Have one of two workers favour prefill, by traffic that it is told of and that came long ago."""
-    for second in range(100):
-        rebalancer.placed(Wanted(512, 64, 5 * shape.PROMPT_S, 1.3 * shape.STEP_S), float(second))
-        if rebalancer.due(float(second)):
-            rebalancer.read(float(second), shape.fleet(2))
-    assert rebalancer.prefill_workers(2) == 1
-
-
-async def test_once_workers_favour_a_phase_requests_are_split_between_them_and_the_workers_say_it():
+async def test_policies_are_compared_by_what_was_served_and_the_workers_say_what_they_are_for():
     async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started, a_fleet(addresses(started), ROLES) as fleet:
         serving = await adaptive(started, fleet, rebalance="act")
         await serving.learn()
-        keep_one_for_prompts(serving.learned.rebalancer)
-        for number in range(3):
-            prompt = [token + 100 * number for token in PROMPT]
-            sent, ending = serving.ask(3, prompt)
+        comparing = asyncio.create_task(serving.comparing.run())
+        serving.policy.serve_by("1 of 2 for prefill")
+        for number in range(8):
+            _, ending = serving.ask(3, [token + 100 * number for token in PROMPT], ttft_limit_s=9.0, tpot_limit_s=1.0)
             await serving.step_until(ending)
-            assert sent == expected(3, prompt)
-        assert serving.decisions()[("split", "least_latency")] >= 2, "the first is placed before the favours are told"
+        await eventually(lambda: serving.policy.scores)
+        assert {"colocated", "colocated, paced", "1 of 2 for prefill"} <= {*serving.policy.scores}
+        serving.policy.serve_by("1 of 2 for prefill")
+        serving.comparing.tell_affinities()
         assert sorted(worker.favours for worker in fleet.workers) == ["decode", "prefill"]
         await fleet.change_mode("colocated")
         assert [worker.favours for worker in fleet.workers] == [None, None]
+        comparing.cancel()
 
 
-async def test_a_division_of_the_workers_does_not_outlive_a_change_of_mode():
+async def test_what_came_in_another_mode_counts_as_soon_as_policies_are_compared():
     async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started, a_fleet(addresses(started), ROLES) as fleet:
-        serving = await adaptive(started, fleet, rebalance="act")
+        serving = Serving(started, fleet)
+        await fleet.change_mode("colocated")
         await serving.learn()
-        keep_one_for_prompts(serving.learned.rebalancer)
-        _, ending = serving.ask(3)
-        await serving.step_until(ending)
+        for _ in range(8):
+            await serving.answer(3)
+        await serving.comparing.look()
+        assert serving.policy.scores == {}
+        await fleet.change_mode("adaptive")
+        await serving.comparing.look()
+        assert serving.policy.scores
+
+
+async def test_a_recording_has_what_was_asked_decided_and_answered_and_is_decided_again():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started, a_fleet(addresses(started), ROLES) as fleet:
+        serving = await adaptive(started, fleet)
+        await serving.learn()
+        lines = []
+
+        async def record():
+            async for some in serving.comparing.record(Wanted(60.0, 1 << 20)):
+                lines.append(some)  # noqa: PERF401 - others look at it meanwhile
+
+        recording = asyncio.create_task(record())
+        await eventually(lambda: lines)
+        for _ in range(8):
+            await serving.answer(3)
+        await serving.comparing.look()
+        await fleet.change_mode("colocated")
+        await eventually(lambda: b'"type":"mode"' in lines[-1])
+        recording.cancel()
+        await asyncio.wait((recording,))
+        events = [*read_recording(b"".join(lines).splitlines(keepends=True), "it")]
+        made = replay(events)
+        assert (made.placements, made.comparisons, made.differences) == (8, 1, [])
+        known = recorded(events)
+        assert {(one.prompt_tokens, one.output_tokens) for one in known.requests} == {(70, 3)}
+        assert all(one.ttft_s > 0 and one.tpot_s >= 0 for one in known.requests)
+        assert [worker.worker_id for worker in known.fleet.workers] == ["prefill-0", "decode-0"]
+        assert known.policies[-1] == "colocated"
+        assert not serving.learned.traffic.listeners
+
+
+@pytest.mark.parametrize(
+    ("wanted", "why"), [(Wanted(0.3, 1 << 20), "the time is over"), (Wanted(60.0, 10), "the limit of bytes")]
+)
+async def test_a_recording_ends_when_it_is_long_or_large_enough_and_says_which(wanted, why):
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started, a_fleet(addresses(started), ROLES) as fleet:
+        serving = await adaptive(started, fleet)
+        lines = [some async for some in serving.comparing.record(wanted)]
+        assert json.loads(lines[-1])["reason"] == why
+
+
+async def test_a_policy_that_is_set_serves_always_and_the_workers_say_what_they_are_for():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started, a_fleet(addresses(started), ROLES) as fleet:
+        policy = PolicyConfig(name="threshold", options={"split_above_tokens": 50})
+        serving = await adaptive(started, fleet, policy=policy)
+        await serving.learn()
+        asked = [serving.ask(3, list(range(number, number + tokens))) for number, tokens in enumerate([40] * 8 + [70])]
+        await asyncio.gather(*(serving.step_until(ending) for _, ending in asked))
+        await serving.comparing.look()
+        assert serving.decisions() == {("whole", "short_prompt"): 8, ("split", "in_shape"): 1}
+        assert serving.policy.scores == {}
         assert sorted(worker.favours for worker in fleet.workers) == ["decode", "prefill"]
-        for mode in ("colocated", "adaptive"):
-            await fleet.change_mode(mode)
-        _, ending = serving.ask(3, [token + 100 for token in PROMPT])
-        await serving.step_until(ending)
-        assert [worker.favours for worker in fleet.workers] == [None, None]
-        assert not serving.learned.rebalancer.divides
-
-
-async def test_the_rebalancer_is_told_of_limits_within_reach_and_of_who_kept_their_own(monkeypatch):
-    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started, a_fleet(addresses(started), ROLES) as fleet:
-        serving = await adaptive(started, fleet, rebalance="act")
-        await serving.learn()
-        placed, kept = [], []
-        rebalancer = serving.learned.rebalancer
-        monkeypatch.setattr(rebalancer, "placed", lambda wanted, _, cached_tokens: placed.append(wanted))
-        monkeypatch.setattr(rebalancer, "answered", lambda *, within_limits: kept.append(within_limits))
-        for limit_s in (1e-6, 60.0):
-            _, ending = serving.ask(3, ttft_limit_s=limit_s, tpot_limit_s=limit_s)
-            await serving.step_until(ending)
-        assert kept == [False, True]
-        absurd, honest = placed
-        assert absurd.ttft_limit_s == idle_prompt_s(MODEL, len(PROMPT))
-        assert absurd.tpot_limit_s == MODEL.decode_s(1, absurd.context_tokens)
-        assert (honest.ttft_limit_s, honest.tpot_limit_s) == (60.0, 60.0)
 
 
 async def test_a_prompt_that_is_too_short_for_a_hand_off_is_not_split():
     async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started, a_fleet(addresses(started), ROLES) as fleet:
         serving = await adaptive(started, fleet, min_remote_prefill_tokens=1000)
         await serving.learn()
+        serving.policy.serve_by("1 of 2 for prefill")
         asked = [serving.ask(3, [token + 100 * number for token in PROMPT]) for number in range(4)]
         await asyncio.gather(*(serving.step_until(ending) for _, ending in asked))
-        assert serving.decisions() == {("whole", "least_latency"): 4}
+        assert serving.decisions() == {("whole", "short_prompt"): 4}
 
 
 async def test_the_engine_gets_the_limit_on_tpot_in_this_mode_alone():
     async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started, a_fleet(addresses(started), ROLES) as fleet:
         serving = await adaptive(started, fleet)
         await serving.learn()
+        serving.policy.serve_by("colocated, paced")
         for mode in ("colocated", "adaptive", "disaggregated"):
             await fleet.change_mode(mode)
             _, ending = serving.ask(3, tpot_limit_s=0.2)
@@ -315,13 +335,13 @@ async def test_probes_teach_nothing():
             engine._stepping = "auto"
         await serving.learn()
         for _ in range(80):
-            serving.learned.answered(400, 300)
+            serving.learned.answered(Demand(1, 400), 300)
         probe = HealthProbe(serving.orchestrator, 1000, prompt_tokens=40)
         for _ in range(64):
             await probe()
         assert [serving.learned.output_tokens(longest) for longest in (0, 400)] == [300.0, 300.0]
         assert [serving.learned.sure_tokens(longest) for longest in (0, 400)] == [300.0, 300.0]
-        assert serving.learned.prefixes.workers == serving.learned.corrections.workers == 0
+        assert serving.learned.prefixes.workers == 0
 
 
 async def test_prompts_are_hashed_only_while_the_mode_is_adaptive(monkeypatch):
@@ -352,17 +372,5 @@ async def test_what_passes_outside_of_the_engine_is_learned_and_predicted_for_th
             await serving.answer(3)
         *seen, last = reversed(serving.metrics.explanations.latest(5))
         outside_s = [one.ttft_s - one.placed_after_s - in_engine.first_token_s for one in seen]
-        assert last.options[0].outside_s == pytest.approx(median(outside_s))
-        assert last.options[0].ttft_s > last.placed_after_s + last.options[0].outside_s
-
-
-async def test_what_a_prompt_took_corrects_what_is_predicted_for_the_next_one():
-    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started, a_fleet(addresses(started), ROLES) as fleet:
-        serving = await adaptive(started, fleet)
-        for engine in serving.engines:
-            engine.stats.step_model = replace(MODEL, base_s=1e-6, per_prefill_token_s=1e-6, per_sequence_s=0.0)
-        await fleet.refresh()
-        for _ in range(4):
-            await serving.answer(3)
-        ratios = [serving.learned.corrections.ratio(worker.worker_id, beside=False) for worker in fleet.workers]
-        assert max(ratios) == pytest.approx(MOST, rel=0.1), "no prompt takes 70 us"
+        assert serving.learned.outside_s == pytest.approx(median([*outside_s, outside_s[0]]), abs=max(outside_s))
+        assert last.predicted_ttft_s > last.placed_after_s + min(outside_s)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import io
+import json
 import pickle
 import re
 from dataclasses import replace
@@ -16,6 +17,7 @@ from ridgeline.cluster.commands.operators.client import ANSWER_WITHIN_S, ask, op
 from ridgeline.cluster.commands.operators.decisions import decisions
 from ridgeline.cluster.commands.operators.drain import drain
 from ridgeline.cluster.commands.operators.mode import CHANGE_WITHIN_S as MODE_WITHIN_S
+from ridgeline.cluster.commands.operators.record import record
 from ridgeline.cluster.commands.operators.scale import cancel, operations, scale
 from ridgeline.cluster.config.api_keys import ApiKeyError, key_hashes
 from ridgeline.cluster.config.loader import explain, load_config
@@ -31,6 +33,7 @@ from ridgeline.router.front.middleware.admin_access import AdminAccess, AdminRef
 from ridgeline.router.front.middleware.auth import Access, KeyGuard
 from ridgeline.router.front.operations import Cancellation, OperationLog
 from ridgeline.router.observe.explanations import Explanations
+from ridgeline.router.scheduler.recorded_events import Stopped, line_of
 from ridgeline.router.shared.shared_modes import CHANGE_WITHIN_S
 from tests.support.fake_engine import make_task as a_task
 from tests.support.http_server import listening
@@ -47,6 +50,19 @@ REMOTE_CLIENTS = AdminAccess(clients_are_remote=True)
 BEARER = {"authorization": f"Bearer {KEY}"}
 
 
+RECORDING = []
+
+
+async def recorder(wanted):
+    """A recording of one line, and nothing after it."""
+    RECORDING.append(wanted)
+    try:
+        yield line_of(Stopped(1.0, f"{wanted.seconds:.0f} s"))
+        await asyncio.Event().wait()
+    finally:
+        RECORDING.remove(wanted)
+
+
 @contextlib.asynccontextmanager
 async def admin(caller="127.0.0.1", access=LOCAL, roles=SPLIT_FOR_EVER, **layouts):
     """(HTTP client, hosts, fleet, app) of a router with these workers."""
@@ -58,9 +74,10 @@ async def admin(caller="127.0.0.1", access=LOCAL, roles=SPLIT_FOR_EVER, **layout
     ):
         app = FastAPI()
         book = OperationLog()
-        app.include_router(admin_routes(fleet, Modes(fleet, {}), book, Explanations()))
+        stopping = asyncio.Event()
+        app.include_router(admin_routes(fleet, Modes(fleet, {}), book, Explanations(), recorder, stopping))
         app = WithContext(KeyGuard(app, Access(admin=access)))
-        app.book = book
+        app.book, app.stopping = book, stopping
         transport = httpx.ASGITransport(app, client=(caller, 5))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             yield http, started, fleet, app
@@ -78,6 +95,49 @@ async def test_the_list_has_every_worker_with_its_pool_and_state():
         await started[0].stop()
         await eventually(lambda: not fleet.get("prefill-0").client.connected)
         assert (await http.get("/ridgeline/workers")).json()["workers"][0]["state"] == "lost"
+
+
+async def test_a_recording_is_written_until_the_server_stops(tmp_path):
+    async with admin() as (_, _, _, app), listening(app) as url:
+        console, file = Console(file=io.StringIO(), width=200), tmp_path / "a.jsonl"
+        writing = asyncio.create_task(record(file, url, 60.0, 1 << 20, admin_key_file=None, console=console))
+        await eventually(lambda: file.exists() and file.stat().st_size)
+        app.stopping.set()
+        await writing
+        reasons = [json.loads(line)["reason"] for line in file.read_text().splitlines()]
+        assert reasons == ["60 s", "the server stops"]
+        assert console.file.getvalue().endswith(f"2 events, 0.0 MiB: ridgeline whatif {file}\n")
+        with pytest.raises(ServerError, match="exists already"):
+            await record(file, url, 60.0, 1 << 20, admin_key_file=None, console=console)
+
+
+async def test_a_recording_ends_when_its_reader_leaves(tmp_path):
+    async with admin() as (_, _, _, app), listening(app) as url:
+        file = tmp_path / "a.jsonl"
+        console = Console(file=io.StringIO(), width=200)
+        writing = asyncio.create_task(record(file, url, 60.0, 1 << 20, admin_key_file=None, console=console))
+        await eventually(lambda: file.exists() and file.stat().st_size)
+        assert len(RECORDING) == 1
+        writing.cancel()
+        await eventually(lambda: not RECORDING)
+
+
+async def test_a_server_writes_four_recordings_at_most_and_refuses_impossible_ones(tmp_path):
+    async with admin() as (http, _, _, app), listening(app) as url:
+        console = Console(file=io.StringIO(), width=200)
+        files = [tmp_path / f"{number}.jsonl" for number in range(4)]
+        writing = [
+            asyncio.create_task(record(file, url, 60.0, 1 << 20, admin_key_file=None, console=console))
+            for file in files
+        ]
+        await eventually(lambda: all(file.exists() and file.stat().st_size for file in files))
+        with pytest.raises(ServerError, match="answers 409"):
+            await record(tmp_path / "more.jsonl", url, 60.0, 1 << 20, admin_key_file=None, console=console)
+        assert not (tmp_path / "more.jsonl").exists()
+        for impossible in ({"seconds": 0}, {"seconds": "ever"}, {"most_bytes": 0}, {"seconds": 1e9}):
+            assert (await http.get("/ridgeline/record", params=impossible)).status_code == 422
+        app.stopping.set()
+        await asyncio.gather(*writing)
 
 
 async def test_an_impossible_number_of_decisions_is_refused():
@@ -403,7 +463,9 @@ async def test_no_way_of_writing_an_operators_path_leads_past_the_admin_key():
 async def test_the_paths_let_nobody_in_whom_no_guard_has_let_in():
     async with a_fleet([]) as fleet:
         app = FastAPI()
-        app.include_router(admin_routes(fleet, Modes(fleet, {}), OperationLog(), Explanations()))
+        app.include_router(
+            admin_routes(fleet, Modes(fleet, {}), OperationLog(), Explanations(), recorder, asyncio.Event())
+        )
         transport = httpx.ASGITransport(app, client=("127.0.0.1", 5))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             assert await statuses(http, **BEARER) == FORBIDDEN

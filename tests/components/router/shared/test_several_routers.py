@@ -11,6 +11,11 @@ from ridgeline.router.fleet.policy import NoWorker
 from ridgeline.router.fleet.roles import ModeImpossible
 from ridgeline.router.fleet.worker import Outstanding
 from ridgeline.router.flow.admission_rules import Ask, Refused
+from ridgeline.router.scheduler.hindsight import recorded
+from ridgeline.router.scheduler.recorded_events import read_recording
+from ridgeline.router.scheduler.replay import replay
+from ridgeline.router.shared.link import NoDispatcher
+from ridgeline.router.watching.recording import Wanted
 from tests.components.router.dispatch.test_modes import ROLES
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.samples import LAYOUT, next_token, router_settings
@@ -229,6 +234,44 @@ async def test_in_mode_adaptive_the_dispatcher_chooses_by_prediction_for_both_ro
             use = await dispatcher.use()
             assert [(worker.running, worker.kv_blocks_used) for worker in use.workers] == [(0, 0), (0, 0)]
             assert all(worker.outstanding == Outstanding() for worker in dispatcher.fleet.workers)
+
+
+async def test_any_router_streams_a_recording_of_what_the_dispatcher_decides_for_all():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started:
+        for host in started:
+            host._engine.stats.step_model = STEP_MODEL
+        addresses = [host.address for host in started]
+        async with a_dispatcher(addresses, SETTINGS) as (dispatcher, at), routers(2, addresses, at, SETTINGS) as pair:
+            await pair[0].decisions.modes.change("adaptive")
+            await dispatcher.fleet.refresh()
+            lines = []
+
+            async def record():
+                async for some in pair[1].decisions.record(Wanted(60.0, 1 << 20)):
+                    lines.append(some)  # noqa: PERF401 - others look at it meanwhile
+
+            recording = asyncio.create_task(record())
+            await eventually(lambda: lines)
+            for router in pair:
+                await router.ask(tokens=6)[1]
+            await eventually(lambda: b"".join(lines).count(b'"answered"') == 2)
+            recording.cancel()
+            await asyncio.wait((recording,))
+            events = [*read_recording(b"".join(lines).splitlines(keepends=True), "it")]
+            made = replay(events)
+            assert (made.placements, made.differences) == (2, [])
+            assert [one.output_tokens for one in recorded(events).requests] == [6, 6]
+
+
+async def test_a_recording_ends_with_a_sentence_when_the_dispatcher_is_lost():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started:
+        addresses = [host.address for host in started]
+        async with a_dispatcher(addresses, SETTINGS) as (dispatcher, at), routers(1, addresses, at, SETTINGS) as pair:
+            recording = pair[0].decisions.record(Wanted(60.0, 1 << 20))
+            assert await anext(recording)
+            await dispatcher.stop()
+            with pytest.raises(NoDispatcher, match="has ended Record"):
+                await anext(recording)
 
 
 async def test_a_change_of_mode_at_one_router_changes_it_at_all():

@@ -2,6 +2,7 @@
 
 import pytest
 
+from ridgeline.router.fleet.policy import Demand
 from ridgeline.router.flow.learned import REMEMBERED, UNKNOWN_OUTPUT_TOKENS, UNKNOWN_PART, WEIGHT, Learned
 
 
@@ -13,7 +14,7 @@ def test_before_any_answer_half_of_the_longest_is_expected_or_a_guess():
 
 def test_the_first_answer_replaces_the_guess():
     learned = Learned(16)
-    learned.answered(100, 20)
+    learned.answered(Demand(1, 100), 20)
     assert learned.output_tokens(200) == pytest.approx(40)
     assert learned.output_tokens(0) == 20
 
@@ -21,17 +22,17 @@ def test_the_first_answer_replaces_the_guess():
 def test_the_first_answers_count_alike_and_later_ones_by_a_fixed_weight():
     learned = Learned(16)
     for tokens in (10, 20, 30):
-        learned.answered(0, tokens)
+        learned.answered(Demand(1, 0), tokens)
     assert learned.output_tokens(0) == pytest.approx(20)
     for _ in range(1000):
-        learned.answered(0, 20)
-    learned.answered(0, 120)
+        learned.answered(Demand(1, 0), 20)
+    learned.answered(Demand(1, 0), 120)
     assert learned.output_tokens(0) == pytest.approx(20 + 100 * WEIGHT)
 
 
 def test_answers_without_a_longest_length_say_nothing_of_the_part():
     learned = Learned(16)
-    learned.answered(0, 1000)
+    learned.answered(Demand(1, 0), 1000)
     assert learned.output_tokens(100) == 100 * UNKNOWN_PART
 
 
@@ -39,17 +40,17 @@ def test_what_three_of_four_answers_reach_is_sure_and_nothing_before_there_is_on
     learned = Learned(16)
     assert learned.sure_tokens(100) == learned.sure_tokens(0) == 0
     for tokens in (80, 20, 100, 60):
-        learned.answered(100, tokens)
+        learned.answered(Demand(1, 100), tokens)
     assert (learned.sure_tokens(50), learned.sure_tokens(0)) == (pytest.approx(30), 60)
     for _ in range(REMEMBERED):
-        learned.answered(100, 100)
+        learned.answered(Demand(1, 100), 100)
     assert learned.sure_tokens(200) == 100
 
 
 def test_a_long_answer_that_is_allowed_is_not_sure_because_short_ones_were_as_long_as_they_might_be():
     learned = Learned(16)
     for longest, tokens in [(16, 16)] * 48 + [(30_000, 300)] * 16:
-        learned.answered(longest, tokens)
+        learned.answered(Demand(1, longest), tokens)
     assert learned.sure_tokens(30_000) == 16
     assert learned.sure_tokens(8) == 8
 

@@ -6,22 +6,18 @@ import random
 
 import pytest
 
-from ridgeline.contracts.workers import StepModel, WorkerStatus
-from ridgeline.router.fleet.adaptive import Wanted, choose
+from ridgeline.contracts.workers import WorkerStatus
 from ridgeline.router.fleet.fleet import Worker
 from ridgeline.router.fleet.policy import PROMPT_SCORERS, Demand, NoWorker, Rerouted
-from ridgeline.router.fleet.prediction import Load
 from ridgeline.router.flow.choice import Choice
 from ridgeline.router.flow.decode_slots import DecodeSlots
 from ridgeline.router.flow.prompt_queue import PromptQueue
+from ridgeline.router.scheduler.features import Assignment
 from tests.support.clock import FakeClock
 from tests.support.patience import eventually
 from tests.support.samples import LAYOUT, worker_description
 
 WINDOW = 1000
-MODEL = StepModel(
-    base_s=0.04, per_prefill_token_s=0.001, per_sequence_s=0.002, per_context_token_s=0.0, per_attended_token_s=0.0
-)
 
 
 class Client:
@@ -430,6 +426,9 @@ class Whole:
         worker = next(one for one in self.bench().workers if one.worker_id not in demand.avoided)
         return Choice(worker) if worker in roomy else None
 
+    def arrived(self, demand):
+        return None
+
     def least_s(self, demand):
         return None
 
@@ -503,6 +502,9 @@ class Faulty:
     def choose(self, demand, waited_s, roomy, *, urgent):
         raise ZeroDivisionError
 
+    def arrived(self, demand):
+        return None
+
     def least_s(self, demand):
         return None
 
@@ -544,7 +546,10 @@ class Patient:
         self.asked.append((demand.client, waited_s))
         if self.is_picky and demand.client == "picky":
             return None
-        return Choice(roomy[0], decision=choose(Wanted(10, 10), [Load("prefill-0", MODEL, 512)], lambda *_: 0.0))
+        return Choice(roomy[0], assignment=Assignment("prefill-0", "prefill-0", "fewest_prompt_tokens"))
+
+    def arrived(self, demand):
+        return None
 
     def least_s(self, demand):
         return 1.0
@@ -573,7 +578,7 @@ async def test_a_chooser_is_told_how_long_a_request_has_waited_and_may_have_it_w
     await bench.end()
 
 
-async def test_the_time_for_which_a_prompt_was_held_back_is_told_with_the_decision():
+async def test_the_time_for_which_a_prompt_was_held_back_is_told_with_the_assignment():
     chooser = Patient()
     bench = Bench(chooser=chooser)
     await bench.send("fills", WINDOW)
@@ -590,6 +595,6 @@ async def test_the_time_for_which_a_prompt_was_held_back_is_told_with_the_decisi
     chooser.is_picky = False
     bench.queue.dispatch()
     await settle()
-    held_s = {name: turn.decision.held_s for name, turn in bench.turns.items()}
+    held_s = {name: turn.assignment.held_s for name, turn in bench.turns.items()}
     assert held_s == {"fills": 0.0, "urgent": 0.0, "one": 3.5}
     await bench.end()

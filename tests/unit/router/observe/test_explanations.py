@@ -7,31 +7,25 @@ import msgspec
 import pytest
 
 from ridgeline.cluster.commands.operators.decisions import sentences
-from ridgeline.router.fleet.adaptive import Decision, Option, Wanted
 from ridgeline.router.observe.explanations import KEPT, MOST_ID_CHARACTERS, Explanation, Explanations
 from ridgeline.router.observe.timeline import RequestTimeline
+from ridgeline.router.scheduler.features import Assignment, RequestFeatures
 from tests.support.clock import FakeClock
 
 
-def option(prompt_worker, decode_worker, ttft_s=0.4, tpot_s=0.05, **values):
-    return Option(prompt_worker, decode_worker, ttft_s, tpot_s, 0.0, 1.0, 3.0, **values)
+def an_assignment(prompt_worker="w0", decode_worker="w1", reason="in_shape", **values):
+    request = RequestFeatures(700, 60, waited_s=0.25)
+    predicted = {"ttft_s": 0.4, "tpot_s": 0.05}
+    return Assignment(prompt_worker, decode_worker, reason, policy="1 of 2", request=request, **predicted, **values)
 
 
-OTHERS = option("w0", "w0", against=1), option("w2", "w2", ttft_s=0.3, waits=True)
-
-
-def a_decision(reason="within_limits", *, costs=(0.05, 0.5, 0.02), held_s=0.0, chosen=None, others=OTHERS):
-    wanted = Wanted(700, 60, waited_s=0.25)
-    return Decision(chosen or option("w0", "w1"), reason, others, wanted, costs, held_s)
-
-
-def ended(decision, *gaps_s, request_id="cmpl-1", limits=(2.0, 0.1)):
+def ended(assignment, *gaps_s, request_id="cmpl-1", limits=(2.0, 0.1)):
     """A sequence that has had a token after each of these gaps."""
     clock = FakeClock()
     timeline = RequestTimeline(
         clock, "r", 512, "disaggregated", client_request_id=request_id, ttft_limit_s=limits[0], tpot_limit_s=limits[1]
     )
-    timeline.decision = decision
+    timeline.assignment = assignment
     for gap_s in gaps_s:
         clock.now_s += gap_s
         timeline.tokens(1, "adaptive")
@@ -48,44 +42,35 @@ def told(timeline, outcome="finished", after_s=3.0):
     return row, list(sentences(msgspec.convert(row, Explanation)))
 
 
-def test_a_decision_is_told_with_its_reason_its_alternatives_and_what_was_predicted_and_seen():
-    row, lines = told(ended(a_decision(), 0.5, 0.06, 0.06))
-    assert [(one["prompt_worker"], one["decode_worker"]) for one in row["options"]] == [
-        ("w0", "w1"),
-        ("w0", "w0"),
-        ("w2", "w2"),
-    ]
-    assert (row["ttft_s"], row["tpot_s"], row["costs"]) == (0.5, pytest.approx(0.06), [0.05, 0.5, 0.02])
+def test_a_decision_is_told_with_its_policy_its_reason_and_what_was_predicted_and_seen():
+    row, lines = told(ended(an_assignment(), 0.5, 0.06, 0.06))
+    assert (row["prompt_worker"], row["decode_worker"], row["policy"]) == ("w0", "w1", "1 of 2")
+    assert (row["ttft_s"], row["tpot_s"]) == (0.5, pytest.approx(0.06))
     assert lines == [
         "cmpl-1: 512 tokens in, 3 out (60 expected), finished 3.0 s ago",
-        "  w0 -> w1: its limits and those of other requests will most likely be kept; placed 250 ms after arrival",
+        "  w0 -> w1: policy '1 of 2', one worker for prompts, another for decode; placed 250 ms after arrival",
         "  TTFT 400 ms predicted, 500 ms seen, limit 2.00 s; TPOT 50 ms predicted, 60 ms seen, limit 100 ms",
-        "  or w0 alone: loses 0.45 requests more; against what workers favour; TTFT 400 ms; TPOT 50 ms",
-        "  or w2 alone: loses 0.03 requests fewer, which counts as equal; would wait for room; TTFT 300 ms; TPOT 50 ms",
     ]
 
 
-def test_without_limits_options_are_told_by_the_latency_that_they_cost():
-    nothing = (math.inf, math.inf)
-    row, lines = told(ended(a_decision("least_latency", costs=(3.0, 4.0, 5.0)), 0.5, 0.06, limits=nothing))
+def test_without_slos_none_is_told():
+    row, lines = told(ended(an_assignment(), 0.5, 0.06, limits=(math.inf, math.inf)))
     assert (row["ttft_limit_s"], row["tpot_limit_s"]) == (None, None)
-    assert "the least latency overall" in lines[1]
     assert lines[2].endswith("TPOT 50 ms predicted, 60 ms seen, no limit")
-    assert lines[3].startswith("  or w0 alone: costs 4.00 s of latency overall, the chosen one 3.00 s; against")
 
 
 def test_what_happened_before_the_choice_and_what_it_relied_on_is_told():
-    row, lines = told(ended(a_decision(held_s=0.2, chosen=option("w0", "w0", cached_tokens=96, against=1)), 0.5))
+    row, lines = told(ended(an_assignment("w0", "w0", "short_prompt", held_s=0.2, cached_tokens=96), 0.5))
     assert row["held_s"] == 0.2
     assert lines[1].endswith(
         "; placed 250 ms after arrival; waited 200 ms for a worker that had enough prompts already; 96 tokens of the "
-        "prompt expected in the worker's cache; against what workers favour"
+        "prompt expected in the worker's cache"
     )
 
 
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_a_request_that_was_placed_again_is_told_as_its_client_saw_it_without_predictions_for_its_rest(tokens):
-    timeline = ended(a_decision(), *[0.5] * tokens)
+    timeline = ended(an_assignment(), *[0.5] * tokens)
     timeline.interrupted("prefilling")
     timeline.interrupted("prefilling")
     row, lines = told(timeline, "cancelled")
@@ -97,20 +82,20 @@ def test_a_request_that_was_placed_again_is_told_as_its_client_saw_it_without_pr
 
 
 def test_a_request_id_of_a_client_is_cut_in_its_middle():
-    row, _ = told(ended(a_decision(), 0.1, request_id="first" + "x" * 10_000 + "last"))
+    row, _ = told(ended(an_assignment(), 0.1, request_id="first" + "x" * 10_000 + "last"))
     assert len(row["request_id"]) == MOST_ID_CHARACTERS
     assert (row["request_id"][:5], row["request_id"][-4:]) == ("first", "last")
 
 
 @pytest.mark.parametrize(("seconds", "written"), [(0.05, "0.1 s"), (59, "59.0 s"), (90, "2 min"), (90_000, "25 h")])
 def test_how_long_ago_it_was_is_told_in_a_unit_that_fits(seconds, written):
-    assert told(ended(a_decision(), 0.1), after_s=seconds)[1][0].endswith(f"finished {written} ago")
+    assert told(ended(an_assignment(), 0.1), after_s=seconds)[1][0].endswith(f"finished {written} ago")
 
 
 def test_the_latest_decisions_are_kept_and_those_without_a_prediction_are_not():
     explanations = Explanations(FakeClock())
     for number in range(KEPT + 10):
-        explanations.add(ended(a_decision(), request_id=f"r{number}"), "finished")
+        explanations.add(ended(an_assignment(), request_id=f"r{number}"), "finished")
         explanations.add(ended(None), "finished")
     latest = [one.request_id for one in explanations.latest(1000)]
     assert latest == [f"r{number}" for number in reversed(range(10, KEPT + 10))]

@@ -1,0 +1,287 @@
+"""Mode `adaptive`: serve as the policy that would have served the latest requests best.
+
+Every policy that it may serve by is simulated with the latest requests on modelled workers, whose step models the
+engines have fitted. The best one serves from then on, until another one would have been better by `MARGIN`. So it is
+as good as the better pure mode by design, as far as the models are right, and better where pacing, deadlines or a
+request out of the shape help.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from statistics import median
+from typing import Final
+
+import msgspec
+
+from ridgeline.contracts.vocabulary import Mode, Phase, RebalanceMode
+from ridgeline.router.scheduler.engines import ModelledRequest, modelled
+from ridgeline.router.scheduler.features import Assignment, FleetModel, RequestFeatures, WorkerSpec, WorkerState
+from ridgeline.router.scheduler.policies import Disaggregated, Policy, Shape, Slack
+from ridgeline.router.scheduler.recorded_events import Arrived, Began, Chose, Compared, Options, Placed
+from ridgeline.router.scheduler.registry import division_name, make_policy
+from ridgeline.router.scheduler.simulation import Simulation
+from ridgeline.router.scheduler.traffic import Seen, Traffic, arrival_of
+
+SIMULATED: Final = 50
+"""The latest requests that are simulated, for each worker."""
+FIRST_LOOK: Final = 8
+"""Requests after which the policies are compared for the first time; then whenever half as many more have come..."""
+LOOK_EVERY: Final = 15
+"""...and at the latest after so many for each worker."""
+MARGIN: Final = 0.03
+"""By how much of the requests another policy must be better."""
+ERROR: Final = 0.1
+"""Standard deviation of what predictions err by, as `policies.IN_TIME` has it."""
+TIE: Final = 1e-3
+"""Among policies by which all are in time, the one with the most headroom is the better one, by this much."""
+LATE: Final = 5.0
+"""A request that takes more than so many SLOs is no worse for it."""
+MOST_MODELLED: Final = 8
+"""Of a larger fleet a part of this size is modelled, with its part of the requests: policies choose shares."""
+SPEED_ROUNDS: Final = 3
+MOST_OFF: Final = 2.0
+"""By how much steps may be taken to be slower or faster than their model says."""
+UNTIL_COMPARED: Final = "colocated"
+"""The policy until the first comparison."""
+
+
+class Adaptive:
+    """A policy that becomes another one."""
+
+    def __init__(
+        self,
+        fleet: Callable[[], FleetModel | None],
+        traffic: Traffic,
+        rebalance: RebalanceMode = "act",
+        always: tuple[str, Options] | None = None,
+    ) -> None:
+        """`fleet` returns None while the steps of no worker are known.
+
+        `rebalance`: `act` serves by any policy, `none` by those alone by which every worker does both phases, and
+        `advise` as `none`, while `scores` has all of them. `always` is the one policy to serve by, if given, with its
+        options.
+        """
+        self._fleet = fleet
+        self._traffic = traffic
+        self._rebalance = rebalance
+        self._always = always
+        self._next_look = FIRST_LOOK
+        self._serves_since = 0
+        """The number of the first request that came after the present policy began to serve."""
+        self.name, options = always or (UNTIL_COMPARED, {})
+        self._policy: Policy = make_policy(self.name, options)
+        self.advised = self.name
+        """The best policy of the last comparison, also if it must not serve."""
+        self.scores: Mapping[str, float] = {}
+        """Of the last comparison, by policy."""
+        self._prefill_part = 0.5
+        """Of the best shape, at the last comparison."""
+
+    def state(self, mode: Mode) -> Began:
+        """Return all that the next decisions depend on, but for the workers."""
+        return Began(
+            self._traffic.clock(),
+            mode,
+            self.name,
+            self._always[1] if self._always else {},
+            self._rebalance,
+            self._always is not None,
+            self._prefill_part,
+            self._traffic.arrived_requests,
+            self._next_look,
+            [(arrival_of(seen), seen.made_tokens, seen.ended, seen.latency_s) for seen in self._traffic.latest],
+            self._fleet(),
+        )
+
+    @classmethod
+    def restored(cls, began: Began, fleet: Callable[[], FleetModel | None], traffic: Traffic) -> Adaptive:
+        """Return the one whose state this was; `traffic` gets what it remembered."""
+        made = cls(fleet, traffic, began.rebalance, (began.policy, began.options) if began.always else None)
+        if not began.always:
+            made.serve_by(began.policy)
+        made._prefill_part, made._next_look = began.prefill_part, began.next_look
+        traffic.latest.extend(_seen(*request) for request in began.requests)
+        traffic.arrived_requests = began.arrived
+        return made
+
+    @property
+    def paced(self) -> bool:
+        """Whether engines bound their steps by the TPOT SLOs of requests that are placed now."""
+        return self._policy.paced
+
+    def serve_by(self, name: str) -> None:
+        """Serve by this policy until a comparison finds a better one. Raises ValueError for one that is unknown."""
+        self.name, self._policy = name, make_policy(name, {})
+        self.serves_since(self._traffic.arrived_requests)
+
+    def serves_since(self, number: int) -> None:
+        """Note that requests before this one were not served by the present policy."""
+        self._serves_since = number
+
+    def chose(self, event: Chose) -> None:
+        """Take over the result of a comparison that was made elsewhere."""
+        self.scores, self._prefill_part = event.scores, event.prefill_part
+        self.serve_by(event.policy)
+
+    def assign(self, request: RequestFeatures, workers: Sequence[WorkerState]) -> Assignment | None:
+        """Return what the policy says that serves now."""
+        assigned = self._policy.assign(request, workers)
+        if assigned is None:
+            return None
+        if self._traffic.listeners:
+            now_s = self._traffic.clock()
+            self._traffic.tell(Placed.of(now_s, self.name, request, workers, assigned))
+        return msgspec.structs.replace(assigned, policy=self.name)
+
+    def affinities(self, workers: int) -> list[Phase | None]:
+        """Return the phase that each of so many workers is for; None for one that does both."""
+        shape = getattr(self._policy, "shape", None)
+        if not isinstance(shape, Shape) or workers < 2:
+            return [None] * workers
+        number = shape.number(workers)
+        phases: list[Phase | None] = ["prefill"] * number
+        return phases + ["decode"] * (workers - number)
+
+    def is_due(self) -> bool:
+        """Whether so many requests have come since the last comparison that another one may say something else."""
+        return self._always is None and self._traffic.arrived_requests >= self._next_look
+
+    def compare(self) -> Iterator[None]:
+        """Compare the policies, and serve by the best one from then on; yields now and then."""
+        fleet = self._fleet()
+        arrived = self._traffic.arrived_requests
+        self._next_look = arrived + FIRST_LOOK
+        if fleet is None or not self._traffic.latest:
+            return
+        if self._traffic.listeners:
+            self._traffic.tell(Compared(self._traffic.clock(), fleet, self._serves_since))
+        self._next_look = arrived + max(FIRST_LOOK, min(LOOK_EVERY * len(fleet.workers), arrived // 2))
+        workers = fleet.workers[:MOST_MODELLED]
+        seen = self._latest(len(fleet.workers), len(workers))
+        speed = yield from self._speed(fleet, workers, seen)
+        requests = _requests(seen, SIMULATED * len(workers))
+        results: dict[str, list[ModelledRequest]] = {}
+        candidates = {name: make_policy(name, {}) for name in self._candidates(len(workers))}
+        for name, policy in candidates.items():
+            results[name] = served = [make() for make in requests]
+            yield from Simulation(modelled(workers, speed), policy, fleet.handover_s).steps(served)
+        self._choose(candidates, results, fleet.outside_s)
+
+    def _latest(self, of_workers: int, workers: int) -> list[Seen]:
+        """Return the requests to simulate, as they are known now, on so many of the workers."""
+        latest = self._traffic.latest
+        part = islice(latest, max(0, len(latest) - SIMULATED * of_workers), None, max(1, of_workers // workers))
+        return [replace(seen) for seen in part]
+
+    def _speed(
+        self, fleet: FleetModel, workers: Sequence[WorkerSpec], seen: Sequence[Seen]
+    ) -> Generator[None, None, float]:
+        """Return how many times as long as modelled steps take now.
+
+        That is the factor by which the policy that serves takes as long in the simulation as clients have seen.
+        """
+        known = [
+            (index, one.latency_s)
+            for index, one in enumerate(seen)
+            if one.number >= self._serves_since and one.latency_s is not None
+        ]
+        speed = 1.0
+        if len(known) < FIRST_LOOK:
+            return speed
+        for _ in range(SPEED_ROUNDS):
+            served = [make() for make in _requests(seen)]
+            yield from Simulation(modelled(workers, speed), self._policy, fleet.handover_s).steps(served)
+            off = median((served[index].latency_s + fleet.outside_s) / latency_s for index, latency_s in known)
+            speed = min(MOST_OFF, max(1 / MOST_OFF, speed / math.sqrt(off)))
+        return speed
+
+    def _choose(
+        self, candidates: Mapping[str, Policy], results: Mapping[str, Sequence[ModelledRequest]], outside_s: float
+    ) -> None:
+        """Serve by the best of the candidates, if it is better enough than what serves now."""
+        scale_s = _mean_latency_s(results.get(self.name) or next(iter(results.values())))
+        self.scores = {name: _score(requests, scale_s, outside_s) for name, requests in results.items()}
+        self.advised = max(self.scores, key=self.scores.__getitem__)
+        allowed = [name for name in self.scores if self._rebalance == "act" or not _divides(candidates[name])]
+        best = max(allowed, key=self.scores.__getitem__)
+        shapes = {name: policy for name, policy in candidates.items() if isinstance(policy, Disaggregated | Slack)}
+        if shapes:
+            self._prefill_part = shapes[max(shapes, key=self.scores.__getitem__)].shape.prefill_part
+        if self.scores[best] > self.scores.get(self.name, -math.inf) + MARGIN:
+            self.serve_by(best)
+        if self._traffic.listeners:
+            self._traffic.tell(Chose(self._traffic.clock(), self.name, self.scores, self._prefill_part))
+
+    def _candidates(self, workers: int) -> list[str]:
+        found = ["colocated", "colocated, paced"]
+        if self._rebalance == "none":
+            return found
+        usual = round(self._prefill_part * workers)
+        for number in range(max(1, usual - 1), min(workers - 1, usual + 1) + 1):
+            found += [division_name(number, workers, slack=slack) for slack in (False, True)]
+        if self.name not in found and _divides(self._policy):
+            found.append(self.name)
+        return found
+
+
+def _divides(policy: Policy) -> bool:
+    """Return whether it has workers for prompts and others for decode."""
+    return isinstance(policy, Disaggregated | Slack)
+
+
+def _seen(arrived: Arrived, made_tokens: int, ended: bool, latency_s: float | None) -> Seen:
+    return Seen(
+        arrived.number,
+        arrived.at_s,
+        arrived.prompt_tokens,
+        arrived.ttft_slo_s,
+        arrived.tpot_slo_s,
+        made_tokens,
+        ended,
+        latency_s,
+    )
+
+
+def _requests(seen: Sequence[Seen], at_least: int = 0) -> list[Callable[[], ModelledRequest]]:
+    """Return what makes the requests to simulate; those that have not ended are taken to become as long as others.
+
+    A few requests are repeated until there are enough, since a fleet that cannot keep up shows that only after a while.
+    """
+    lengths = [one.made_tokens for one in seen if one.ended]
+    usual_tokens = round(sum(lengths) / len(lengths)) if lengths else 1
+    first_s = seen[0].arrival_s
+    period_s = (seen[-1].arrival_s - first_s) * len(seen) / max(1, len(seen) - 1)
+    return [
+        partial(
+            ModelledRequest,
+            turn * len(seen) + number,
+            turn * period_s + one.arrival_s - first_s,
+            one.prompt_tokens,
+            one.made_tokens if one.ended else max(one.made_tokens + 1, usual_tokens),
+            one.ttft_slo_s,
+            one.tpot_slo_s,
+        )
+        for turn in range(max(1, math.ceil(at_least / len(seen))))
+        for number, one in enumerate(seen)
+    ]
+
+
+def _mean_latency_s(requests: Sequence[ModelledRequest]) -> float:
+    return sum(one.latency_s for one in requests) / len(requests)
+
+
+def _score(requests: Sequence[ModelledRequest], scale_s: float, outside_s: float) -> float:
+    """Return the part of the requests that would be in time; of those without an SLO, how short they take."""
+    score = 0.0
+    for one in requests:
+        part = max((one.ttft_s + outside_s) / one.ttft_slo_s, one.tpot_s / one.tpot_slo_s)
+        if part == 0.0:
+            score -= one.latency_s / scale_s
+        else:
+            score += math.erfc((part - 1.0) / ERROR / math.sqrt(2.0)) / 2 - TIE * min(part, LATE)
+    return score / len(requests)

@@ -1,0 +1,250 @@
+"""Policies: which worker computes a prompt, and which one decodes. `Policy` is the plug-in point.
+
+A policy is a pure function of the request and of the workers. Entry points of the group `ridgeline.policies` add more;
+`examples/routing_policy.py` has one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from heapq import nsmallest
+from itertools import chain
+from typing import Final, Protocol
+
+import msgspec
+
+from ridgeline.contracts.workers import (
+    DECODE_STEP_MARGIN,
+    FUTURE_SLACK_USED,
+    LEAST_PROMPT_SHARE,
+    LOST_LIMITS,
+    TPOT_LIMIT_USED,
+)
+from ridgeline.router.scheduler.features import Assignment, RequestFeatures, WorkerState
+
+IN_TIME: Final = (0.95, 1.1)
+"""Below the first of these parts of an SLO it is taken to be met, above the second to be missed, and in between as
+likely as it is near: a tenth is what step models err by at the most that is tolerated
+(`ridgeline.decode_worker.pacing.model`)."""
+CONSIDERED: Final = 2
+"""Workers that are considered for each half of a request: the best by a simple rank, and one to compare it with."""
+
+
+class Policy(Protocol):
+    """Chooses the workers of one request."""
+
+    @property
+    def paced(self) -> bool:
+        """Whether engines bound their steps by the TPOT SLO of the request."""
+        ...
+
+    def assign(self, request: RequestFeatures, workers: Sequence[WorkerState]) -> Assignment | None:
+        """Return the workers; None: wait until one has room. `workers` are those that take work, at least one."""
+        ...
+
+
+def by_prompts(request: RequestFeatures, worker: WorkerState) -> tuple[float, ...]:
+    """Rank by prompt tokens: those ahead of it, and its own that are not cached.
+
+    Its own count twice: they delay this request, and whatever comes after it.
+    """
+    return (worker.prompt_tokens - 2 * worker.cached_tokens(request), worker.running)
+
+
+def by_sequences(request: RequestFeatures, worker: WorkerState) -> tuple[float, ...]:
+    """Rank by sequences, since each costs a decode step about the same; a worker without room comes last."""
+    return (not worker.has_room(request), worker.decodes, worker.context_tokens)
+
+
+class Colocated:
+    """One worker does all of a request: the one with the fewest prompt tokens to compute."""
+
+    def __init__(self, *, paced: bool = False) -> None:
+        self.paced = paced
+
+    def assign(self, request: RequestFeatures, workers: Sequence[WorkerState]) -> Assignment | None:
+        """Return the worker with the least prompts, then with the fewest sequences."""
+        open_ = [worker for worker in workers if worker.takes_prompt]
+        if not open_:
+            return None
+        worker = min(open_, key=lambda one: by_prompts(request, one)).worker_id
+        return Assignment(worker, worker, "fewest_prompt_tokens", self.paced)
+
+
+class Shape:
+    """Which workers are for prompts: a part of them, one at least, and never all."""
+
+    def __init__(self, prefill_part: float) -> None:
+        """Raise ValueError if it is not a part."""
+        if not 0.0 < prefill_part < 1.0:
+            raise ValueError(f"prefill_part is {prefill_part}, which is not between 0 and 1")
+        self.prefill_part = prefill_part
+
+    def number(self, workers: int) -> int:
+        """Return how many of the first workers are for prompts; 0 if one has to do all."""
+        return min(workers - 1, max(1, round(self.prefill_part * workers))) if workers > 1 else 0
+
+
+class Disaggregated:
+    """The first workers compute prompts, the others decode."""
+
+    paced = False
+
+    def __init__(self, prefill_part: float = 0.5) -> None:
+        self.shape = Shape(prefill_part)
+
+    def assign(self, request: RequestFeatures, workers: Sequence[WorkerState]) -> Assignment | None:
+        """Return the prefill worker with the least prompts, and the decode worker with the fewest sequences."""
+        number = self.shape.number(len(workers))
+        sink = min(workers[number:], key=lambda one: by_sequences(request, one))
+        open_ = [worker for worker in workers[:number] or workers if worker.takes_prompt]
+        if not open_:
+            return None
+        source = min(open_, key=lambda one: by_prompts(request, one))
+        if not request.may_split:
+            return _whole(sink, "short_prompt", paced=self.paced)
+        return Assignment(source.worker_id, sink.worker_id, "in_shape", self.paced)
+
+
+class Threshold:
+    """Splits a request only if more than `split_above_tokens` of its prompt are not cached where it would decode."""
+
+    paced = False
+
+    def __init__(self, split_above_tokens: int, prefill_part: float = 0.5) -> None:
+        self._disaggregated = Disaggregated(prefill_part)
+        self.shape = self._disaggregated.shape
+        self.split_above_tokens = split_above_tokens
+
+    def assign(self, request: RequestFeatures, workers: Sequence[WorkerState]) -> Assignment | None:
+        """Return one worker that decodes for a short prompt, else a worker for each half."""
+        decode = workers[self.shape.number(len(workers)) :]
+        here = min(decode, key=lambda one: by_sequences(request, one))
+        if request.prompt_tokens - here.cached_tokens(request) > self.split_above_tokens:
+            return self._disaggregated.assign(request, workers)
+        return _whole(here, "short_prompt", paced=self.paced)
+
+
+class Slack:
+    """Prefers the workers of a shape, and leaves it where that would miss an SLO and another choice would not.
+
+    The first workers are for prompts and the others for decode. Engines compute prompts in the slack that the TPOT SLOs
+    of their sequences leave.
+    """
+
+    paced = True
+
+    def __init__(self, prefill_part: float = 0.5) -> None:
+        self.shape = Shape(prefill_part)
+
+    def assign(self, request: RequestFeatures, workers: Sequence[WorkerState]) -> Assignment | None:
+        """Return the choice with the fewest SLOs missed, then one of the shape, then the one with the least latency."""
+        best = min(self._choices(request, workers), key=lambda choice: choice.rank)
+        if not best.source.worker.takes_prompt:
+            return None
+        return Assignment(
+            best.source.worker.worker_id,
+            best.sink.worker.worker_id,
+            "in_shape" if best.fits_shape else "to_meet_slo",
+            self.paced,
+        )
+
+    def _choices(self, request: RequestFeatures, workers: Sequence[WorkerState]) -> Iterator[_Choice]:
+        """Yield choices of a short list: the workers with the fewest prompt tokens and with the fewest sequences."""
+        number = self.shape.number(len(workers))
+        by_place = range(len(workers))
+        prompts = [by_prompts(request, worker) for worker in workers].__getitem__
+        sequences = [by_sequences(request, worker) for worker in workers].__getitem__
+        shaped = _pairs(
+            nsmallest(CONSIDERED, by_place[:number], prompts), nsmallest(CONSIDERED, by_place[number:], sequences)
+        )
+        first, second = (nsmallest(CONSIDERED, by_place, key) for key in (prompts, sequences))
+        looks = {place: _Look(request, workers[place]) for place in {*first, *second, *chain(*shaped)}}
+        for look in looks.values():
+            yield _Choice(look, look, fits_shape=not number)
+        if not request.may_split:
+            return
+        for source, sink in shaped:
+            yield _Choice(looks[source], looks[sink], fits_shape=True)
+        for source, sink in {*_pairs(first, second)} - {*shaped}:
+            yield _Choice(looks[source], looks[sink], fits_shape=False)
+
+
+def predicted(
+    assigned: Assignment, request: RequestFeatures, prompt: WorkerState, decode: WorkerState, outside_s: float
+) -> Assignment:
+    """Return an assignment with what is predicted for the request on its workers; `outside_s` pass before and after."""
+    source = _Look(request, prompt)
+    return msgspec.structs.replace(
+        assigned,
+        request=request,
+        ttft_s=source.ttft_s + outside_s,
+        tpot_s=(source if decode is prompt else _Look(request, decode)).step_s,
+        cached_tokens=prompt.cached_tokens(request),
+    )
+
+
+def _whole(worker: WorkerState, reason: str, *, paced: bool) -> Assignment | None:
+    return Assignment(worker.worker_id, worker.worker_id, reason, paced) if worker.takes_prompt else None
+
+
+class _Look:
+    """What a worker would make of either half of a request."""
+
+    def __init__(self, request: RequestFeatures, worker: WorkerState) -> None:
+        self.request, self.worker = request, worker
+        model = worker.model if worker.turns == 1 else worker.model.times(worker.turns)
+        self.model, decodes = model, worker.decodes
+        self.step_before_s = model.decode_s(decodes, worker.context_tokens) if decodes else 0.0
+        self.step_s = model.decode_s(decodes + 1, worker.context_tokens + request.context_tokens)
+        tokens = request.prompt_tokens - worker.cached_tokens(request)
+        attends = tokens * (2 * request.prompt_tokens - tokens) / 2
+        self.prompt_s = model.per_prefill_token_s * tokens + model.per_attended_token_s * attends
+        self.ttft_s = request.waited_s + self._until_computed_s(tokens)
+
+    def _until_computed_s(self, tokens: int) -> float:
+        """Return the seconds until the prompt is computed.
+
+        That is the work ahead of it and its own, in the part of each step that what decodes there leaves to prompts.
+        """
+        worker, alone_s = self.worker, self.step_before_s
+        k = self.model.correction(min(tokens, worker.step_tokens) + worker.decodes)
+        work_s = k * (worker.turns * worker.prompts_s + self.prompt_s)
+        steps = math.ceil((worker.prompt_tokens + tokens) / worker.step_tokens)
+        if not alone_s:
+            return work_s + steps * k * self.model.base_s
+        slo_s = TPOT_LIMIT_USED * self.request.tpot_slo_s
+        if slo_s == math.inf:
+            return work_s + steps * alone_s
+        bare_s = DECODE_STEP_MARGIN * alone_s
+        step_s = LOST_LIMITS * alone_s if bare_s > slo_s else slo_s + FUTURE_SLACK_USED * (slo_s - bare_s)
+        part = max(LEAST_PROMPT_SHARE, 1.0 - alone_s / step_s)
+        return max(work_s / part, work_s + alone_s)
+
+
+class _Choice:
+    """Two workers, and by what they are ranked."""
+
+    def __init__(self, source: _Look, sink: _Look, *, fits_shape: bool) -> None:
+        self.source, self.sink, self.fits_shape = source, sink, fits_shape
+        request, sequences = sink.request, sink.worker.decodes
+        tpot_slo_s = request.tpot_slo_s
+        missed = _missed(source.ttft_s / request.ttft_slo_s) + (own := _missed(sink.step_s / tpot_slo_s))
+        delay_s = sequences * (sink.step_s - (sink.step_before_s or sink.step_s)) * request.output_tokens / 2
+        if sequences:  # half of their tokens, on average, are still to come
+            missed += sequences / 2 * (own - _missed(sink.step_before_s / tpot_slo_s))
+        waits_s = 0.0 if source.worker.takes_prompt else source.ttft_s
+        latency_s = source.ttft_s + (request.output_tokens - 1) * sink.step_s + delay_s + waits_s
+        latency_s += source.worker.decodes * source.prompt_s
+        self.rank = (not sink.worker.has_room(request), round(missed, 1), not fits_shape, latency_s)
+
+
+def _pairs(sources: Sequence[int], sinks: Sequence[int]) -> list[tuple[int, int]]:
+    return [(source, sink) for source in sources for sink in sinks if source != sink]
+
+
+def _missed(part: float) -> float:
+    """Return how likely an SLO is missed of which a prediction takes this part."""
+    met, missed = IN_TIME
+    return min(1.0, max(0.0, (part - met) / (missed - met)))

@@ -1,0 +1,105 @@
+"""Runs the comparisons of mode `adaptive` beside everything else of a process, a little at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from functools import partial
+
+from ridgeline.contracts.workers import StepModel
+from ridgeline.router.fleet.fleet import Fleet
+from ridgeline.router.fleet.worker import Worker
+from ridgeline.router.flow.choice import any_model, whole_model
+from ridgeline.router.flow.learned import Learned
+from ridgeline.router.scheduler.adaptive import Adaptive
+from ridgeline.router.scheduler.features import FleetModel, WorkerSpec
+from ridgeline.router.scheduler.registry import ADAPTIVE
+from ridgeline.router.settings import RouterConfig
+from ridgeline.router.watching.recording import Wanted, recording
+
+LOOK_EVERY_S = 1.0
+PAUSE_S = 0.002
+"""Between two parts of a comparison, which take about half a millisecond each: streams go first."""
+WINDOW_STEPS = 2
+"""Steps' worth of prompt tokens that a worker gets at a time, as `router.prefill_window_tokens` has it by default."""
+logger = logging.getLogger(__name__)
+
+
+class Comparing:
+    """The policy of mode adaptive, and the task that has it follow the traffic."""
+
+    def __init__(self, fleet: Fleet, learned: Learned, settings: RouterConfig) -> None:
+        self._fleet = fleet
+        self._traffic = learned.traffic
+        chosen = settings.policy
+        always = None if chosen.name == ADAPTIVE else (chosen.name, chosen.options)
+        self._model = partial(fleet_model, fleet, learned)
+        self.policy = Adaptive(self._model, self._traffic, settings.rebalance, always)
+
+    async def run(self) -> None:
+        """Compare policies whenever that is due, until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            await self.look()
+
+    async def look(self) -> None:
+        """Compare policies in mode adaptive if that is due."""
+        if self._fleet.mode != "adaptive":
+            self.policy.serves_since(self._traffic.arrived_requests)
+            return
+        if self.policy.is_due():
+            await self._compare()
+        self.tell_affinities()
+
+    def record(self, wanted: Wanted) -> AsyncGenerator[bytes, None]:
+        """Return the lines of what happens from now on."""
+        return recording(wanted, self.policy, self._traffic, lambda: self._fleet.mode, self._model)
+
+    def tell_affinities(self) -> None:
+        """Have each worker say which phase it is for."""
+        workers = self._fleet.pool("adaptive")
+        for worker, phase in zip(workers, self.policy.affinities(len(workers)), strict=True):
+            worker.outstanding.favours = phase
+
+    async def _compare(self) -> None:
+        before, advised = self.policy.name, self.policy.advised
+        for _ in self.policy.compare():
+            await asyncio.sleep(PAUSE_S)
+        scores = ", ".join(f"{name} {score:.0%}" for name, score in self.policy.scores.items())
+        if self.policy.advised not in (advised, self.policy.name):
+            logger.info("policy %r would serve better than %r (%s)", self.policy.advised, self.policy.name, scores)
+        if self.policy.name != before:
+            logger.info("mode adaptive serves by policy %r now, by %r before (%s)", self.policy.name, before, scores)
+
+
+def fleet_model(fleet: Fleet, learned: Learned) -> FleetModel | None:
+    """Return the model of all workers as they are in mode adaptive; None while the steps of none are known."""
+    there = [worker for worker in fleet.workers if worker.usable and not worker.leaves]
+    whole = any_model(there)
+    if whole is None:
+        return None
+    specs = tuple(_spec(one, whole_model(one, whole), fleet) for one in there)
+    return FleetModel(specs, _handover_s(there[0], learned), learned.outside_s)
+
+
+def _spec(worker: Worker, model: StepModel, fleet: Fleet) -> WorkerSpec:
+    known = worker.description
+    role = fleet.roles.role_of(worker.worker_id, known.pool, "adaptive", 0) or worker.role
+    step_tokens = role.max_num_batched_tokens if role else known.max_model_len_tokens
+    return WorkerSpec(
+        worker.worker_id,
+        model,
+        step_tokens,
+        window_tokens=WINDOW_STEPS * step_tokens,
+        seats=role.max_num_seqs if role else known.max_num_seqs,
+        kv_tokens=known.num_kv_blocks * known.block_size_tokens,
+        device="/".join(worker.device or ()),
+    )
+
+
+def _handover_s(worker: Worker, learned: Learned) -> float:
+    """Return the seconds of the usual prompt's KV on its way; of an overlapped hand-off the end alone would count."""
+    layout = worker.description.layout
+    block_bytes = layout.block_bytes * layout.num_layers * layout.tensor_parallel_size
+    return learned.prompt_tokens / layout.block_size_tokens * block_bytes / learned.mean_bytes_per_s
