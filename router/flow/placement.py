@@ -61,7 +61,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     outside_s: float | None = None
     """See `RequestTimeline.outside_s`."""
     ttft_s: float | None = None
-    """What its client saw; None if its first token came of an earlier attempt."""
+    """What its client saw; None without any token."""
     tpot_s: float | None = None
     """None with less than two tokens."""
 

@@ -44,6 +44,7 @@ LATE: Final = 5.0
 MOST_MODELLED: Final = 8
 """Of a larger fleet a part of this size is modelled, with its part of the requests: policies choose shares."""
 SPEED_ROUNDS: Final = 3
+"""Simulations that look for the speed. Each corrects by a square root: near the knee latency grows more than steps."""
 MOST_OFF: Final = 2.0
 """By how much steps may be taken to be slower or faster than their model says."""
 UNTIL_COMPARED: Final = "colocated"

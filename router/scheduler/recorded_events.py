@@ -53,7 +53,7 @@ class AnswerCompleted(Event, frozen=True, tag="answered"):
     number: int
     output_tokens: int
     ttft_s: float | None = None
-    """What its client saw; None if its first token came from an earlier placement."""
+    """What its client saw; None without any token."""
     tpot_s: float | None = None
     """None with less than two tokens."""
 
