@@ -121,6 +121,18 @@ class Found:
                 return self._block_size_tokens * blocks
         return self._block_size_tokens * _beginning(self._hashes[: self._most_blocks], record.blocks)
 
+    def cached_tokens_by_worker(self) -> dict[str, tuple[str, int]]:
+        """Return, for each worker that has any of the prompt, the incarnation that has it, and how many tokens."""
+        while self._look_up_group():
+            pass
+        size, groups = self._block_size_tokens, self._groups
+        return {
+            worker_id: (record.incarnation, size * blocks)
+            for bits, blocks in groups
+            for worker_id, record in self._records.items()
+            if record.bit & bits
+        }
+
     def groups(self, enough: Iterable[str] = ()) -> Iterator[list[str]]:
         """Yield the ids of workers that have any of the prompt, the most first, those with as much in one list.
 

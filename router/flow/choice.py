@@ -16,7 +16,6 @@ import msgspec
 from ridgeline.contracts.vocabulary import Pool
 from ridgeline.contracts.workers import StepModel
 from ridgeline.router.fleet.policy import PROMPT_SCORERS, Demand, blocks_needed, pick
-from ridgeline.router.fleet.prefixes import Found
 from ridgeline.router.fleet.worker import Worker
 from ridgeline.router.flow.learned import Learned
 from ridgeline.router.scheduler.adaptive import Adaptive
@@ -89,15 +88,16 @@ class ByPolicy:
 
     def choose(self, demand: Demand, waited_s: float, roomy: Sequence[Worker], *, urgent: bool) -> Choice | None:
         """Return the policy's workers, or None if it would wait."""
-        model = any_model(self._workers())
+        everyone = self._workers()
+        model = any_model(everyone)
         if model is None:
             return self._by_score.choose(demand, waited_s, roomy, urgent=urgent)
         open_workers = set(roomy)
-        workers = [one for one in self._workers() if one in open_workers or (not urgent and one.takes_work)]
+        workers = [one for one in everyone if one in open_workers or (not urgent and one.takes_work)]
         reached = [one for one in workers if one.worker_id not in demand.avoided] or workers
-        found = self._learned.prefixes.look_up(demand.prefix)
-        busy = Counter(one.device for one in self._workers() if one.device and one.outstanding.running)
-        views = [WorkerView(one, model, demand, found, busy, takes_prompt=one in open_workers) for one in reached]
+        cached = self._learned.prefixes.look_up(demand.prefix).cached_tokens_by_worker() if demand.prefix else {}
+        busy = Counter(one.device for one in everyone if one.device and one.outstanding.running)
+        views = [WorkerView(one, model, demand, cached, busy, takes_prompt=one in open_workers) for one in reached]
         request = RequestFeatures(
             demand.prompt_tokens,
             self._learned.output_tokens(demand.output_tokens),
@@ -133,16 +133,19 @@ class WorkerView:
         worker: Worker,
         whole: StepModel,
         demand: Demand,
-        found: Found,
+        cached: Mapping[str, tuple[str, int]],
         busy: Mapping[tuple[str, str], int],
         *,
         takes_prompt: bool,
     ) -> None:
-        """`whole`: the model for what the worker's own one has not seen. `busy`: workers that have work, by device."""
+        """`whole`: the model for what the worker's own one has not seen. `busy`: workers that have work, by device.
+
+        `cached`: see `ridgeline.router.fleet.prefixes.Found.cached_tokens_by_worker`.
+        """
         self.worker = worker
         self.worker_id = worker.worker_id
         self.takes_prompt = takes_prompt
-        self._whole, self._demand, self._found = whole, demand, found
+        self._whole, self._demand, self._cached = whole, demand, cached
         counted = worker.outstanding
         self.prompt_tokens, self.running = counted.prompt_tokens, counted.running
         self.decodes, self.context_tokens = counted.decodes, counted.context_tokens
@@ -180,7 +183,8 @@ class WorkerView:
         if prefix[-1] in self.worker.prompts.last_blocks:
             tokens = len(prefix) * known.block_size_tokens
         else:
-            tokens = self._found.cached_tokens(known.worker_id, known.incarnation)
+            incarnation, tokens = self._cached.get(known.worker_id, ("", 0))
+            tokens = tokens if incarnation == known.incarnation else 0
         return min(tokens, request.prompt_tokens - 1)
 
 

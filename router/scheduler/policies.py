@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from heapq import nsmallest
-from itertools import chain
+from itertools import chain, islice
 from typing import Final, Protocol
 
 import msgspec
@@ -155,11 +155,11 @@ class Slack:
         number = self.shape.number(len(workers))
         by_place = range(len(workers))
         prompts = [by_prompts(request, worker) for worker in workers].__getitem__
-        sequences = [by_sequences(request, worker) for worker in workers].__getitem__
-        shaped = _pairs(
-            nsmallest(CONSIDERED, by_place[:number], prompts), nsmallest(CONSIDERED, by_place[number:], sequences)
-        )
-        first, second = (nsmallest(CONSIDERED, by_place, key) for key in (prompts, sequences))
+        first, prefill = (nsmallest(CONSIDERED, places, prompts) for places in (by_place, by_place[:number]))
+        fewest = sorted(by_place, key=lambda place: (workers[place].decodes, workers[place].context_tokens))
+        second = _roomiest(request, workers, fewest)
+        decode = _roomiest(request, workers, [place for place in fewest if place >= number]) if number else []
+        shaped = _pairs(prefill, decode)
         looks = {place: _Look(request, workers[place]) for place in {*first, *second, *chain(*shaped)}}
         for look in looks.values():
             yield _Choice(look, look, fits_shape=not number)
@@ -238,6 +238,13 @@ class _Choice:
         latency_s = source.ttft_s + (request.output_tokens - 1) * sink.step_s + delay_s + waits_s
         latency_s += source.worker.decodes * source.prompt_s
         self.rank = (not sink.worker.has_room(request), round(missed, 1), not fits_shape, latency_s)
+
+
+def _roomiest(request: RequestFeatures, workers: Sequence[WorkerState], fewest: Sequence[int]) -> list[int]:
+    """Return the first workers with room, in the order of their sequences; if none has room, the first ones."""
+    return [*islice((place for place in fewest if workers[place].has_room(request)), CONSIDERED)] or [
+        *fewest[:CONSIDERED]
+    ]
 
 
 def _pairs(sources: Sequence[int], sinks: Sequence[int]) -> list[tuple[int, int]]:
