@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from typing import Protocol
 
@@ -14,22 +15,22 @@ from ridgeline.router.dispatch.modes import AnyModes, Modes
 from ridgeline.router.fleet.fleet import Fleet
 from ridgeline.router.flow.admission import Admission, Holdings, Wait
 from ridgeline.router.flow.fair_queue import Waiting
-from ridgeline.router.flow.learned import Learned
-from ridgeline.router.flow.placement import LocalPlacement, Placement
-from ridgeline.router.flow.prompt_queue import QueueNow, prompt_queues
 from ridgeline.router.observe.collectors import QueueView
+from ridgeline.router.placement.cluster_state import ClusterState
+from ridgeline.router.placement.events import Denied, Granted
+from ridgeline.router.placement.learned import Learned
+from ridgeline.router.placement.places import Placement, own_placement
+from ridgeline.router.placement.pool_queue import QueueNow
 from ridgeline.router.settings import RouterSettings
 from ridgeline.router.shared.holdings import Changes
-from ridgeline.router.shared.link import Link, NoDispatcher
+from ridgeline.router.shared.link import Link, NoDispatcher, give_up_without_a_dispatcher
 from ridgeline.router.shared.messages import (
     Complete,
     Count,
     Counted,
-    Denied,
     Down,
     Ended,
     EndedRouters,
-    Granted,
     Others,
     Pairs,
     Remembers,
@@ -38,7 +39,6 @@ from ridgeline.router.shared.messages import (
 )
 from ridgeline.router.shared.shared_metrics import SharedMetrics
 from ridgeline.router.shared.shared_modes import SharedModes
-from ridgeline.router.shared.shared_placement import SharedPlacement
 from ridgeline.router.watching.comparing import Comparing
 from ridgeline.router.watching.recording import Wanted
 
@@ -78,12 +78,11 @@ class OwnDecisions:
     def __init__(self, fleet: Fleet, settings: RouterSettings) -> None:
         learned = Learned(settings.block_size_tokens)
         self.comparing = Comparing(fleet, learned, settings.router)
-        queues = prompt_queues(fleet, settings, learned, self.comparing.policy)
-        self.placement: Placement = LocalPlacement(fleet, queues, settings, learned)
-        self.modes: AnyModes = Modes(fleet, queues)
-        self.waits: Mapping[Pool, Wait] = queues
-        self._queues = list(queues.values())
-        self.queues: Sequence[QueueView] = self._queues
+        self.state = ClusterState(fleet, settings, learned, self.comparing.policy)
+        self.placement = own_placement(self.state, fleet, settings)
+        self.modes: AnyModes = Modes(fleet, self.state.mode_changed)
+        self.waits: Mapping[Pool, Wait] = self.state.queues
+        self.queues: Sequence[QueueView] = list(self.state.queues.values())
 
     async def run(self) -> None:
         """Compare policies of mode adaptive, until cancelled."""
@@ -91,8 +90,7 @@ class OwnDecisions:
 
     def fleet_changed(self) -> None:
         """Let waiting prompts look for a worker again."""
-        for queue in self._queues:
-            queue.dispatch()
+        self.state.look()
 
     def record(self, wanted: Wanted) -> AsyncGenerator[bytes, None]:
         """Return the lines of what happens to the scheduler from now on."""
@@ -132,8 +130,10 @@ class SharedDecisions:
     def __init__(self, fleet: Fleet, settings: RouterSettings) -> None:
         self._fleet = fleet
         self.link = Link(settings.start, settings.tls)
-        self._asking = SharedPlacement(fleet, self.link, settings)
-        self.placement: Placement = self._asking
+        self.placement = Placement(fleet, settings, self.link.send, self._unreached)
+        self._placed_on: AbstractSet[str] = frozenset()
+        """The workers that the dispatcher chooses from, as it last told."""
+        self._recovery_timeout_s = settings.router.recovery_timeout_s
         self.modes: AnyModes = SharedModes(fleet, self.link)
         self._told = {pool: SharedQueue(pool) for pool in fleet.pools}
         self.waits: Mapping[Pool, Wait] = self._told
@@ -186,7 +186,13 @@ class SharedDecisions:
             group.create_task(self.link.run(), name="dispatcher-link")
             group.create_task(self._tell_holdings(), name="holdings")
             group.create_task(self._tell_counts(), name="counts")
-            group.create_task(self._asking.give_up_without_a_dispatcher(), name="without-dispatcher")
+            giving_up = give_up_without_a_dispatcher(self.link, self.placement, self._recovery_timeout_s)
+            group.create_task(giving_up, name="without-dispatcher")
+
+    def _unreached(self) -> frozenset[str]:
+        """Return the workers that the dispatcher may choose and that this router does not reach, or does not know."""
+        known = {worker.worker_id for worker in self._fleet.workers}
+        return frozenset(self._placed_on | known) - {one.worker_id for one in self._fleet.workers if one.reached}
 
     async def _tell_holdings(self) -> None:
         while True:
@@ -210,12 +216,12 @@ class SharedDecisions:
 
     def _state(self) -> list[Up]:
         holds, counted = self._changes.everything(self._holdings()), Counted(self.metrics.samples_at_once())
-        return [holds, counted, Remembers(self._ended), *self._asking.state(), Complete()]
+        return [holds, counted, Remembers(self._ended), *self.placement.state(), Complete()]
 
     def _take(self, message: Down) -> None:
         match message:
             case Granted() | Denied():
-                self._asking.take(message)
+                self.placement.take(message)
             case Sums():
                 self._take_sums(message)
             case Others():
@@ -236,7 +242,7 @@ class SharedDecisions:
         for worker in self._fleet.workers:
             if worker.worker_id in sums.outstanding:
                 worker.outstanding = sums.outstanding[worker.worker_id]
-        self._asking.placed_on = sums.outstanding.keys()
+        self._placed_on = sums.outstanding.keys()
         for pool, now in sums.queues.items():
             self._told[pool].now = now
 

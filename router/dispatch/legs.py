@@ -22,7 +22,7 @@ from ridgeline.contracts.vocabulary import Pool
 from ridgeline.router.dispatch.request import Attempt
 from ridgeline.router.fleet.fleet import Worker
 from ridgeline.router.fleet.policy import room_to_overlap
-from ridgeline.router.flow.placement import Place, Placement
+from ridgeline.router.placement.places import Place, Placement
 from ridgeline.worker_runtime.client import OnDelta, WorkerClient
 
 ReleaseHandoff = Callable[[KvHandoff, float], None]

@@ -9,14 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from ridgeline.contracts.vocabulary import Mode, Pool
+from ridgeline.contracts.vocabulary import Mode
 from ridgeline.router.fleet.fleet import Fleet
-from ridgeline.router.fleet.policy import pools_of
-from ridgeline.router.flow.prompt_queue import PromptQueue
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +44,10 @@ class AnyModes(Protocol):
 class Modes:
     """The mode of this router's deployment, and the one way to change it."""
 
-    def __init__(self, fleet: Fleet, queues: Mapping[Pool, PromptQueue]) -> None:
+    def __init__(self, fleet: Fleet, on_change: Callable[[], int]) -> None:
+        """`on_change` sends waiting prompts the new way, and returns how many."""
         self._fleet = fleet
-        self._queues = queues
+        self._on_change = on_change
         self._one_at_a_time = asyncio.Lock()
 
     @property
@@ -72,8 +71,7 @@ class Modes:
 
         def send_on() -> None:
             nonlocal rerouted
-            left = [queue for pool, queue in self._queues.items() if pool not in pools_of(mode)]
-            rerouted = sum(queue.send_away() for queue in left)
+            rerouted = self._on_change()
 
         async with self._one_at_a_time:
             if mode != self._fleet.mode:

@@ -13,9 +13,9 @@ from ridgeline.contracts.errors import EngineError, EngineFailed, TaskRejected, 
 from ridgeline.router.dispatch.legs import Legs, ReleaseHandoff
 from ridgeline.router.dispatch.request import Attempt, Emit, RequestProgress, SequenceRequest
 from ridgeline.router.fleet.fleet import Fleet
-from ridgeline.router.flow.placement import Placement
 from ridgeline.router.observe.metrics import RequestMetrics
 from ridgeline.router.observe.timeline import Outcome, RequestTimeline
+from ridgeline.router.placement.places import Placement
 from ridgeline.router.settings import RouterSettings
 
 MAX_FRUITLESS_RETRIES = 3

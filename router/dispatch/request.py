@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
+
+from msgspec.structs import replace
 
 from ridgeline.contracts.handoff import KvHandoff
 from ridgeline.contracts.tasks import GenerateTask, TokenDelta
@@ -13,9 +15,9 @@ from ridgeline.contracts.vocabulary import FirstToken, Leg, Pool
 from ridgeline.router.client_identity import ANONYMOUS
 from ridgeline.router.fleet.policy import Demand
 from ridgeline.router.fleet.prefixes import BlockHashes, block_hashes
-from ridgeline.router.flow.placement import Answer, Wish
 from ridgeline.router.observe.metrics import RequestMetrics
 from ridgeline.router.observe.timeline import RequestState, RequestTimeline
+from ridgeline.router.placement.events import Answer, Wish
 from ridgeline.router.scheduler.features import Assignment
 
 Emit = Callable[[TokenDelta], bool]

@@ -18,7 +18,7 @@ from ridgeline.contracts.rpc.tls import TlsFiles
 from ridgeline.contracts.vocabulary import Mode, Pool
 from ridgeline.contracts.workers import WorkerDescription
 from ridgeline.router.fleet.pairing import KvPair, PairingRefused, check_layouts, pair_all, pair_while_serving
-from ridgeline.router.fleet.policy import Demand, NoWorker, Route, answer_pool, exchanging_pools, pools_of, route_for
+from ridgeline.router.fleet.policy import Demand, Route, answer_pool, exchanging_pools, pools_of, route_for
 from ridgeline.router.fleet.roles import RoleTable
 from ridgeline.router.fleet.worker import STALL_TIMEOUT_S, Worker
 from ridgeline.worker_runtime.client import OnUnclaimed, WorkerClient
@@ -70,8 +70,8 @@ class Fleet:
         self._workers: dict[str, Worker] = {}
         self._clients: dict[WorkerClient, asyncio.Task[None]] = {}
         self._pollers: dict[Worker, asyncio.Task[None]] = {}
-        self._news: dict[Pool, asyncio.Event] = {}
-        """By pool, the event for requests that wait for news of its workers; a new one each time there are some."""
+        self.on_news: Callable[[], object] = lambda: None
+        """Called after each answer of a worker, and when the mode has changed."""
         self._group: asyncio.TaskGroup | None = None
         self.kv_pairs: list[KvPair] = []
         self._carried_by: dict[tuple[str, str], str] = {}
@@ -195,8 +195,7 @@ class Fleet:
         await self._pair(sinks, sources)
         self._assign(mode, self._role_number + 1, self.workers)
         on_change()
-        for pool in tuple(self._news):
-            self._tell_news(pool)
+        self.on_news()
         with suppress(TimeoutError):
             async with asyncio.timeout(ROLES_WITHIN_S):
                 await self._roles_taken()
@@ -210,8 +209,7 @@ class Fleet:
         """Take over the mode from the dispatcher, which has told the workers."""
         if role_number != self._role_number:
             self._assign(mode, role_number, self.workers)
-            for pool in tuple(self._news):
-                self._tell_news(pool)
+            self.on_news()
 
     async def _roles_taken(self) -> None:
         """Wait until every worker that answers has its role; one that is in a long step takes it after that."""
@@ -265,6 +263,10 @@ class Fleet:
         """Return the worker with this id. Raises KeyError."""
         return self._workers[worker_id]
 
+    def find(self, worker_id: str) -> Worker | None:
+        """Return the worker with this id; None if it is not known."""
+        return self._workers.get(worker_id)
+
     def usable(self, name: Pool) -> list[Worker]:
         """Return the workers of one pool that may get new work."""
         return [worker for worker in self.pool(name) if worker.usable]
@@ -289,26 +291,6 @@ class Fleet:
             if worker.pool not in found and worker.usable and worker.worker_id not in avoided:
                 found.add(worker.pool)
         return found
-
-    async def wait_until_usable(self, pool: Pool, within_s: float) -> None:
-        """Wait while the pool's workers are in doubt; it chooses none. Raises NoWorker if they are lost.
-
-        The status of a worker in doubt is being asked for, so that this takes no longer than its answer, or
-        `within_s`.
-        """
-        try:
-            async with asyncio.timeout(within_s):
-                while not any(worker.load().takes_work for worker in self.pool(pool)):
-                    if not self.usable(pool):
-                        raise NoWorker(f"no {pool} worker is usable")
-                    await self._news.setdefault(pool, asyncio.Event()).wait()
-        except TimeoutError as error:
-            raise NoWorker(f"no {pool} worker has been usable for {within_s:g} s") from error
-
-    def _tell_news(self, pool: Pool) -> None:
-        """Wake all requests that wait for news of the pool's workers; each looks for one itself."""
-        if pool in self._news:
-            self._news.pop(pool).set()
 
     async def refresh(self) -> None:
         """Update every worker's status; a worker that does not answer has none.
@@ -336,7 +318,7 @@ class Fleet:
         assert self._group is not None
         self._clients[client] = self._group.create_task(client.run(), name=f"client-{client.address}")
         await client.wait_connected(CONNECT_TIMEOUT_S)
-        return Worker(client, description, self._tell_news, self._stall_timeout_s, gives_role=self._leads)
+        return Worker(client, description, lambda: self.on_news(), self._stall_timeout_s, gives_role=self._leads)
 
     async def _close(self, worker: Worker) -> None:
         poller = self._pollers.pop(worker, None)

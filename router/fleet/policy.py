@@ -1,8 +1,7 @@
 """The routing policy: which path a request takes, which worker gets it, and how much of a worker it may use.
 
-Pure functions of a `Demand` and of snapshots of workers. `ridgeline.router.dispatch` and `ridgeline.router.flow` have
-no rules of their own. `pick` makes both choices: who computes a prompt, when `ridgeline.router.flow.prompt_queue` has
-found which one is next, and who decodes it, when it is that prompt's turn.
+Pure functions of a `Demand` and of snapshots of workers. `pick` makes both choices: who computes a prompt, when
+`ridgeline.router.placement.pool_queue` has found which one is next, and who decodes it, when it is that prompt's turn.
 
 To change a choice, write a `Scorer` and enter it in `PROMPT_SCORERS` or as `DECODE_SCORER`. If it needs more data, add
 a field to `Demand`, which `ridgeline.router.dispatch.request` fills in, or to `WorkerLoad`, which
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -31,10 +29,6 @@ KV failed, or the workers of one pool were not available. `colocated`: a whole r
 
 class NoWorker(Exception):
     """No worker of the pool can take the request now."""
-
-
-class Rerouted(Exception):
-    """The prompt waited for a pool that no longer serves; it must go another way."""
 
 
 class WorkerLoad(msgspec.Struct, frozen=True):
@@ -74,8 +68,7 @@ class WorkerLoad(msgspec.Struct, frozen=True):
         return self.usable and not self.in_doubt
 
 
-@dataclass(frozen=True)
-class Demand:
+class Demand(msgspec.Struct, frozen=True, array_like=True):
     """What a request asks for, as far as its path or its worker may depend on it."""
 
     prompt_tokens: int
@@ -102,8 +95,7 @@ Scorer = Callable[[Demand, WorkerLoad], tuple[float, ...]]
 # Which way
 
 
-@dataclass(frozen=True)
-class Route:
+class Route(msgspec.Struct, frozen=True, array_like=True):
     """Which way a request goes: its path, the pool whose worker computes its prompt, and why that one if it decodes."""
 
     path: Path

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Self
 
 import msgspec
 
@@ -32,7 +33,7 @@ AT_MOST_DONE = 0.95
 """The part of a prompt that may be taken as computed while its first token has not come."""
 STALLED_PART = 1 / 3
 """A worker whose engine has work but no step for this fraction of `supervision.stall_timeout_s` gets no new work."""
-OnNews = Callable[[Pool], None]
+OnNews = Callable[[], object]
 
 
 class Outstanding(msgspec.Struct):
@@ -57,13 +58,13 @@ class Outstanding(msgspec.Struct):
 
 
 class Worker:
-    """One worker, and what this router has outstanding there. `on_news` is called with its pool after each answer."""
+    """One worker, and what this router has outstanding there. `on_news` is called after each answer."""
 
     def __init__(
         self,
         client: WorkerClient,
         description: WorkerDescription,
-        on_news: OnNews = lambda _: None,
+        on_news: OnNews = lambda: None,
         stall_timeout_s: float = STALL_TIMEOUT_S,
         *,
         gives_role: bool = True,
@@ -260,9 +261,8 @@ class Worker:
             self._unreached_until_s = time.monotonic()
             if self._unreached_since_s is None:
                 self._unreached_since_s = self._unreached_until_s
-        self._on_news(self.pool)
+        self._on_news()
 
-    @contextmanager
     def reserve(
         self,
         prompt_tokens: int = 0,
@@ -271,27 +271,14 @@ class Worker:
         *,
         decode_context_tokens: int = 0,
         last_block: int | None = None,
-    ) -> Iterator[PromptReservation]:
-        """Count a sequence against this worker while the block runs.
+    ) -> Reservation:
+        """Count a sequence against this worker until the reservation is closed.
 
         Prompt tokens and promised blocks count until `prompt_done`, the held blocks of its prompt until the end. If the
         worker will decode it, `decode_context_tokens` are its context's, half of its answer included.
         `last_block` is the hash of the last whole block of the prompt.
         """
-        now, decodes = self.outstanding, decode_context_tokens > 0
-        reservation = PromptReservation(self, prompt_tokens, promised_blocks, decodes=decodes, last_block=last_block)
-        now.running += 1
-        now.held_blocks += held_blocks
-        now.decodes += decodes
-        now.context_tokens += decode_context_tokens
-        try:
-            yield reservation
-        finally:
-            now.running -= 1
-            now.held_blocks -= held_blocks
-            now.decodes -= decodes
-            now.context_tokens -= decode_context_tokens
-            reservation.close()
+        return Reservation(self, prompt_tokens, promised_blocks, held_blocks, decode_context_tokens, last_block)
 
     @property
     def step_model(self) -> StepModel | None:
@@ -299,13 +286,13 @@ class Worker:
         model = self.status.step_model if self.status else None
         return model if model is not None and model.steps >= MIN_FITTED_STEPS else None
 
-    def begin_prompt(self, prompt: PromptReservation) -> None:
-        """Count the prompt as the last one to be computed, for `PromptReservation`."""
+    def begin_prompt(self, prompt: Reservation) -> None:
+        """Count the prompt as the last one to be computed, for `Reservation`."""
         self.prompts.begin(prompt)
         self.outstanding.prompt_tokens += prompt.prompt_tokens
 
-    def end_prompt(self, prompt: PromptReservation) -> None:
-        """No longer count the prompt, for `PromptReservation`."""
+    def end_prompt(self, prompt: Reservation) -> None:
+        """No longer count the prompt, for `Reservation`."""
         self.prompts.end(prompt)
         self.outstanding.prompt_tokens -= prompt.prompt_tokens
 
@@ -316,13 +303,13 @@ class PendingPrompts:
     def __init__(self) -> None:
         self.last_blocks: Counter[int] = Counter()
         """The hashes of their last whole blocks: another sequence of one of these prompts can share its KV."""
-        self._prompts: dict[PromptReservation, None] = {}
+        self._prompts: dict[Reservation, None] = {}
         self._tokens, self._attends = 0, 0.0
         """Their tokens, and what these attend to, summed."""
         self._first_since_s = 0.0
         """When the worker began with the first of them."""
 
-    def begin(self, prompt: PromptReservation) -> None:
+    def begin(self, prompt: Reservation) -> None:
         """Add one."""
         if not self._prompts:
             self._first_since_s = time.monotonic()
@@ -332,7 +319,7 @@ class PendingPrompts:
         if prompt.last_block is not None:
             self.last_blocks[prompt.last_block] += 1
 
-    def end(self, prompt: PromptReservation) -> None:
+    def end(self, prompt: Reservation) -> None:
         """Remove one, which is computed or given up."""
         was_first = next(iter(self._prompts)) is prompt
         del self._prompts[prompt]
@@ -356,30 +343,37 @@ class PendingPrompts:
         return self._tokens - done * first.prompt_tokens, self._attends - done * first.attends
 
 
-class PromptReservation:
-    """Prompt tokens that a worker still has to compute for us, and blocks that it will need for them."""
+class Reservation:
+    """What a sequence counts as on a worker, until `close` or the end of a `with` block."""
 
     def __init__(
         self,
         worker: Worker,
         prompt_tokens: int,
-        promised_blocks: int = 0,
-        *,
-        decodes: bool = False,
-        last_block: int | None = None,
+        promised_blocks: int,
+        held_blocks: int,
+        decode_context_tokens: int,
+        last_block: int | None,
     ) -> None:
-        """`decodes`: whether the worker decodes the sequence from its first token on."""
+        """See `Worker.reserve`."""
         self.last_block = last_block
         self.prompt_tokens = prompt_tokens
         self.attends = prompt_tokens**2 / 2
         """What its tokens attend to, summed."""
         self._worker = worker
-        self._promised_blocks = promised_blocks
-        self._decodes = decodes
-        self._waits, self._decoding = True, False
+        self._promised_blocks, self._held_blocks = promised_blocks, held_blocks
+        self._context_tokens, self._decodes = decode_context_tokens, decode_context_tokens > 0
+        self._open, self._waits, self._decoding = True, True, False
         worker.outstanding.promised_blocks += promised_blocks
+        self._count(1)
         if prompt_tokens:
             worker.begin_prompt(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def prompt_done(self) -> None:
         """Record that the first token has arrived. May be called twice."""
@@ -389,16 +383,26 @@ class PromptReservation:
 
     def first_token_made(self) -> None:
         """Record that the sequence decodes now, or will as soon as its KV has come. May be called twice."""
-        if self._decodes and not self._decoding:
+        if self._open and self._decodes and not self._decoding:
             self._decoding = True
             self._worker.outstanding.decoding += 1
 
     def close(self) -> None:
-        """Record that the sequence has left."""
+        """Record that the sequence has left. May be called twice."""
+        if not self._open:
+            return
         if self._waits:
             self._end_waiting()
+        self._open = False
+        self._count(-1)
         self._worker.outstanding.decoding -= self._decoding
-        self._decodes = self._decoding = False
+
+    def _count(self, number: int) -> None:
+        now = self._worker.outstanding
+        now.running += number
+        now.held_blocks += number * self._held_blocks
+        now.decodes += number * self._decodes
+        now.context_tokens += number * self._context_tokens
 
     def _end_waiting(self) -> None:
         self._waits = False

@@ -85,7 +85,7 @@ class Holdings(msgspec.Struct):
 
 
 class Wait(Protocol):
-    """What admission asks of a pool's queue: `ridgeline.router.flow.prompt_queue.PromptQueue`, or `QueueNow`."""
+    """What admission asks of a pool's queue: `ridgeline.router.placement.pool_queue.PoolQueue`, or `QueueNow`."""
 
     def wait_s(self, client: str, prompt_tokens: int, prompts: int = 1) -> float | None:
         """Estimate the seconds that a prompt would wait; None until measured."""

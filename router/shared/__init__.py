@@ -6,10 +6,9 @@ dispatcher: which prompt starts next, and on which workers. A request costs it a
 messages.py          what a router and the dispatcher tell each other
 dispatcher.py        serves the routers: gives places, sums up what they hold, passes on each other's metrics
 joined_router.py     one router as the dispatcher sees it
-link.py              a router's connection to the dispatcher
+link.py              a router's connection to the dispatcher, and what becomes of prompts without one
 counts.py            what each router has counted, also those that are gone
 holdings.py          what a router must know of what the others have admitted, by differences
-shared_placement.py  places from the dispatcher, as `ridgeline.router.dispatch` asks for them
 shared_modes.py      changes the mode through the dispatcher
 shared_metrics.py    adds up the request series of all routers
 """

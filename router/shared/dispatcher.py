@@ -23,11 +23,10 @@ from ridgeline.router.dispatch.modes import Modes
 from ridgeline.router.fleet.fleet import Fleet
 from ridgeline.router.fleet.pairing import KvPair, PairingRefused
 from ridgeline.router.fleet.roles import ModeImpossible, role_table
-from ridgeline.router.flow.learned import Learned
-from ridgeline.router.flow.placement import LocalPlacement
-from ridgeline.router.flow.prompt_queue import prompt_queues
 from ridgeline.router.observe.fleet_use import FleetUse, fleet_use
 from ridgeline.router.observe.loop_lag import LoopLag
+from ridgeline.router.placement.cluster_state import ClusterState
+from ridgeline.router.placement.learned import Learned
 from ridgeline.router.settings import RouterSettings
 from ridgeline.router.shared.counts import Counts
 from ridgeline.router.shared.holdings import Parts
@@ -74,9 +73,8 @@ class Dispatcher:
         )
         learned = Learned(settings.block_size_tokens)
         self._comparing = Comparing(self._fleet, learned, settings.router)
-        self._queues = prompt_queues(self._fleet, settings, learned, self._comparing.policy)
-        self._placement = LocalPlacement(self._fleet, self._queues, settings, learned)
-        self._modes = Modes(self._fleet, self._queues)
+        self._state = ClusterState(self._fleet, settings, learned, self._comparing.policy, paused=True)
+        self._modes = Modes(self._fleet, self._state.mode_changed)
         self._routers: set[JoinedRouter] = set()
         self._parts = Parts()
         self._counts = Counts()
@@ -116,12 +114,12 @@ class Dispatcher:
     async def replace_worker(self, address: str, reason: str | None) -> None:
         """Add a worker that was started again, in place of its older incarnation. Raises WorkerLost, PairingRefused."""
         await self._fleet.replace(address, reason)
-        self._dispatch()
+        self._state.look()
 
     async def remove_worker(self, worker_id: str) -> None:
         """Forget a worker that has left for good."""
         await self._fleet.remove(worker_id)
-        self._dispatch()
+        self._state.look()
 
     @property
     def fleet(self) -> Fleet:
@@ -131,17 +129,13 @@ class Dispatcher:
     async def use(self) -> FleetUse:
         """Return how much of the workers is in use, by all routers; asks them first."""
         await self._fleet.refresh()
-        return fleet_use(self._fleet.workers, self._queues.values(), self._fleet.mode)
+        return fleet_use(self._fleet.workers, self._state.queues.values(), self._fleet.mode)
 
     async def stop(self) -> None:
         """End all connections; streams go on without it."""
         self._stop.set()
         if self._running is not None:
             await self._running
-
-    def _dispatch(self) -> None:
-        for queue in self._queues.values():
-            queue.dispatch()
 
     async def _run(self, workers: list[str], host: str, port: int, address: asyncio.Future[str], some: bool) -> None:
         try:
@@ -151,7 +145,7 @@ class Dispatcher:
                 group.create_task(self._tell_sums(), name="sums")
                 group.create_task(self._comparing.run(), name="compare-policies")
                 address.set_result(await self._listen(host, port))
-                asyncio.get_running_loop().call_later(ALL_JOIN_WITHIN_S, self._all_there.set)
+                asyncio.get_running_loop().call_later(ALL_JOIN_WITHIN_S, self._all_have_joined)
                 await self._stop.wait()
                 raise _Stopped
         except* _Stopped:
@@ -177,7 +171,7 @@ class Dispatcher:
 
     async def _join(self, batches: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         """Serve one router until its stream ends."""
-        router = JoinedRouter(self._placement, self._fleet, self._all_there, self._parts, self._counts)
+        router = JoinedRouter(self._state, self._parts, self._counts)
         self._routers.add(router)
         self._look()
         router.show("sums", self._told_sums)
@@ -195,7 +189,7 @@ class Dispatcher:
         finally:
             self._routers.discard(router)
             self._has_left(router)
-            await asyncio.shield(router.close())
+            router.close()
 
     def _has_left(self, router: JoinedRouter) -> None:
         """Keep what a router has counted, here and in the others, unless it has come back meanwhile."""
@@ -216,13 +210,18 @@ class Dispatcher:
             for message in readable(batch).messages:
                 router.take(message)
             if sum(one.is_complete for one in self._routers) >= self._settings.routers:
-                self._all_there.set()
+                self._all_have_joined()
+
+    def _all_have_joined(self) -> None:
+        if not self._all_there.is_set():
+            self._all_there.set()
+            self._state.resume()
 
     def _sums(self) -> Sums:
         return Sums(
             mode=self._fleet.mode,
             role_number=self._fleet.role_number,
-            queues={pool: queue.now() for pool, queue in self._queues.items()},
+            queues={pool: queue.now() for pool, queue in self._state.queues.items()},
             outstanding={worker.worker_id: worker.outstanding for worker in self._fleet.workers},
         )
 

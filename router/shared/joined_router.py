@@ -7,40 +7,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from itertools import count
 
 import msgspec
 
-from ridgeline.contracts.errors import WorkerDraining, WorkerLost
-from ridgeline.router.fleet.fleet import Fleet
-from ridgeline.router.fleet.policy import Demand, NoWorker, Route
-from ridgeline.router.flow.placement import LocalPlacement, Place, Wish
+from ridgeline.router.placement.cluster_state import ClusterState, Requests
 from ridgeline.router.settings import RouterStart
 from ridgeline.router.shared.counts import Counts
 from ridgeline.router.shared.holdings import Part, Parts
 from ridgeline.router.shared.messages import (
-    Answered,
-    Asked,
     Complete,
     Count,
     Counted,
-    Denied,
-    Doubts,
     Down,
     EncodedDowns,
-    Forgets,
-    Granted,
-    Happened,
     Holds,
     Joins,
-    Keeps,
-    Leaves,
-    Reason,
     Remembers,
     Up,
-    Wants,
-    WayOf,
 )
 
 MOST_UNREAD = 100_000
@@ -48,7 +33,6 @@ MOST_UNREAD = 100_000
 MOST_AT_ONCE = 1_000
 """Messages in one batch: a few MiB, far below the limit of gRPC
 (`ridgeline.worker_runtime.client.MAX_MESSAGE_BYTES`)."""
-_REASONS: dict[type[Exception], Reason] = {NoWorker: "no_worker", WorkerLost: "lost", WorkerDraining: "draining"}
 logger = logging.getLogger(__name__)
 
 
@@ -59,25 +43,17 @@ class NotReading(Exception):
 class JoinedRouter:
     """A router's wishes and places. `take` its messages in order, send it every `next_batch`, and `close` it."""
 
-    def __init__(
-        self, placement: LocalPlacement, fleet: Fleet, all_there: asyncio.Event, parts: Parts, counts: Counts
-    ) -> None:
-        """`all_there`: set once all routers have told which places they hold; no prompt starts before."""
+    def __init__(self, state: ClusterState, parts: Parts, counts: Counts) -> None:
         self.start = RouterStart()
         self.is_complete = False
         """Whether it has told all that it held when it joined."""
-        self._all_there = all_there
         self._parts = parts
         self._part: Part = parts.enter()
         self._counts = counts
         self._news: dict[str, msgspec.Raw] = {}
         """By kind, the newest of what all routers are told, until it is sent."""
-        self._placement = placement
-        self._fleet = fleet
-        self._serving: dict[int, asyncio.Task[None]] = {}
-        self._places: dict[int, Place] = {}
-        self._kept: dict[int, ExitStack] = {}
-        """What counts for each place that was given before."""
+        self._state = state
+        self._requests = Requests(self.send)
         self._numbers = count(1)
         self._counting: dict[int, asyncio.Future[None]] = {}
         self._outbox: list[Down] = []
@@ -92,27 +68,8 @@ class JoinedRouter:
 
     def _act_on(self, message: Up) -> None:
         match message:
-            case Wants():
-                self._begin(message.number, _wish_of(message.asked))
-            case Keeps():
-                self._keep(message)
-            case Happened() | Answered():
-                self._record(message)
-            case Leaves():
-                self._leave(message.number)
-            case Doubts():
-                with suppress(KeyError):  # it has been removed meanwhile
-                    self._fleet.get(message.worker_id).client.has_failed()
-            case _:
-                self._learn(message)
-
-    def _learn(self, message: Up) -> None:
-        """Take what is told of no single prompt or worker."""
-        match message:
             case Joins():
                 self.start = message.router
-            case Forgets():
-                self._placement.forget_prefixes()
             case Holds():
                 self._parts.take(self._part, message)
             case Counted():
@@ -121,6 +78,8 @@ class JoinedRouter:
                 self._counts.remember(message.ended)
             case Complete():
                 self.is_complete = True
+            case _:
+                self._state.apply(self._requests, message)
 
     def send(self, message: Down) -> None:
         """Put a message into the next batch."""
@@ -164,97 +123,13 @@ class JoinedRouter:
         finally:
             del self._counting[number]
 
-    async def close(self) -> None:
-        """Give up all wishes and places, because the router has gone."""
+    def close(self) -> None:
+        """Give up all its requests, because the router has gone."""
         self._parts.leave(self._part)
-        serving = list(self._serving.values())
-        for number in (*self._serving, *self._kept):
-            self._leave(number)
-        if serving:
-            await asyncio.wait(serving)
-
-    def _record(self, message: Happened | Answered) -> None:
-        """Record what has happened at a place; it may have been left meanwhile."""
-        place = self._places.get(message.number)
-        if place is None:
-            return
-        if isinstance(message, Answered):
-            place.answered(message.answer)
-        elif message.step == "prompt_done":
-            place.prompt_done(message.cached_tokens)
-        else:
-            getattr(place, message.step)()
-
-    def _begin(self, number: int, wish: Wish) -> None:
-        task = asyncio.create_task(self._serve(number, wish), name=f"place-{self.start}-{number}")
-        self._serving[number] = task
-        task.add_done_callback(lambda _: self._serving.pop(number, None))
-
-    def _leave(self, number: int) -> None:
-        if number in self._serving:
-            self._serving[number].cancel()
-        elif number in self._kept:
-            self._places.pop(number)
-            self._kept.pop(number).close()
-
-    async def _serve(self, number: int, wish: Wish) -> None:
-        """Wait for a place and hold it until cancelled, which means that the router has left it."""
-        try:
-            await self._all_there.wait()
-            async with self._placement.place(wish) as place:
-                self._places[number] = place
-                self.send(_granted(number, place))
-                await asyncio.Event().wait()
-        except tuple(_REASONS) as error:
-            self.send(Denied(number, _REASONS[type(error)], str(error)))
-        except Exception as error:  # without an answer the router would wait until the request's deadline
-            logger.exception("no place for prompt %d of %s", number, self.start)
-            sentence = f"the dispatcher failed to place the prompt ({type(error).__name__}: {error}): see its log"
-            self.send(Denied(number, "failed", sentence))
-        finally:
-            self._places.pop(number, None)
-
-    def _keep(self, kept: Keeps) -> None:
-        """Count a place that was given before; one whose worker is gone is about to be left anyway."""
-        try:
-            prompt_worker = self._fleet.get(kept.prompt_worker)
-            decode_worker = None if kept.decode_worker is None else self._fleet.get(kept.decode_worker)
-        except KeyError:
-            return
-        route = Route(kept.way.path, kept.way.prompt_pool, kept.way.recompute_reason)
-        self._kept[kept.number] = held = ExitStack()
-        place = held.enter_context(self._placement.keep(_wish_of(kept.asked), route, prompt_worker, decode_worker))
-        self._places[kept.number] = place
-        for step in kept.steps:
-            getattr(place, step)()
+        self._state.left(self._requests)
 
     def _counted(self, message: Counted) -> None:
         self._counts.told(self.start, message.samples)
         for number, answered in self._counting.items():
             if number <= message.number and not answered.done():
                 answered.set_result(None)
-
-
-def _wish_of(asked: Asked) -> Wish:
-    demand = Demand(
-        asked.prompt_tokens,
-        asked.output_tokens,
-        asked.client,
-        frozenset(asked.avoided),
-        asked.ttft_limit_s,
-        asked.tpot_limit_s,
-        asked.waited_s,
-        asked.prefix,
-    )
-    return Wish(demand, urgent=asked.urgent, probe=asked.probe)
-
-
-def _granted(number: int, place: Place) -> Granted:
-    route, prompt, decode = place.route, place.prompt_worker, place.decode_worker
-    return Granted(
-        number,
-        WayOf(route.path, route.prompt_pool, route.recompute_reason),
-        (prompt.worker_id, prompt.description.incarnation),
-        None if decode is None else (decode.worker_id, decode.description.incarnation),
-        place.assignment,
-    )

@@ -18,6 +18,7 @@ import msgspec
 from ridgeline.contracts.handoff import UNREADABLE
 from ridgeline.contracts.rpc.channel import open_aio_channel, why_refused
 from ridgeline.contracts.rpc.tls import TlsFiles
+from ridgeline.router.placement.places import Placement
 from ridgeline.router.settings import RouterStart
 from ridgeline.router.shared.messages import SERVICE, Down, Downs, Joins, Up, Ups
 from ridgeline.worker_runtime.client import OPTIONS, RETRY_S, decoder, encode
@@ -25,6 +26,10 @@ from ridgeline.worker_runtime.client import OPTIONS, RETRY_S, decoder, encode
 T = TypeVar("T")
 MOST_AT_ONCE = 200
 """Messages in one batch: those of places with prompts of 128k tokens, whose hashes are sent along, take 15 MiB."""
+LOOK_EVERY_S = 1.0
+"""How often a router whose prompts wait looks whether there is a dispatcher."""
+LATE_S = 1.0
+"""If it looks so much later than it meant to, this router stood still."""
 logger = logging.getLogger(__name__)
 
 
@@ -165,3 +170,16 @@ class Link:
         if reply is None:
             raise NoDispatcher(f"{name} at {self._address}: the answer makes no sense; is it of the same version?")
         return reply
+
+
+async def give_up_without_a_dispatcher(link: Link, placement: Placement, after_s: float) -> None:
+    """Fail all waiting prompts once there has been no dispatcher for too long; runs until cancelled."""
+    while True:
+        due_s = time.monotonic() + LOOK_EVERY_S
+        await asyncio.sleep(LOOK_EVERY_S)
+        stood_still = time.monotonic() - due_s > LATE_S  # then it was this router that could not hear
+        if not stood_still and link.away_s > after_s:
+            placement.give_up(
+                f"there has been no dispatcher at {link.address} for {after_s:.0f} s (router.recovery_timeout_s): "
+                "retry. Operators: serve's log says why the dispatcher does not start"
+            )

@@ -1,25 +1,21 @@
-"""What a router and the dispatcher tell each other: one stream of batches each way, and two calls for operators."""
+"""What a router and the dispatcher tell each other: one stream of batches each way, and two calls for operators.
+
+What they tell of requests is in `ridgeline.router.placement.events`.
+"""
 
 from __future__ import annotations
-
-import math
-from typing import Literal
 
 import msgspec
 
 from ridgeline.contracts.vocabulary import Mode, Pool
 from ridgeline.router.fleet.pairing import KvPair
-from ridgeline.router.fleet.policy import Path
 from ridgeline.router.fleet.worker import Outstanding
 from ridgeline.router.flow.admission import Held
-from ridgeline.router.flow.placement import Answer
-from ridgeline.router.flow.prompt_queue import QueueNow
-from ridgeline.router.scheduler.features import Assignment
+from ridgeline.router.placement.events import Denied, Event, Granted
+from ridgeline.router.placement.pool_queue import QueueNow
 from ridgeline.router.settings import RouterStart
 
 SERVICE = "ridgeline.Dispatcher"
-Step = Literal["prompt_done", "prompt_left", "decode_began"]
-"""The methods of `ridgeline.router.flow.placement.Place`."""
 Samples = list[tuple[str, dict[str, str], float]]
 """Samples of Prometheus series: name, labels, value."""
 
@@ -39,30 +35,6 @@ EndedRouters = dict[str, Told]
 """By the router's name; see `ridgeline.router.shared.counts`."""
 
 
-class WayOf(msgspec.Struct, frozen=True, array_like=True):
-    """A `Route`."""
-
-    path: Path
-    prompt_pool: Pool
-    recompute_reason: str
-
-
-class Asked(msgspec.Struct, frozen=True, array_like=True):
-    """What a wish asks for, see `ridgeline.router.flow.placement.Wish`."""
-
-    prompt_tokens: int
-    output_tokens: int
-    client: str
-    urgent: bool
-    probe: bool
-    avoided: tuple[str, ...] = ()
-    """Workers to which this router has no connection, or which it does not know yet."""
-    ttft_limit_s: float = math.inf
-    tpot_limit_s: float = math.inf
-    waited_s: float = 0.0
-    prefix: tuple[int, ...] = ()
-
-
 # router to dispatcher
 
 
@@ -70,58 +42,6 @@ class Joins(msgspec.Struct, frozen=True, tag="joins"):
     """The first message of a router."""
 
     router: RouterStart
-
-
-class Wants(msgspec.Struct, frozen=True, tag="wants"):
-    """A prompt wants a place."""
-
-    number: int
-    """Of the wish, unique for its router."""
-    asked: Asked
-
-
-class Keeps(msgspec.Struct, frozen=True, tag="keeps"):
-    """A place that another dispatcher had given, before the router joined this one."""
-
-    number: int
-    asked: Asked
-    way: WayOf
-    prompt_worker: str
-    decode_worker: str | None
-    steps: tuple[Step, ...]
-    """What has happened there since."""
-
-
-class Happened(msgspec.Struct, frozen=True, tag="happened"):
-    """A step of a place."""
-
-    number: int
-    step: Step
-    cached_tokens: int | None = None
-    """Of `prompt_done`."""
-
-
-class Answered(msgspec.Struct, frozen=True, tag="answered"):
-    """An answer is complete, see `ridgeline.router.flow.placement.Place.answered`."""
-
-    number: int
-    answer: Answer
-
-
-class Forgets(msgspec.Struct, frozen=True, tag="forgets"):
-    """The workers' prefix caches were emptied, through this router."""
-
-
-class Leaves(msgspec.Struct, frozen=True, tag="leaves"):
-    """A place is left, or no longer wanted."""
-
-    number: int
-
-
-class Doubts(msgspec.Struct, frozen=True, tag="doubts"):
-    """A worker has failed or refused a request of this router."""
-
-    worker_id: str
 
 
 class Holds(msgspec.Struct, frozen=True, tag="holds"):
@@ -151,7 +71,7 @@ class Complete(msgspec.Struct, frozen=True, tag="complete"):
     """All has been told that a dispatcher must know of a router that joins."""
 
 
-Up = Joins | Wants | Keeps | Happened | Answered | Forgets | Leaves | Doubts | Holds | Counted | Remembers | Complete
+Up = Event | Joins | Holds | Counted | Remembers | Complete
 
 
 class Ups(msgspec.Struct, frozen=True):
@@ -161,28 +81,6 @@ class Ups(msgspec.Struct, frozen=True):
 
 
 # dispatcher to router
-
-
-class Granted(msgspec.Struct, frozen=True, tag="granted"):
-    """A prompt may start, on these incarnations of workers."""
-
-    number: int
-    way: WayOf
-    prompt_worker: tuple[str, str]
-    """Worker id and incarnation."""
-    decode_worker: tuple[str, str] | None
-    assignment: Assignment | None = None
-
-
-Reason = Literal["no_worker", "lost", "draining", "failed"]
-
-
-class Denied(msgspec.Struct, frozen=True, tag="denied"):
-    """A prompt gets no place."""
-
-    number: int
-    reason: Reason
-    sentence: str
 
 
 class Sums(msgspec.Struct, frozen=True, tag="sums"):

@@ -10,8 +10,8 @@ from functools import partial
 from ridgeline.contracts.workers import StepModel
 from ridgeline.router.fleet.fleet import Fleet
 from ridgeline.router.fleet.worker import Worker
-from ridgeline.router.flow.choice import any_model, whole_model
-from ridgeline.router.flow.learned import Learned
+from ridgeline.router.placement.choice import any_model, whole_model
+from ridgeline.router.placement.learned import Learned
 from ridgeline.router.scheduler.adaptive import Adaptive
 from ridgeline.router.scheduler.features import FleetModel, WorkerSpec
 from ridgeline.router.scheduler.registry import ADAPTIVE

@@ -45,10 +45,10 @@ from ridgeline.router.dispatch.orchestrator import Orchestrator
 from ridgeline.router.dispatch.releaser import HandoffReleaser
 from ridgeline.router.dispatch.request import SequenceRequest
 from ridgeline.router.fleet.fleet import Fleet
-from ridgeline.router.flow.placement import LocalPlacement
-from ridgeline.router.flow.prompt_queue import prompt_queues
 from ridgeline.router.front.sampling import sampling_of
 from ridgeline.router.observe.metrics import RequestMetrics
+from ridgeline.router.placement.cluster_state import ClusterState
+from ridgeline.router.placement.places import own_placement
 from ridgeline.worker_runtime.client import WorkerClient
 from tests.engines.conftest import CONFIG, TEXT
 from tests.engines.harness import Engines, Figure, held
@@ -280,8 +280,7 @@ async def routed(split: Split, prefill_ranks: int, decode_ranks: int) -> AsyncIt
     try:
         background.create_task(releaser.run())
         await fleet.connect(addresses, background)  # type: ignore[arg-type]
-        queues = prompt_queues(fleet, split.settings)
-        placement = LocalPlacement(fleet, queues, split.settings)
+        placement = own_placement(ClusterState(fleet, split.settings), fleet, split.settings)
         yield Orchestrator(fleet, placement, split.settings, metrics, releaser.release), metrics, fleet
     finally:
         await background.end()

@@ -21,8 +21,8 @@ from ridgeline.contracts.workers import StepModel, WorkerStatus
 from ridgeline.router.fleet.policy import Demand
 from ridgeline.router.fleet.prefixes import BlockHashes
 from ridgeline.router.fleet.worker import Worker
-from ridgeline.router.flow.choice import ByPolicy
-from ridgeline.router.flow.learned import Learned
+from ridgeline.router.placement.choice import ByPolicy
+from ridgeline.router.placement.learned import Learned
 from ridgeline.router.scheduler.adaptive import Adaptive
 from tests.support.samples import kv_layout, worker_description
 

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any, Final, cast, get_args
 
 from msgspec.structs import replace
@@ -34,21 +35,22 @@ from ridgeline.router.fleet.policy import Demand
 from ridgeline.router.fleet.roles import RoleTable
 from ridgeline.router.flow.admission import LOOK_EVERY_S, Admission, Held, Holdings
 from ridgeline.router.flow.admission_rules import Ask, Refused
-from ridgeline.router.flow.placement import Wish
-from ridgeline.router.flow.prompt_queue import PromptQueue, prompt_queues
 from ridgeline.router.front.metrics_page import page_of
 from ridgeline.router.front.sampling import sampling_of
 from ridgeline.router.observe.collectors import WorkerCollector
 from ridgeline.router.observe.metrics import RequestMetrics
 from ridgeline.router.observe.timeline import RequestTimeline
+from ridgeline.router.placement.cluster_state import ClusterState, Requests
+from ridgeline.router.placement.events import Happened, Wants, Wish
+from ridgeline.router.placement.places import Placement
 from ridgeline.router.settings import RouterSettings, RouterStart
 from ridgeline.router.shared.counts import Counts
 from ridgeline.router.shared.dispatcher import SUMS_EVERY_S, Dispatcher
 from ridgeline.router.shared.holdings import Changes
 from ridgeline.router.shared.joined_router import JoinedRouter
+from ridgeline.router.shared.link import give_up_without_a_dispatcher
 from ridgeline.router.shared.messages import Counted, CountOthers, Downs, Holds, OthersCounted, Ups
 from ridgeline.router.shared.shared_metrics import SharedMetrics
-from ridgeline.router.shared.shared_placement import SharedPlacement
 from ridgeline.worker_runtime.client import decoder, encode
 from tests.support.samples import router_settings
 from tools.bench.decision_cost import a_worker
@@ -163,15 +165,12 @@ class Crowd:
 async def sums(size: Size) -> list[Figure]:
     """Measure what the dispatcher spends on telling each router of the others, ten times a second."""
     dispatcher = Dispatcher(settings_of(size))
-    fleet, queue = dispatcher._fleet, dispatcher._queues["adaptive"]
+    fleet, queue = dispatcher._fleet, dispatcher._state.queues["adaptive"]
     fleet._workers, fleet.kv_pairs = fleet_of(size)._workers, fleet_of(size).kv_pairs
     crowd, changes, read = Crowd(size), [Changes() for _ in range(size.routers)], decoder(Ups)
     for number in range(size.clients):
         queue._queue.push(f"{number:032x}", 1_000, cast(Any, None))
-    joined = [
-        JoinedRouter(dispatcher._placement, fleet, asyncio.Event(), dispatcher._parts, dispatcher._counts)
-        for _ in changes
-    ]
+    joined = [JoinedRouter(dispatcher._state, dispatcher._parts, dispatcher._counts) for _ in changes]
     dispatcher._routers.update(joined)
     took_s, bytes_sent, router_s, ticks = 0.0, 0, 0.0, 50
     for tick in range(ticks + 1):
@@ -210,19 +209,24 @@ async def sums(size: Size) -> list[Figure]:
 async def bookkeeping(size: Size) -> list[Figure]:
     """Measure what a request costs beside the choice of its workers: admission, and looks at the queue."""
     fleet, settings = fleet_of(size), settings_of(size)
-    queue = prompt_queues(fleet, settings)["adaptive"]
-    workers = fleet.workers
+    state, requests, numbers = ClusterState(fleet, settings), Requests(lambda _: None), count()
+    queue = state.queues["adaptive"]
+
+    def ask(client: str, prompt_tokens: int) -> int:
+        number = next(numbers)
+        state.apply(requests, Wants(number, Wish(Demand(prompt_tokens, 400, client=client))))
+        return number
+
     for number in range(size.streams):
-        worker = workers[number % size.workers]
-        queue.seat(Demand(2_000, 400, client=f"c{number % size.clients}"), worker, worker).prompt_done()
-    full = [queue.seat(Demand(20_000, 400, client="f"), worker, worker) for worker in workers]
-    waiting = [asyncio.create_task(_wait(queue, f"c{number}")) for number in range(50)]
-    await asyncio.sleep(0)
-    without_room_ms = median_ms(queue.dispatch)
-    full[0].prompt_done()
+        state.apply(requests, Happened(ask(f"c{number % size.clients}", 2_000), "prompt_done"))
+    full = [ask("f", 20_000) for _ in fleet.workers]
+    for number in range(50):
+        ask(f"c{number}", 2_000)
+    without_room_ms = median_ms(state.look)
     queue._chooser = cast(Any, _Holds())
+    state.apply(requests, Happened(full[0], "prompt_done"))
     queue._window_tokens = 10**9  # room, but the first prompt may not go
-    held_back_ms = median_ms(queue.dispatch)
+    held_back_ms = median_ms(state.look)
     metrics = RequestMetrics(CollectorRegistry())
     admission = Admission(settings, {"adaptive": queue}, fleet, metrics, look_every_s=LOOK_EVERY_S)
     admission.state = "open"
@@ -235,9 +239,6 @@ async def bookkeeping(size: Size) -> list[Figure]:
             admission.admit("c1", Ask(1, 2_000, 400)).release()
 
     admission_ms = median_ms(a_request)
-    for task in waiting:
-        task.cancel()
-    await asyncio.wait(waiting)
     del tickets
     return [
         Figure("a look at the queue without room", without_room_ms, 0.2, "ms"),
@@ -254,11 +255,6 @@ class _Holds:
 
     def least_s(self, _demand: Demand) -> None:
         return None
-
-
-async def _wait(queue: PromptQueue, client: str) -> None:
-    async with queue.turn(Demand(2_000, 400, client=client), decodes_here=True):
-        await asyncio.Event().wait()
 
 
 async def hashing(size: Size) -> list[Figure]:
@@ -365,9 +361,10 @@ def _count_everything(metrics: RequestMetrics) -> None:
 
 async def waiting(size: Size) -> list[Figure]:
     """Measure what prompts cost that wait for the dispatcher's answer."""
-    placement = SharedPlacement(fleet_of(size), cast(Any, _NoLink()), settings_of(size))
+    link = cast(Any, _NoLink())
+    placement = Placement(fleet_of(size), settings_of(size), link.send)
     tasks = [asyncio.create_task(_place(placement)) for _ in range(size.streams)]
-    looking = asyncio.create_task(placement.give_up_without_a_dispatcher())
+    looking = asyncio.create_task(give_up_without_a_dispatcher(link, placement, 60.0))
     await asyncio.sleep(0.1)
     began_s, began = time.process_time(), time.perf_counter()
     await asyncio.sleep(2.0)
@@ -387,7 +384,7 @@ class _NoLink:
         pass
 
 
-async def _place(placement: SharedPlacement) -> None:
+async def _place(placement: Placement) -> None:
     async with placement.place(Wish(Demand(2_000))):
         pass
 

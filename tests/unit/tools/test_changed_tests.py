@@ -7,7 +7,7 @@ POLICY = "tests/unit/router/fleet/test_policy.py"
 
 def test_a_module_is_tested_by_its_mirror_and_by_whoever_imports_it():
     found = unit_tests_of(["router/fleet/policy.py"])
-    assert {POLICY, STRUCTURE, "tests/unit/router/flow/test_prompt_queue.py"} <= set(found)
+    assert {POLICY, STRUCTURE, "tests/unit/router/placement/test_cluster_state.py"} <= set(found)
     assert "tests/unit/roofline/test_cost.py" not in found
 
 

@@ -16,12 +16,12 @@ from ridgeline.engine.request.sampling import SURE_TOKENS, TPOT_LIMIT
 from ridgeline.router.dispatch.orchestrator import Orchestrator
 from ridgeline.router.dispatch.request import SequenceRequest
 from ridgeline.router.fleet.policy import Demand
-from ridgeline.router.flow.learned import Learned
-from ridgeline.router.flow.placement import LocalPlacement
-from ridgeline.router.flow.prompt_queue import prompt_queues
 from ridgeline.router.front.health import HealthProbe
 from ridgeline.router.front.sampling import sampling_of
 from ridgeline.router.observe.metrics import RequestMetrics
+from ridgeline.router.placement.cluster_state import ClusterState
+from ridgeline.router.placement.learned import Learned
+from ridgeline.router.placement.places import own_placement
 from ridgeline.router.scheduler.hindsight import recorded
 from ridgeline.router.scheduler.recorded_events import read_recording
 from ridgeline.router.scheduler.replay import replay
@@ -63,9 +63,10 @@ class Serving:
         self.learned = learned = Learned(32)
         self.comparing = Comparing(fleet, learned, settings.router)
         self.policy = self.comparing.policy
-        self.queues = prompt_queues(fleet, settings, learned, self.policy)
+        self.state = ClusterState(fleet, settings, learned, self.policy)
+        self.queues = self.state.queues
         self.registry = CollectorRegistry()
-        self.placement = placement = LocalPlacement(fleet, self.queues, settings, learned)
+        self.placement = placement = own_placement(self.state, fleet, settings)
         self.metrics = RequestMetrics(self.registry)
         self.orchestrator = Orchestrator(fleet, placement, settings, self.metrics, lambda handoff, after_s: None)
         self.number = 0

@@ -24,10 +24,10 @@ from ridgeline.engine.connector.events import TransferEvent
 from ridgeline.router.dispatch.orchestrator import DeadlineExceeded, Orchestrator
 from ridgeline.router.dispatch.request import SequenceRequest
 from ridgeline.router.fleet.fleet import Fleet
-from ridgeline.router.flow.placement import LocalPlacement
-from ridgeline.router.flow.prompt_queue import prompt_queues
 from ridgeline.router.front.sampling import sampling_of
 from ridgeline.router.observe.metrics import RequestMetrics
+from ridgeline.router.placement.cluster_state import ClusterState
+from ridgeline.router.placement.places import own_placement
 from ridgeline.worker_runtime.host import WorkerHost
 from tests.support.failure_table import CANNOT_HAPPEN, FAULTS, ROWS, STATES, Row, as_markdown
 from tests.support.fake_engine import FakeEngine
@@ -149,8 +149,8 @@ async def workers() -> AsyncIterator[tuple[Workers, Fleet, Orchestrator]]:
     await running.start()
     fleet = Fleet("router")
     metrics = RequestMetrics(running.registry)
-    queues = prompt_queues(fleet, SETTINGS)
-    orchestrator = Orchestrator(fleet, LocalPlacement(fleet, queues, SETTINGS), SETTINGS, metrics, running.release)
+    placement = own_placement(ClusterState(fleet, SETTINGS), fleet, SETTINGS)
+    orchestrator = Orchestrator(fleet, placement, SETTINGS, metrics, running.release)
 
     try:
         async with asyncio.TaskGroup() as group:

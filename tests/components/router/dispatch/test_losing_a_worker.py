@@ -21,10 +21,10 @@ from ridgeline.cluster.runtime.handlers import HANDLERS
 from ridgeline.contracts.tasks import TokenDelta
 from ridgeline.router.dispatch.orchestrator import Orchestrator
 from ridgeline.router.dispatch.request import SequenceRequest
-from ridgeline.router.flow.placement import LocalPlacement
-from ridgeline.router.flow.prompt_queue import prompt_queues
 from ridgeline.router.front.sampling import sampling_of
 from ridgeline.router.observe.metrics import RequestMetrics
+from ridgeline.router.placement.cluster_state import ClusterState
+from ridgeline.router.placement.places import own_placement
 from ridgeline.worker_runtime.host import WorkerHost
 from tests.support.fake_engine import FakeEngine
 from tests.support.patience import eventually
@@ -124,7 +124,7 @@ async def measure(questions: Counter[str], clock: Clock = time.process_time) -> 
     try:
         async with a_fleet(await scene.start()) as fleet:
             metrics = RequestMetrics(CollectorRegistry())
-            placement = LocalPlacement(fleet, prompt_queues(fleet, settings), settings)
+            placement = own_placement(ClusterState(fleet, settings), fleet, settings)
             orchestrator = Orchestrator(fleet, placement, settings, metrics, lambda *_: None)
             scene.begin(orchestrator, DECODE_WORKERS * STREAMS_EACH)
             await eventually(lambda: {len(engine.running) for engine in scene.decode_engines()} == {STREAMS_EACH}, 30)

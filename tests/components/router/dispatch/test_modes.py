@@ -13,10 +13,10 @@ from ridgeline.router.dispatch.orchestrator import Orchestrator
 from ridgeline.router.dispatch.request import SequenceRequest
 from ridgeline.router.fleet.pairing import PairingRefused
 from ridgeline.router.fleet.roles import ModeImpossible, RoleTable
-from ridgeline.router.flow.placement import LocalPlacement
-from ridgeline.router.flow.prompt_queue import prompt_queues
 from ridgeline.router.front.sampling import sampling_of
 from ridgeline.router.observe.metrics import RequestMetrics
+from ridgeline.router.placement.cluster_state import ClusterState
+from ridgeline.router.placement.places import own_placement
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.samples import LAYOUT, router_settings, worker_description
 from tests.support.small_fleet import a_fleet, hosts
@@ -48,10 +48,11 @@ class Serving:
         self.engines = [host._engine for host in started]
         self.fleet = fleet
         settings = router_settings()
-        self.queues = prompt_queues(fleet, settings)
-        self.modes = Modes(fleet, self.queues)
+        state = ClusterState(fleet, settings)
+        self.queues = state.queues
+        self.modes = Modes(fleet, state.mode_changed)
         self.metrics = RequestMetrics(CollectorRegistry())
-        placement = LocalPlacement(fleet, self.queues, settings)
+        placement = own_placement(state, fleet, settings)
         self.orchestrator = Orchestrator(fleet, placement, settings, self.metrics, lambda handoff, after_s: None)
         self.number = 0
 

@@ -15,10 +15,10 @@ from ridgeline.router.dispatch.orchestrator import Orchestrator
 from ridgeline.router.dispatch.releaser import HandoffReleaser
 from ridgeline.router.dispatch.request import SequenceRequest
 from ridgeline.router.fleet.fleet import Fleet
-from ridgeline.router.flow.placement import LocalPlacement
-from ridgeline.router.flow.prompt_queue import prompt_queues
 from ridgeline.router.front.sampling import sampling_of
 from ridgeline.router.observe.metrics import RequestMetrics
+from ridgeline.router.placement.cluster_state import ClusterState
+from ridgeline.router.placement.places import own_placement
 from ridgeline.worker_runtime.host import WorkerHost
 from tests.components.router.dispatch.lease_engines import STEP_TOKENS, LeaseEngine
 from tests.support.samples import router_settings
@@ -62,8 +62,8 @@ async def orchestrator(prefill: LeaseEngine, decode: LeaseEngine) -> AsyncIterat
         async with asyncio.TaskGroup() as group:
             group.create_task(releaser.run())
             await fleet.connect(addresses, group)
-            queues = prompt_queues(fleet, settings)
-            placement = LocalPlacement(fleet, queues, settings)
+            state = ClusterState(fleet, settings)
+            placement = own_placement(state, fleet, settings)
             yield Orchestrator(fleet, placement, settings, RequestMetrics(CollectorRegistry()), releaser.release)
             raise Done
     except* Done:

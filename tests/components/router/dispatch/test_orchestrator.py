@@ -23,12 +23,12 @@ from ridgeline.router.dispatch.orchestrator import (
 )
 from ridgeline.router.dispatch.request import SequenceRequest
 from ridgeline.router.fleet.fleet import Fleet, Worker
-from ridgeline.router.fleet.policy import Demand, NoWorker
+from ridgeline.router.fleet.policy import NoWorker
 from ridgeline.router.fleet.roles import RoleTable
-from ridgeline.router.flow.placement import LocalPlacement
-from ridgeline.router.flow.prompt_queue import prompt_queues
 from ridgeline.router.front.sampling import sampling_of
 from ridgeline.router.observe.metrics import RequestMetrics
+from ridgeline.router.placement.cluster_state import ClusterState
+from ridgeline.router.placement.places import own_placement
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.samples import LAYOUT, TIMING, make_handoff, router_settings, worker_description
 
@@ -99,8 +99,9 @@ class Bench:
             mode=mode, request_deadline_s=deadline_s, min_remote_prefill_tokens=min_remote, recovery_timeout_s=0.0
         )
         metrics = RequestMetrics(self.registry)
-        self.queues = queues = prompt_queues(self.fleet, self.settings)
-        placement = LocalPlacement(self.fleet, queues, self.settings)
+        self.state = ClusterState(self.fleet, self.settings)
+        self.queues = self.state.queues
+        placement = own_placement(self.state, self.fleet, self.settings)
         self.orchestrator = Orchestrator(self.fleet, placement, self.settings, metrics, self.release)
 
     def release(self, handoff, after_s):
@@ -407,7 +408,7 @@ async def test_a_decode_worker_that_leaves_while_the_prompt_waits_for_its_turn_c
         running = asyncio.create_task(bench.run())
         await eventually(lambda: bench.queues["prefill"].waiting)
         bench.fleet.get("decode-0").status = WorkerStatus(worker_id="decode-0", draining=True)
-    bench.queues["prefill"].dispatch()
+    bench.state.look()
     await running
     assert bench.tokens == [1, 2, 3]
     assert bench.fleet.get("decode-0").client.tasks == []
@@ -422,7 +423,7 @@ async def test_when_all_decode_workers_leave_meanwhile_it_is_for_their_leaving_t
         running = asyncio.create_task(bench.run())
         await eventually(lambda: bench.queues["prefill"].waiting)
         bench.fleet.get("decode-0").status = WorkerStatus(worker_id="decode-0", draining=True)
-    bench.queues["prefill"].dispatch()
+    bench.state.look()
     await running
     retried = {"state": "queued", "cause": "draining"}
     assert bench.registry.get_sample_value("ridgeline_retries_total", retried) == 1
@@ -658,7 +659,7 @@ async def test_a_decode_worker_lost_while_the_prompt_waited_costs_nothing():
         await asyncio.sleep(0.05)
         bench.fleet.get("decode-0").client.connected = False
         assert bench.log == []
-    bench.queues["prefill"].dispatch()
+    bench.state.look()
     await running
     assert bench.tokens == [1, 2, 3]
     assert [line for line in bench.log if "prefill" in line] == ["prefill-0 asked"]
@@ -670,12 +671,12 @@ async def test_a_decode_worker_lost_while_the_prompt_waited_costs_nothing():
 async def test_decode_is_chosen_when_the_prompt_has_its_turn_by_the_blocks_it_will_need():
     bench = split(**{"decode-1": [SECOND, LAST]})
     crowded, roomy = bench.fleet.get("decode-0"), bench.fleet.get("decode-1")
-    async with bench.queues["prefill"].turn(Demand(2000, client="other"), decodes_here=False):
+    with bench.fleet.get("prefill-0").reserve(2000):
         task = asyncio.create_task(bench.run())
         await asyncio.sleep(0)
         with roomy.reserve():  # more run there, and it has the blocks
             crowded.status = WorkerStatus(worker_id="decode-0", kv_blocks_free=1, kv_blocks_total=100)
-            bench.queues["prefill"].dispatch()
+            bench.state.look()
     await task
     assert (len(crowded.client.tasks), len(roomy.client.tasks)) == (0, 1)
     bench.assert_idle()

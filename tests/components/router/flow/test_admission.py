@@ -1,6 +1,5 @@
 """Who is let in: refusals by reason, what they say, and what is counted."""
 
-import asyncio
 from dataclasses import replace
 from http import HTTPStatus
 
@@ -12,8 +11,9 @@ from ridgeline.router.fleet.policy import Demand
 from ridgeline.router.fleet.worker import Worker
 from ridgeline.router.flow.admission import Admission
 from ridgeline.router.flow.admission_rules import Ask, Refused, Snapshot, decide
-from ridgeline.router.flow.prompt_queue import prompt_queues
 from ridgeline.router.observe.metrics import RequestMetrics
+from ridgeline.router.placement.cluster_state import ClusterState, Requests
+from ridgeline.router.placement.events import Happened, Leaves, Wants, Wish
 from tests.components.router.dispatch.test_orchestrator import FOREVER, Bench
 from tests.support.clock import FakeClock
 from tests.support.samples import router_settings
@@ -236,12 +236,21 @@ class Router:
         self.clock = FakeClock()
         self.registry = CollectorRegistry()
         settings = router_settings(self.bench.settings, recovery_timeout_s=60.0, max_client_share=share)
-        self.queues = prompt_queues(self.bench.fleet, settings)
+        self.state = ClusterState(self.bench.fleet, settings, clock=self.clock)
+        self.queues = self.state.queues
+        self.requests = Requests(lambda answer: None)
         metrics = RequestMetrics(self.registry)
         self.admission = Admission(
             settings, self.queues, self.bench.fleet, metrics, self.clock, look_every_s=look_every_s
         )
         self.admission.state = "open"
+
+    def prompt(self, number, client, tokens, computed_in_s=None):
+        self.state.apply(self.requests, Wants(number, Wish(Demand(tokens, client=client))))
+        if computed_in_s is not None:
+            self.clock.now_s += computed_in_s
+            self.state.apply(self.requests, Happened(number, "prompt_done"))
+            self.state.apply(self.requests, Leaves(number))
 
     def rejected(self, reason):
         return self.registry.get_sample_value("ridgeline_rejected_total", {"reason": reason})
@@ -297,38 +306,22 @@ def test_prompts_that_would_fill_the_decode_pool_are_refused_until_some_have_end
 
 async def test_a_client_is_refused_by_the_wait_it_would_have_itself_and_others_are_not():
     router = Router()
-    queue, clock = router.queues["prefill"], FakeClock()
-    queue._clock = queue._rate._clock = clock
-
-    async def hold(client, tokens, seconds=None):
-        async with queue.turn(Demand(tokens, client=client), decodes_here=queue.pool != "prefill") as turn:
-            if seconds is None:
-                await asyncio.Event().wait()
-            clock.now_s += seconds
-            turn.prompt_done()
-
-    await hold("flood", 4000, seconds=16.0)  # 250 tokens/s
-    running = [asyncio.create_task(hold("flood", 2000)) for _ in range(5)]
-    await asyncio.sleep(0)
+    router.prompt(0, "flood", 4000, computed_in_s=16.0)  # 250 tokens/s
+    for number in range(1, 6):
+        router.prompt(number, "flood", 2000)
     with pytest.raises(Refused, match="would wait about 40 s"):
         router.admission.check("flood", 1)
     with pytest.raises(Refused, match="would wait about 40 s"):
         router.admission.admit("flood", SMALL)
     router.admission.check("short", 1)
     router.admission.admit("short", SMALL)
-    for task in running:
-        task.cancel()
-    await asyncio.gather(*running, return_exceptions=True)
+    router.state.left(router.requests)
     router.admission.check("flood", 1)
 
 
 async def test_a_request_of_n_sequences_is_refused_by_the_wait_of_the_last_of_its_prompts():
     router = Router()
-    queue, clock = router.queues["prefill"], FakeClock()
-    queue._clock = queue._rate._clock = clock
-    async with queue.turn(Demand(4000, client="a"), decodes_here=False) as turn:
-        clock.now_s += 64.0  # 62.5 tokens/s
-        turn.prompt_done()
+    router.prompt(0, "a", 4000, computed_in_s=64.0)  # 62.5 tokens/s
     router.admission.admit("a", Ask(4, 600, 16))
     with pytest.raises(Refused, match="the last of n = 5 prompts would wait about 38 s"):
         router.admission.admit("a", Ask(5, 600, 16))

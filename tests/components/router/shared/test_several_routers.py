@@ -67,7 +67,7 @@ async def test_the_dispatcher_knows_what_is_in_use_by_all_routers_and_which_prom
 
 
 async def waits(dispatcher, number):
-    await eventually(lambda: dispatcher._queues["prefill"].waiting == number)
+    await eventually(lambda: dispatcher._state.queues["prefill"].waiting == number)
 
 
 async def test_both_routers_serve_through_both_workers_and_give_the_tokens_of_one_engine():
@@ -348,11 +348,11 @@ async def test_a_prompt_whose_placement_fails_in_the_dispatcher_is_refused_at_on
     async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started:
         addresses = [host.address for host in started]
         async with a_dispatcher(addresses, SETTINGS) as (dispatcher, at), routers(1, addresses, at, SETTINGS) as (one,):
-            route_of = dispatcher._placement.route_of
-            dispatcher._placement.route_of = lambda _: 1 / 0
+            route_of = dispatcher._state.route_of
+            dispatcher._state.route_of = lambda _: 1 / 0
             with pytest.raises(NoWorker, match=r"failed to place the prompt \(ZeroDivisionError: .*\): see its log"):
                 await one.ask()[1]
-            dispatcher._placement.route_of = route_of
+            dispatcher._state.route_of = route_of
             sent, request = one.ask()
             await request
             assert sent == expected(5)
@@ -369,7 +369,7 @@ async def test_a_message_that_fails_in_the_dispatcher_ends_no_connection():
                 failed.set()
                 raise ZeroDivisionError
 
-            dispatcher._placement.forget_prefixes = fails
+            dispatcher._state._learned.prefixes.forget_all = fails
             one.decisions.placement.forget_prefixes()
             await failed.wait()
             await one.ask()[1]

@@ -6,19 +6,20 @@ import msgspec
 
 from ridgeline.router.fleet.policy import Demand
 from ridgeline.router.flow.admission import Held
-from ridgeline.router.flow.placement import Wish
+from ridgeline.router.placement.events import Denied, Wish
+from ridgeline.router.placement.places import Placement
 from ridgeline.router.settings import RouterStart
 from ridgeline.router.shared.counts import Counts
 from ridgeline.router.shared.holdings import Parts
 from ridgeline.router.shared.joined_router import MOST_AT_ONCE, JoinedRouter
-from ridgeline.router.shared.messages import Counted, Denied, Downs, Holds, Joins, Others
-from ridgeline.router.shared.shared_placement import SharedPlacement
+from ridgeline.router.shared.link import give_up_without_a_dispatcher
+from ridgeline.router.shared.messages import Counted, Downs, Holds, Joins, Others
 from ridgeline.worker_runtime.client import decoder, encode
 from tests.support.samples import router_settings
 
 
 def joined(parts):
-    return JoinedRouter(None, None, asyncio.Event(), parts, Counts())
+    return JoinedRouter(_State(), parts, Counts())
 
 
 def news(number):
@@ -62,7 +63,7 @@ async def test_a_router_that_has_gone_holds_nothing_for_the_others():
     assert (await stays.next_batch()).messages == [
         Others(whole=True, changed={"a": Held(3, 30)}, sequences_per_s=1.0, blocks_per_s=2.0)
     ]
-    await gone.close()
+    gone.close()
     stays.look()
     assert (await stays.next_batch()).messages == [
         Others(whole=False, changed={"a": Held()}, sequences_per_s=0, blocks_per_s=0)
@@ -89,12 +90,12 @@ class Away:
 
 
 async def test_however_many_prompts_wait_one_look_for_a_dispatcher_serves_them_all(monkeypatch):
-    monkeypatch.setattr("ridgeline.router.shared.shared_placement.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("ridgeline.router.shared.link.LOOK_EVERY_S", 0.0)
     link = Away(looks=5)
-    placement = SharedPlacement(_Fleet(), link, router_settings())
+    placement = Placement(_Fleet(), router_settings(), link.send)
     waiting = [asyncio.create_task(_place(placement)) for _ in range(100)]
     await asyncio.sleep(0)
-    looking = asyncio.create_task(placement.give_up_without_a_dispatcher())
+    looking = asyncio.create_task(give_up_without_a_dispatcher(link, placement, 10.0))
     await link.enough.wait()
     assert link.asked == 5
     for task in (looking, *waiting):
@@ -104,6 +105,11 @@ async def test_however_many_prompts_wait_one_look_for_a_dispatcher_serves_them_a
 
 class _Fleet:
     workers = ()
+
+
+class _State:
+    def left(self, _requests):
+        pass
 
 
 async def _place(placement):

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from ridgeline.contracts.workers import StepModel, WorkerStatus
 from ridgeline.router.fleet.policy import Demand
 from ridgeline.router.fleet.worker import Worker
-from ridgeline.router.flow.choice import ByPolicy
-from ridgeline.router.flow.learned import Learned
+from ridgeline.router.placement.choice import ByPolicy
+from ridgeline.router.placement.learned import Learned
 from ridgeline.router.scheduler.adaptive import Adaptive
 from tests.support.samples import LAYOUT, worker_description
 

@@ -3,7 +3,7 @@
 import pytest
 
 from ridgeline.router.fleet.policy import Demand
-from ridgeline.router.flow.learned import REMEMBERED, UNKNOWN_OUTPUT_TOKENS, UNKNOWN_PART, WEIGHT, Learned
+from ridgeline.router.placement.learned import REMEMBERED, UNKNOWN_OUTPUT_TOKENS, UNKNOWN_PART, WEIGHT, Learned
 
 
 def test_before_any_answer_half_of_the_longest_is_expected_or_a_guess():

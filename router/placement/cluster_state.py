@@ -1,0 +1,455 @@
+"""The state by which prompts start: the workers, the requests that wait or run, and what was learned of them.
+
+It changes by the events of its routers (`router/flow/events.py`), by news of the workers, and when it looks again while
+prompts wait. A router that serves alone has one; several routers share that of their dispatcher (`router/shared`).
+
+    Wants -> route -> queue of a pool -> workers with room, in fair order -> Granted, and a `Hold` until Leaves
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+from msgspec.structs import replace
+
+from ridgeline.contracts.errors import WorkerDraining, WorkerLost
+from ridgeline.contracts.vocabulary import Pool
+from ridgeline.router.fleet.fleet import Fleet, Worker
+from ridgeline.router.fleet.policy import (
+    ADAPTIVE_SPLIT,
+    ADAPTIVE_WHOLE,
+    DECODE_SCORER,
+    SPLIT,
+    NoWorker,
+    Route,
+    distance,
+    pick,
+    pools_of,
+)
+from ridgeline.router.placement.choice import ByPolicy, Choice
+from ridgeline.router.placement.events import (
+    Answer,
+    Answered,
+    Denied,
+    Doubts,
+    Event,
+    Forgets,
+    Granted,
+    Happened,
+    Keeps,
+    Leaves,
+    Reason,
+    Wants,
+    Wish,
+)
+from ridgeline.router.placement.holds import DecodePlaces, Hold
+from ridgeline.router.placement.learned import Learned
+from ridgeline.router.placement.pool_queue import PoolQueue, Waiter
+from ridgeline.router.scheduler.adaptive import Adaptive
+from ridgeline.router.scheduler.features import Assignment
+from ridgeline.router.scheduler.traffic import Seen
+from ridgeline.router.settings import RouterSettings
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S: Final = 0.25
+"""While prompts wait: a worker's return is not always reported."""
+_REASONS: Final[dict[type[Exception], Reason]] = {NoWorker: "no_worker", WorkerLost: "lost", WorkerDraining: "draining"}
+Later = Callable[[float, Callable[[], None]], object]
+
+
+@dataclass(eq=False, kw_only=True)
+class Request(Waiter):
+    """An attempt of a request, which waits and then holds places on workers."""
+
+    number: int
+    wish: Wish
+    router: Requests
+    route: Route
+    seen: Seen | None = None
+    """The request among the traffic, if this is its first attempt."""
+    hold: Hold | None = None
+    """None while it waits."""
+    queue: PoolQueue[Request] | None = None
+    assignment: Assignment | None = None
+
+
+@dataclass(eq=False)
+class Requests:
+    """The requests of one router."""
+
+    tell: Callable[[Granted | Denied], None]
+    by_number: dict[int, Request] = field(default_factory=dict)
+
+
+class ClusterState:
+    """Gives the requests of routers their places on the workers of a fleet."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        settings: RouterSettings,
+        learned: Learned | None = None,
+        policy: Adaptive | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        later: Later = lambda delay_s, look: asyncio.get_running_loop().call_later(delay_s, look),
+        paused: bool = False,
+    ) -> None:
+        """In pool `adaptive` prompts go by `policy`. Predictions use what `learned` has been told.
+
+        `later` calls a function once after so many seconds. `paused`: no prompt starts before `resume`.
+        """
+        self._fleet = fleet
+        self._learned = learned or Learned(settings.block_size_tokens)
+        self._min_remote_prefill_tokens = settings.router.min_remote_prefill_tokens
+        self._recovery_timeout_s = settings.router.recovery_timeout_s
+        self._clock, self._later, self._looks_again = clock, later, False
+        self._places = DecodePlaces(fleet.answering)
+        self.queues = {pool: self._queue(pool, settings, policy) for pool in fleet.pools}
+        self._turns = list(self.queues.values())
+        """The one whose prompt started last is last: in a fixed order, one pool's prompts would wait as long as the
+        first pool has any that take the free decode places."""
+        self._in_doubt: dict[Request, float] = {}
+        """Those that wait until it is known whether there is a worker to decode, and since when."""
+        self._early: list[Request] | None = [] if paused else None
+        """Those that came while it was paused."""
+        fleet.on_news = self._heard
+
+    def _queue(self, pool: Pool, settings: RouterSettings, policy: Adaptive | None) -> PoolQueue[Request]:
+        workers, chooser = partial(self._fleet.pool, pool), None
+        if pool == "adaptive" and policy is not None:
+            chooser = ByPolicy(pool, workers, self._learned, policy, self._min_remote_prefill_tokens)
+
+        def another_serves() -> bool:
+            return any(self._fleet.usable(other) for other in pools_of(self._fleet.mode) if other != pool)
+
+        return PoolQueue(
+            pool,
+            workers,
+            settings.prefill_window_tokens[pool],
+            self._recovery_timeout_s,
+            self._places,
+            self._clock,
+            another_serves,
+            chooser,
+        )
+
+    # --- events
+
+    def apply(self, router: Requests, event: Event) -> None:
+        """Take what a router tells. It is answered by `router.tell`, at once or later."""
+        match event:
+            case Wants():
+                try:
+                    self._want(router, event)
+                except Exception as error:
+                    logger.exception("no place for prompt %d of a router", event.number)
+                    self._refuse(router, event.number, error)
+            case Keeps():
+                self._keep(router, event)
+            case Happened() | Answered():
+                request = router.by_number.get(event.number)
+                if request is not None and request.hold is not None:
+                    self._happened(request, request.hold, event)
+            case Leaves():
+                request = router.by_number.pop(event.number, None)
+                if request is not None:
+                    self._end(request)
+                    self._start()
+            case Forgets():
+                self._learned.prefixes.forget_all()
+            case Doubts():
+                with suppress(KeyError):  # it has been removed meanwhile
+                    self._fleet.get(event.worker_id).client.has_failed()
+
+    def left(self, router: Requests) -> None:
+        """Take that a router has gone, with all its requests."""
+        requests, router.by_number = router.by_number, {}
+        for request in requests.values():
+            self._end(request)
+        self._start()
+
+    def mode_changed(self) -> int:
+        """Send the prompts on that wait in pools without a part in the new mode; return how many there were."""
+        pools = pools_of(self._fleet.mode)
+        sent_on = [one for pool, queue in self.queues.items() if pool not in pools for one in queue.pop_all()]
+        for request in sent_on:
+            self._enter(request)
+        self.look()
+        return len(sent_on)
+
+    def resume(self) -> None:
+        """Let prompts start from now on."""
+        early, self._early = self._early or [], None
+        for request in early:
+            self._enter(request)
+        self.look()
+
+    def look(self) -> None:
+        """Start what can start now, and give up what has waited too long for a worker. Called when workers change."""
+        for request, since_s in tuple(self._in_doubt.items()):
+            self._look_for_decode(request, since_s)
+        for queue in self.queues.values():
+            if (why := queue.outage()) is not None:
+                for request in queue.pop_all():
+                    self._without_worker(request, why)
+        self._start()
+
+    def _heard(self) -> None:
+        if self._in_doubt:
+            self.look()
+
+    # --- a request waits
+
+    def route_of(self, wish: Wish) -> Route:
+        """Return which way it would go at this moment."""
+        return self._fleet.route(wish.demand, 0 if wish.probe else self._min_remote_prefill_tokens)
+
+    def _want(self, router: Requests, event: Wants) -> None:
+        self._forget_removed_workers()
+        wish, demand = event.wish, event.wish.demand
+        request = router.by_number[event.number] = Request(
+            demand, wish.urgent, self._clock(), number=event.number, wish=wish, router=router, route=self.route_of(wish)
+        )
+        if not (wish.probe or wish.urgent):
+            request.seen = self._learned.traffic.arrived(
+                demand.prompt_tokens, demand.ttft_limit_s, demand.tpot_limit_s, demand.waited_s
+            )
+        if self._early is not None:
+            self._early.append(request)
+            return
+        self._enter(request)
+        self._start()
+
+    def _enter(self, request: Request) -> None:
+        """Have it wait on the route that is right at the moment."""
+        request.route, request.queue = self.route_of(request.wish), None
+        if request.route == SPLIT:  # do not prefill while it is not known whether there is a worker to decode
+            self._look_for_decode(request, self._clock())
+        else:
+            self._push(request)
+
+    def _push(self, request: Request) -> None:
+        request.queue = self.queues[request.route.prompt_pool]
+        request.queue.push(request)
+
+    def _look_for_decode(self, request: Request, since_s: float) -> None:
+        """Let it wait for prefill if a worker would decode. The status of one in doubt is being asked for."""
+        self._in_doubt.pop(request, None)
+        if self.route_of(request.wish) != request.route:
+            self._enter(request)
+        elif any(worker.takes_work for worker in self._fleet.pool("decode")):
+            self._push(request)
+        elif not self._fleet.usable("decode"):
+            self._without_worker(request, NoWorker("no decode worker is usable"))
+        elif self._clock() - since_s >= self._recovery_timeout_s:
+            why = f"no decode worker has been usable for {self._recovery_timeout_s:g} s"
+            self._without_worker(request, NoWorker(why))
+        else:
+            self._in_doubt[request] = since_s
+
+    def _without_worker(self, request: Request, why: NoWorker) -> None:
+        """Send it another way if workers serve that now."""
+        now = self.route_of(request.wish)
+        if now != request.route and self._fleet.usable(now.prompt_pool):
+            self._enter(request)
+        else:
+            self._deny(request, why)
+
+    def _refuse(self, router: Requests, number: int, error: Exception) -> None:
+        """End a wish that had a fault of ours: without an answer its router would wait until the request's deadline."""
+        request = router.by_number.get(number)
+        if request is None:
+            router.tell(Denied(number, *_why(error)))
+        elif request.hold is None:
+            self._end(request)
+            self._deny(request, error)
+
+    def _deny(self, request: Request, error: Exception) -> None:
+        request.router.by_number.pop(request.number, None)
+        request.router.tell(Denied(request.number, *_why(error)))
+
+    def _forget_removed_workers(self) -> None:
+        there = [worker.worker_id for worker in self._fleet.workers]
+        self._learned.forget_all_but(there)
+        for queue in self._turns:
+            queue.forget_all_but(there)
+
+    # --- it starts
+
+    def _start(self) -> None:
+        """Send the next prompts to their workers while there is room."""
+        for queue in tuple(self._turns) if self._early is None else ():
+            while (start := queue.take_next()) is not None:
+                self._grant(queue, start[0], start[1])
+                self._turns.remove(queue)
+                self._turns.append(queue)
+        waits = self._in_doubt or any(queue.waiting for queue in self._turns)
+        if waits and not self._looks_again:
+            self._looks_again = True
+            self._later(LOOK_EVERY_S, self._look_again)
+
+    def _look_again(self) -> None:
+        self._looks_again = False
+        self.look()
+
+    def _grant(self, queue: PoolQueue[Request], request: Request, choice: Choice | Exception) -> None:
+        if isinstance(choice, Exception):
+            self._deny(request, choice)
+            return
+        try:
+            decode = self._decode_worker(request, choice)
+        except NoWorker as error:
+            self._without_worker(request, error)
+            return
+        except (WorkerLost, WorkerDraining) as error:
+            self._deny(request, error)
+            return
+        except Exception as error:  # the first token of any other request may have led here
+            logger.exception("no decode worker can be chosen for a prompt")
+            self._deny(request, error)
+            return
+        if decode is None:
+            self._enter(request)
+            return
+        worker, route, assignment = choice.worker, request.route, choice.assignment
+        if assignment is not None and request.held_s:
+            assignment = replace(assignment, held_s=request.held_s)
+        if route == ADAPTIVE_WHOLE and decode is not worker:
+            route = ADAPTIVE_SPLIT
+        was_idle = not worker.outstanding.prompt_tokens
+        self._hold(request, worker, decode, assignment)
+        if was_idle:
+            queue.began(worker)
+        request.router.tell(
+            Granted(
+                request.number, route, _incarnation(worker), _incarnation(decode) if route.splits else None, assignment
+            )
+        )
+
+    def _hold(self, request: Request, worker: Worker, decode: Worker, assignment: Assignment | None = None) -> None:
+        request.assignment = assignment
+        request.hold = Hold(request.demand, worker, decode, assignment.cached_tokens if assignment else 0)
+        self._places.add(request.demand.client, decode, 1)
+
+    def _decode_worker(self, request: Request, choice: Choice) -> Worker | None:
+        """Return the worker that decodes; None if the mode has no such pool any more.
+
+        If the route splits and none was chosen, pick one by the KV blocks that the sequence will need, half of its
+        answer included, by its load and how near it is. Raises NoWorker, WorkerLost or WorkerDraining.
+        """
+        if request.route != SPLIT:
+            return choice.decode_worker or choice.worker
+        pool = self._fleet.usable("decode")
+        if not pool and self._fleet.mode != "disaggregated":
+            return None
+        if not pool:
+            leaves = any(worker.load().draining for worker in self._fleet.pool("decode"))
+            gone = WorkerDraining if leaves else WorkerLost
+            raise gone("the decode workers were lost while the prompt waited for its turn")
+        here = choice.worker.description
+        loads = [one.load(distance(here, one.description)) for one in pool]
+        return self._fleet.get(pick(request.demand, loads, DECODE_SCORER))
+
+    def _keep(self, router: Requests, kept: Keeps) -> None:
+        """Count a request where it runs already; if its worker is gone, it is about to leave anyway."""
+        try:
+            worker = self._fleet.get(kept.prompt_worker)
+            decode = worker if kept.decode_worker is None else self._fleet.get(kept.decode_worker)
+        except KeyError:
+            return
+        request = router.by_number[kept.number] = Request(
+            kept.wish.demand,
+            kept.wish.urgent,
+            self._clock(),
+            number=kept.number,
+            wish=kept.wish,
+            router=router,
+            route=kept.route,
+            queue=self.queues[kept.route.prompt_pool],
+        )
+        self._hold(request, worker, decode)
+        for step in kept.steps:
+            self.apply(router, Happened(kept.number, step))
+
+    # --- it runs
+
+    def _happened(self, request: Request, hold: Hold, event: Happened | Answered) -> None:
+        if isinstance(event, Answered):
+            self._answered(request, hold, event.answer)
+        elif event.step == "prompt_done":
+            self._prompt_done(request, hold, event.cached_tokens)
+        elif event.step == "prompt_left":
+            self._drop_prompt(request, hold)
+            hold.prompt_left()
+            self._start()
+        else:
+            hold.decode_began()
+
+    def _prompt_done(self, request: Request, hold: Hold, cached_tokens: int | None) -> None:
+        worker, computed_now = hold.prompt_worker, hold.computes
+        hold.prompt_done()
+        if computed_now and request.queue is not None:
+            request.queue.computed(worker, request.demand.prompt_tokens)
+            self._start()
+            if worker.outstanding.prompt_tokens:
+                request.queue.began(worker)
+        if request.wish.probe:  # its size says nothing of clients' requests
+            return
+        if cached_tokens is not None:
+            if request.assignment is not None:
+                expected_tokens = request.assignment.cached_tokens
+                self._learned.had(worker.description, request.demand.prefix, cached_tokens, expected_tokens)
+            if request.seen is not None:
+                self._learned.traffic.computed(request.seen, request.demand.prompt_tokens, cached_tokens)
+        self._learned.computed(worker.description, request.demand.prefix)
+
+    def _answered(self, request: Request, hold: Hold, answer: Answer) -> None:
+        if request.wish.probe:
+            return
+        self._learned.answered(request.demand, answer.output_tokens)
+        if request.seen is not None:
+            self._learned.traffic.answered(request.seen, answer.output_tokens, answer.ttft_s, answer.tpot_s)
+        if request.assignment is not None and answer.outside_s is not None:
+            self._learned.was_outside(answer.outside_s)
+        self._learned.computed(hold.decode_worker.description, answer.prefix)
+        if hold.splits:
+            source, sink = hold.prompt_worker.worker_id, hold.decode_worker.worker_id
+            self._learned.moved(source, sink, answer.kv_bytes, answer.wire_s)
+
+    def _drop_prompt(self, request: Request, hold: Hold) -> None:
+        if hold.computes and request.queue is not None:
+            request.queue.dropped(hold.prompt_worker)
+
+    def _end(self, request: Request) -> None:
+        hold = request.hold
+        if hold is None:
+            self._in_doubt.pop(request, None)
+            if request.queue is not None:
+                request.queue.remove(request)
+            if self._early is not None and request in self._early:
+                self._early.remove(request)
+        else:
+            self._drop_prompt(request, hold)
+            hold.close()
+            self._places.add(request.demand.client, hold.decode_worker, -1)
+
+
+def _why(error: Exception) -> tuple[Reason, str]:
+    """Return the reason and the sentence of `Denied`."""
+    reason = _REASONS.get(type(error))
+    if reason is not None:
+        return reason, str(error)
+    return "failed", f"the router failed to place the prompt ({type(error).__name__}: {error}): see its log"
+
+
+def _incarnation(worker: Worker) -> tuple[str, str]:
+    return worker.worker_id, worker.description.incarnation

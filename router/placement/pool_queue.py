@@ -1,0 +1,318 @@
+"""The prompts of one pool that wait until a worker has room: fair among clients, and bounded. No asyncio or I/O.
+
+An engine runs prompts in order of arrival, so what was sent there cannot be reordered. A worker therefore gets a prompt
+only while the prompt tokens it still has to compute are below a window; the others wait in a `FairQueue`. A prompt also
+waits while its client may not have one more sequence decoded (`DecodePlaces`).
+
+**Bound.** In a pool of one worker, with window W, quantum Q and longest prompt L: a short prompt (up to Q tokens) of a
+client with nothing else waiting starts after at most W + L tokens that the worker already has, and Q + L tokens of each
+other client with prompts waiting. With more workers it starts sooner.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from ridgeline.contracts.vocabulary import Pool
+from ridgeline.router.fleet.fleet import Worker
+from ridgeline.router.fleet.policy import Demand, NoWorker
+from ridgeline.router.flow.client_prompts import Entry
+from ridgeline.router.flow.fair_queue import FairQueue, Waiting
+from ridgeline.router.flow.rates import ServiceRate
+from ridgeline.router.placement.choice import ByScore, Choice, Chooser
+from ridgeline.router.placement.holds import DecodePlaces
+
+logger = logging.getLogger(__name__)
+
+SUBSTITUTED_PATIENCE_S = 2.0
+"""Prompts whose pool is lost wait this long if the workers of another pool can serve them whole meanwhile."""
+
+
+@dataclass(eq=False)
+class Waiter:
+    """A prompt that waits."""
+
+    demand: Demand
+    urgent: bool
+    since_s: float
+    held_s: float = 0.0
+    """See `Assignment`."""
+    entry: Entry[Any] | None = None
+    """Its place in the fair order; None if it waits elsewhere, or not any more."""
+
+
+W = TypeVar("W", bound=Waiter)
+
+
+class QueueNow(msgspec.Struct, frozen=True):
+    """A pool's queue at one moment."""
+
+    waiting: Waiting
+    on_workers_tokens: int
+    """Prompt tokens that the workers still have to compute."""
+    starts_at_once: bool
+    """Whether nothing waits and a worker has room."""
+    tokens_per_s: float | None
+    """Prompt tokens that the whole pool computes per second; None until measured."""
+
+    def wait_s(self, client: str, prompt_tokens: int, prompts: int = 1) -> float | None:
+        """Estimate the seconds that the last of `prompts` prompts of this client would wait; None until measured.
+
+        `prompt_tokens` is the length of each. A prompt that a worker would take at once does not wait, however slow the
+        pool was when last measured: else a low rate would keep away the prompts that correct it.
+        """
+        if self.tokens_per_s is None:
+            return None
+        siblings_tokens = (prompts - 1) * prompt_tokens
+        if self.starts_at_once:
+            return siblings_tokens / self.tokens_per_s
+        ahead = self.waiting.tokens_ahead(client, prompts * prompt_tokens)
+        return (self.on_workers_tokens + ahead + siblings_tokens) / self.tokens_per_s
+
+
+class PoolQueue(Generic[W]):
+    """The waiting prompts of one pool, and the rate at which its workers compute prompts."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        workers: Callable[[], Sequence[Worker]],
+        window_tokens: int,
+        recovery_timeout_s: float,
+        places: DecodePlaces,
+        clock: Callable[[], float] = time.monotonic,
+        has_substitute: Callable[[], bool] = lambda: False,
+        chooser: Chooser | None = None,
+    ) -> None:
+        """`has_substitute`: whether the workers of another pool can serve whole requests now.
+
+        `chooser` chooses a prompt's workers, by default by their scores.
+        """
+        self.pool: Pool = pool
+        self._by_score = ByScore(pool)
+        self._chooser = chooser or self._by_score
+        self._has_substitute = has_substitute
+        self._workers = workers
+        self._places = places
+        self._window_tokens = window_tokens
+        self._recovery_timeout_s = recovery_timeout_s
+        self._clock = clock
+        self._queue: FairQueue[W] = FairQueue()
+        self._rate = ServiceRate(clock, window_tokens)
+        self._unusable_since_s: float | None = None
+        self._held: W | None = None
+        """The prompt that waits although a worker would take it."""
+        self._held_since_s = 0.0
+        self._aside: list[W] = []
+        """Prompts whose turn came while all workers that their routers reach were full, so that they hold up nobody.
+        Once there is room they and the others go in turn, so that neither keep the other waiting."""
+        self._aside_went_last = False
+
+    # --- prompts
+
+    def push(self, waiter: W) -> None:
+        """Put a prompt into the queue, with the time by which it must start if its first token is to be in time."""
+        demand, deadline_s, latest_s = waiter.demand, None, None
+        least_s = self._chooser.least_s(demand)
+        if least_s is not None and math.isfinite(demand.ttft_limit_s):
+            deadline_s = waiter.since_s - demand.waited_s + demand.ttft_limit_s
+            latest_s = deadline_s - least_s
+        waiter.entry = self._queue.push(
+            demand.client,
+            demand.prompt_tokens,
+            waiter,
+            urgent=waiter.urgent,
+            deadline_s=deadline_s,
+            latest_start_s=latest_s,
+        )
+
+    def remove(self, waiter: W) -> None:
+        """Take out a prompt that no longer waits; does nothing if it is not here."""
+        if waiter in self._aside:
+            self._aside.remove(waiter)
+        elif waiter.entry is not None:
+            self._queue.remove(waiter.entry)
+            waiter.entry = None
+
+    def pop_all(self) -> list[W]:
+        """Take out all prompts, in their order."""
+        popped, self._aside = self._aside, []
+        while len(self._queue):
+            popped.append(self._queue.pop().item)
+            popped[-1].entry = None
+        return popped
+
+    def take_next(self) -> tuple[W, Choice | Exception] | None:
+        """Take out the prompt that starts now, with its workers or the fault of the rules; None if all must wait.
+
+        A fault of the rules ends only the prompt that they were asked about. Call it again once the prompt is counted
+        on its workers.
+        """
+        held: W | None = None
+        try:
+            if not self.waiting or not (roomy := self._with_room()):
+                return None
+            may_start, now_s = self._places.as_of_now(), self._clock()
+            waiter = self._next(may_start, now_s, roomy)
+            if waiter is None:  # all waiting clients are over their share of decode
+                return None
+            choice = self._choose(waiter, waiter.demand.waited_s + now_s - waiter.since_s, roomy)
+            if choice is None:  # it waits for a worker that has no room now
+                held = waiter
+                return None
+            self._take(waiter, may_start, now_s)
+        finally:
+            self._hold(held)
+        return waiter, choice
+
+    def outage(self) -> NoWorker | None:
+        """Return why no prompt should wait any longer, once the pool has been without a usable worker for long."""
+        if not self.waiting or any(worker.usable for worker in self._workers()):
+            self._unusable_since_s = None
+            return None
+        now_s = self._clock()
+        if self._unusable_since_s is None:
+            self._unusable_since_s = now_s
+        patience_s = self._recovery_timeout_s
+        if self._has_substitute():
+            patience_s = min(SUBSTITUTED_PATIENCE_S, patience_s)
+        if now_s - self._unusable_since_s < patience_s:
+            return None
+        self._unusable_since_s = None
+        return NoWorker(
+            f"no {self.pool} worker was connected and accepting work for {patience_s:.0f} s "
+            "(router.recovery_timeout_s): start one, or find out why they are gone"
+        )
+
+    # --- what its workers compute
+
+    def began(self, worker: Worker) -> None:
+        """Record that a worker begins to compute prompts, or goes on with the next one."""
+        self._rate.begin(worker.worker_id, self._full(worker))
+
+    def computed(self, worker: Worker, prompt_tokens: int) -> None:
+        """Record that a worker has computed a prompt; call `began` next if it has more."""
+        self._rate.finished(worker.worker_id, prompt_tokens)
+
+    def dropped(self, worker: Worker) -> None:
+        """Record that a prompt has left a worker before it was computed."""
+        self._rate.dropped(worker.worker_id)
+
+    def forget_all_but(self, worker_ids: Sequence[str]) -> None:
+        """Forget what was measured of workers that have left."""
+        self._rate.forget_all_but(worker_ids)
+
+    # --- what admission and metrics read
+
+    @property
+    def usable_workers(self) -> int:
+        """Number of workers that would take a prompt, now or later."""
+        return sum(worker.usable for worker in self._workers())
+
+    @property
+    def waiting(self) -> int:
+        """Number of prompts that wait here."""
+        return len(self._queue) + len(self._aside)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Number of tokens of the waiting prompts."""
+        return self._queue.waiting.tokens + sum(waiter.demand.prompt_tokens for waiter in self._aside)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Prompt tokens that the whole pool computes per second; None until measured."""
+        rate = self._rate.tokens_per_s
+        return None if rate is None else rate * max(1, self.usable_workers)
+
+    def now(self) -> QueueNow:
+        """Return what one can know of the queue; `waiting` in it goes on to change."""
+        return QueueNow(
+            waiting=self._all_waiting(),
+            on_workers_tokens=sum(worker.outstanding.prompt_tokens for worker in self._workers()),
+            starts_at_once=not len(self._queue) and any(map(self._has_room, self._workers())),
+            tokens_per_s=self.tokens_per_s,
+        )
+
+    def wait_s(self, client: str, prompt_tokens: int, prompts: int = 1) -> float | None:
+        """Estimate a prompt's wait, see `QueueNow.wait_s`."""
+        return None if self._rate.tokens_per_s is None else self.now().wait_s(client, prompt_tokens, prompts)
+
+    # ---
+
+    def _all_waiting(self) -> Waiting:
+        if not self._aside:
+            return self._queue.waiting
+        return self._queue.waiting.plus((one.demand.client, one.demand.prompt_tokens) for one in self._aside)
+
+    def _with_room(self) -> list[Worker]:
+        """Return the workers whose window is not full."""
+        return [worker for worker in self._workers() if self._has_room(worker)]
+
+    def _has_room(self, worker: Worker) -> bool:
+        return not self._full(worker) and worker.takes_work
+
+    def _full(self, worker: Worker) -> bool:
+        return worker.outstanding.prompt_tokens >= self._window_tokens
+
+    def _next(self, may_start: Callable[[str], bool], now_s: float, roomy: Sequence[Worker]) -> W | None:
+        """Return the prompt that is next, after setting aside those before it that reach only full workers."""
+        aside = self._next_aside(may_start, roomy)
+        if aside is not None and not self._aside_went_last:
+            return aside
+        while (entry := self._queue.peek(may_start, now_s)) is not None:
+            if not self._reaches_only_full_ones(entry.item, roomy):
+                return entry.item
+            self._aside.append(self._queue.pop(may_start, now_s).item)
+            entry.item.entry = None
+        return aside
+
+    def _next_aside(self, may_start: Callable[[str], bool], roomy: Sequence[Worker]) -> W | None:
+        """Return the first prompt that was set aside and may go now."""
+        for waiter in self._aside:
+            may_go = waiter.urgent or may_start(waiter.demand.client)
+            if may_go and not self._reaches_only_full_ones(waiter, roomy):
+                return waiter
+        return None
+
+    def _reaches_only_full_ones(self, waiter: W, roomy: Sequence[Worker]) -> bool:
+        """Return whether its router reaches workers, and all are full. One that reaches none finds that out itself."""
+        avoided = waiter.demand.avoided
+        if not avoided or any(worker.worker_id not in avoided for worker in roomy):
+            return False
+        return any(worker.takes_work and worker.worker_id not in avoided for worker in self._workers())
+
+    def _choose(self, waiter: W, waited_s: float, roomy: Sequence[Worker]) -> Choice | Exception | None:
+        """Return the choice for a prompt, by score if the chooser has a fault."""
+        try:
+            return self._chooser.choose(waiter.demand, waited_s, roomy, urgent=waiter.urgent)
+        except Exception:
+            logger.exception("no prediction for a prompt in pool %s: it goes to the least loaded worker", self.pool)
+        try:
+            return self._by_score.choose(waiter.demand, waited_s, roomy, urgent=waiter.urgent)
+        except Exception as error:
+            logger.exception("no worker can be chosen for a prompt in pool %s", self.pool)
+            return error
+
+    def _take(self, waiter: W, may_start: Callable[[str], bool], now_s: float) -> None:
+        """Take out the prompt that is next."""
+        self._aside_went_last = waiter in self._aside
+        if self._aside_went_last:
+            self._aside.remove(waiter)
+        else:
+            self._queue.pop(may_start, now_s)
+            waiter.entry = None
+
+    def _hold(self, waiter: W | None) -> None:
+        """Count the time until now for the prompt that was held back, and from now on for this one."""
+        now_s = self._clock()
+        if self._held is not None:
+            self._held.held_s += now_s - self._held_since_s
+        self._held, self._held_since_s = waiter, now_s

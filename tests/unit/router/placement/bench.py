@@ -1,0 +1,118 @@
+"""The state of a small cluster without connections, and a router whose requests hold their places until told."""
+
+import math
+from typing import get_args
+
+from ridgeline.contracts.vocabulary import Pool
+from ridgeline.router.fleet.fleet import Fleet, Worker
+from ridgeline.router.fleet.policy import Demand
+from ridgeline.router.fleet.roles import RoleTable
+from ridgeline.router.fleet.worker import Outstanding
+from ridgeline.router.placement.cluster_state import ClusterState, Requests
+from ridgeline.router.placement.events import Denied, Happened, Leaves, Wants, Wish
+from tests.support.clock import FakeClock
+from tests.support.samples import LAYOUT, router_settings, worker_description
+
+WINDOW = 1000
+
+
+class Client:
+    def __init__(self):
+        self.connected, self.failed_s = True, float("-inf")
+
+    def has_failed(self):
+        self.failed_s = 1.0
+
+
+def a_worker(worker_id="prefill-0", **changes):
+    description = worker_description(worker_id=worker_id, pool=worker_id.split("-")[0], layout=LAYOUT, **changes)
+    return Worker(Client(), description)
+
+
+class Bench:
+    """Prompts go through pool `prefill`, and are decoded by `decode-0`, unless told otherwise."""
+
+    def __init__(
+        self, prefill=1, decode=1, recovery_timeout_s=60.0, chooser=None, window=WINDOW, max_num_seqs=256, **settings
+    ):
+        self.clock, self.later = FakeClock(), []
+        self.fleet = Fleet("test", roles=RoleTable("disaggregated", {"colocated": {}}))
+        for pool, number in (("prefill", prefill), ("decode", decode)):
+            for index in range(number):
+                self.add(a_worker(f"{pool}-{index}", max_num_seqs=max_num_seqs))
+        settings = router_settings(
+            prefill_window_tokens=dict.fromkeys(get_args(Pool), window),
+            recovery_timeout_s=recovery_timeout_s,
+            **{"min_remote_prefill_tokens": 0} | settings,
+        )
+        self.state = ClusterState(self.fleet, settings, clock=self.clock, later=lambda _, look: self.later.append(look))
+        self.queue = self.state.queues["prefill"]
+        if chooser is not None:
+            self.queue._chooser = chooser
+        self.router = Requests(self._told)
+        self.started, self.places, self.denied, self._names = [], {}, {}, []
+
+    def add(self, worker):
+        self.fleet._workers[worker.worker_id] = worker
+        return worker
+
+    @property
+    def prefills(self):
+        return self.fleet.pool("prefill")
+
+    def send(
+        self,
+        name,
+        tokens,
+        client="a",
+        urgent=False,
+        limit_s=math.inf,
+        waited_s=0.0,
+        avoided=(),
+        probe=False,
+        router=None,
+    ):
+        demand = Demand(tokens, client=client, ttft_limit_s=limit_s, waited_s=waited_s, avoided=frozenset(avoided))
+        self._names.append(name)
+        self.state.apply(router or self.router, Wants(len(self._names) - 1, Wish(demand, urgent, probe)))
+
+    def _told(self, answer):
+        name = self._names[answer.number]
+        if isinstance(answer, Denied):
+            self.denied[name] = answer
+        else:
+            self.started.append(name)
+            self.places[name] = answer
+
+    def first_token(self, name):
+        self.state.apply(self.router, Happened(self._names.index(name), "prompt_done"))
+
+    def tell(self, name, step):
+        self.state.apply(self.router, Happened(self._names.index(name), step))
+
+    def leave(self, name):
+        self.state.apply(self.router, Leaves(self._names.index(name)))
+
+    def finish(self, name):
+        self.first_token(name)
+        self.leave(name)
+
+    def look_again(self):
+        """Let the time come for which the state has asked."""
+        looks, self.later[:] = self.later[:], []
+        for look in looks:
+            look()
+
+    def worker_of(self, name):
+        return self.places[name].prompt_worker[0]
+
+    def outstanding(self):
+        return [worker.outstanding.prompt_tokens for worker in self.prefills]
+
+    def end(self):
+        for name in self._names:
+            self.leave(name)
+        assert not any(queue.waiting for queue in self.state.queues.values())
+        assert [worker.outstanding for worker in self.fleet.workers] == [Outstanding()] * len(self.fleet.workers)
+        assert not self.state._places._held
+        assert not self.router.by_number
