@@ -123,8 +123,8 @@ power: setup     ## table of how often simulated comparisons find a true differe
 bench-front: model  ## what the router carries, without engines: CPU time a token, one router and two; writes runs/bench-front (about 6 minutes)
 	@$(BIN)/python -m tools.front.bench --model "$$($(BIN)/ridgeline model | tail -1)" $(BENCH)
 
-bench-modes: model  ## the map of three modes over limits of TTFT and TPOT, three workloads, on one fleet; writes runs/bench-modes (under 90 minutes; CONVERSATION=CONV.csv CODE=CODE.csv BENCH="--part shift --out runs/bench-shift")
-	@$(BIN)/python -m tools.bench.modes $(if $(CONVERSATION),--conversation-trace $(CONVERSATION)) $(if $(CODE),--code-trace $(CODE)) $(BENCH)
+bench-modes: setup  ## requests in time of a running server's modes at three rates, by the client of vllm bench serve; writes runs/bench-modes.jsonl (BENCH="--shapes 512/64 --rounds 1")
+	@$(BIN)/python -m tools.bench.modes $(BENCH)
 
 chaos: model     ## workers killed, stopped and cut off under load: nothing may be lost (SECONDS=1800 SEED=1)
 	@$(BIN)/python -m tools.chaos.chaos --seconds $(SECONDS) --seed $(SEED)

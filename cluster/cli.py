@@ -379,7 +379,7 @@ def whatif(
     file: Annotated[Path, typer.Argument(help="a recording, made by `ridgeline record`", exists=True, dir_okay=False)],
     policy: Annotated[
         list[str] | None,
-        typer.Option(help="serve by this policy: adaptive, colocated, `1 of 2 for prefill`, or an installed one"),
+        typer.Option(help="adaptive, `1 of 2 for prefill`, threshold:split_above_tokens=256, or an installed policy"),
     ] = None,
     workers: Annotated[list[int] | None, typer.Option(help="serve with so many workers", min=1, max=1000)] = None,
     ttft_ms: Annotated[float | None, typer.Option(help="TTFT SLO of every request", min=0.1)] = None,

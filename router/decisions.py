@@ -17,8 +17,8 @@ from ridgeline.router.flow.admission import Admission, Holdings, Wait
 from ridgeline.router.flow.fair_queue import Waiting
 from ridgeline.router.observe.collectors import QueueView
 from ridgeline.router.placement.cluster_state import ClusterState
-from ridgeline.router.placement.events import Denied, Granted
 from ridgeline.router.placement.learned import Learned
+from ridgeline.router.placement.placement_events import Denied, Granted
 from ridgeline.router.placement.places import Placement, own_placement
 from ridgeline.router.placement.pool_queue import QueueNow
 from ridgeline.router.settings import RouterSettings

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -122,7 +123,7 @@ def _simulated(
     if name == ADAPTIVE:
         serve_adaptively(requests, fleet, known.models)
     else:
-        serve(requests, fleet, make_policy(name, {}), models=known.models, by_deadline=name not in PURE)
+        serve(requests, fleet, make_policy(*with_options(name)), models=known.models, by_deadline=name not in PURE)
     outside_s = fleet.outside_s
     return PolicyRow(
         name,
@@ -131,6 +132,20 @@ def _simulated(
         _percentiles(one.ttft_s + outside_s for one in requests),
         _percentiles(one.tpot_s for one in requests if one.output_tokens > 1),
     )
+
+
+def with_options(asked: str) -> tuple[str, dict[str, object]]:
+    """Return the name and the options of `NAME` or `NAME:OPTION=VALUE,OPTION=VALUE`. Raises ValueError."""
+    name, _, given = asked.partition(":")
+    options: dict[str, object] = {}
+    for one in filter(None, given.split(",")):
+        option, equals, value = one.partition("=")
+        if not equals or not option.strip():
+            raise ValueError(
+                f"policy {asked!r}: write options as NAME:OPTION=VALUE, as threshold:split_above_tokens=256"
+            )
+        options[option.strip()] = yaml.safe_load(value)
+    return name, options
 
 
 def table(known: Recorded, found: Sequence[PolicyRow]) -> Table:

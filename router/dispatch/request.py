@@ -17,7 +17,7 @@ from ridgeline.router.fleet.policy import Demand
 from ridgeline.router.fleet.prefixes import BlockHashes, block_hashes
 from ridgeline.router.observe.metrics import RequestMetrics
 from ridgeline.router.observe.timeline import RequestState, RequestTimeline
-from ridgeline.router.placement.events import Answer, Wish
+from ridgeline.router.placement.placement_events import Answer, Wish
 from ridgeline.router.scheduler.features import Assignment
 
 Emit = Callable[[TokenDelta], bool]

@@ -34,7 +34,9 @@ from ridgeline.router.fleet.policy import (
     pools_of,
 )
 from ridgeline.router.placement.choice import ByPolicy, Choice
-from ridgeline.router.placement.events import (
+from ridgeline.router.placement.holds import DecodePlaces, Hold
+from ridgeline.router.placement.learned import Learned
+from ridgeline.router.placement.placement_events import (
     Answer,
     Answered,
     Denied,
@@ -49,8 +51,6 @@ from ridgeline.router.placement.events import (
     Wants,
     Wish,
 )
-from ridgeline.router.placement.holds import DecodePlaces, Hold
-from ridgeline.router.placement.learned import Learned
 from ridgeline.router.placement.pool_queue import PoolQueue, Waiter
 from ridgeline.router.scheduler.adaptive import Adaptive
 from ridgeline.router.scheduler.features import Assignment
@@ -66,27 +66,27 @@ Later = Callable[[float, Callable[[], None]], object]
 
 
 @dataclass(eq=False, kw_only=True)
-class Request(Waiter):
+class ScheduledRequest(Waiter):
     """An attempt of a request, which waits and then holds places on workers."""
 
     number: int
     wish: Wish
-    router: Requests
+    router: RouterRequests
     route: Route
     seen: Seen | None = None
     """The request among the traffic, if this is its first attempt."""
     hold: Hold | None = None
     """None while it waits."""
-    queue: PoolQueue[Request] | None = None
+    queue: PoolQueue[ScheduledRequest] | None = None
     assignment: Assignment | None = None
 
 
 @dataclass(eq=False)
-class Requests:
+class RouterRequests:
     """The requests of one router."""
 
     tell: Callable[[Granted | Denied], None]
-    by_number: dict[int, Request] = field(default_factory=dict)
+    by_number: dict[int, ScheduledRequest] = field(default_factory=dict)
 
 
 class ClusterState:
@@ -117,13 +117,13 @@ class ClusterState:
         self._turns = list(self.queues.values())
         """The one whose prompt started last is last: in a fixed order, one pool's prompts would wait as long as the
         first pool has any that take the free decode places."""
-        self._in_doubt: dict[Request, float] = {}
+        self._in_doubt: dict[ScheduledRequest, float] = {}
         """Those that wait until it is known whether there is a worker to decode, and since when."""
-        self._early: list[Request] | None = [] if paused else None
+        self._early: list[ScheduledRequest] | None = [] if paused else None
         """Those that came while it was paused."""
         fleet.on_news = self._heard
 
-    def _queue(self, pool: Pool, settings: RouterSettings, policy: Adaptive | None) -> PoolQueue[Request]:
+    def _queue(self, pool: Pool, settings: RouterSettings, policy: Adaptive | None) -> PoolQueue[ScheduledRequest]:
         workers, chooser = partial(self._fleet.pool, pool), None
         if pool == "adaptive" and policy is not None:
             chooser = ByPolicy(pool, workers, self._learned, policy, self._min_remote_prefill_tokens)
@@ -144,7 +144,7 @@ class ClusterState:
 
     # --- events
 
-    def apply(self, router: Requests, event: Event) -> None:
+    def apply(self, router: RouterRequests, event: Event) -> None:
         """Take what a router tells. It is answered by `router.tell`, at once or later."""
         match event:
             case Wants():
@@ -170,7 +170,7 @@ class ClusterState:
                 with suppress(KeyError):  # it has been removed meanwhile
                     self._fleet.get(event.worker_id).client.has_failed()
 
-    def left(self, router: Requests) -> None:
+    def left(self, router: RouterRequests) -> None:
         """Take that a router has gone, with all its requests."""
         requests, router.by_number = router.by_number, {}
         for request in requests.values():
@@ -213,10 +213,10 @@ class ClusterState:
         """Return which way it would go at this moment."""
         return self._fleet.route(wish.demand, 0 if wish.probe else self._min_remote_prefill_tokens)
 
-    def _want(self, router: Requests, event: Wants) -> None:
+    def _want(self, router: RouterRequests, event: Wants) -> None:
         self._forget_removed_workers()
         wish, demand = event.wish, event.wish.demand
-        request = router.by_number[event.number] = Request(
+        request = router.by_number[event.number] = ScheduledRequest(
             demand, wish.urgent, self._clock(), number=event.number, wish=wish, router=router, route=self.route_of(wish)
         )
         if not (wish.probe or wish.urgent):
@@ -229,7 +229,7 @@ class ClusterState:
         self._enter(request)
         self._start()
 
-    def _enter(self, request: Request) -> None:
+    def _enter(self, request: ScheduledRequest) -> None:
         """Have it wait on the route that is right at the moment."""
         request.route, request.queue = self.route_of(request.wish), None
         if request.route == SPLIT:  # do not prefill while it is not known whether there is a worker to decode
@@ -237,11 +237,11 @@ class ClusterState:
         else:
             self._push(request)
 
-    def _push(self, request: Request) -> None:
+    def _push(self, request: ScheduledRequest) -> None:
         request.queue = self.queues[request.route.prompt_pool]
         request.queue.push(request)
 
-    def _look_for_decode(self, request: Request, since_s: float) -> None:
+    def _look_for_decode(self, request: ScheduledRequest, since_s: float) -> None:
         """Let it wait for prefill if a worker would decode. The status of one in doubt is being asked for."""
         self._in_doubt.pop(request, None)
         if self.route_of(request.wish) != request.route:
@@ -256,7 +256,7 @@ class ClusterState:
         else:
             self._in_doubt[request] = since_s
 
-    def _without_worker(self, request: Request, why: NoWorker) -> None:
+    def _without_worker(self, request: ScheduledRequest, why: NoWorker) -> None:
         """Send it another way if workers serve that now."""
         now = self.route_of(request.wish)
         if now != request.route and self._fleet.usable(now.prompt_pool):
@@ -264,7 +264,7 @@ class ClusterState:
         else:
             self._deny(request, why)
 
-    def _refuse(self, router: Requests, number: int, error: Exception) -> None:
+    def _refuse(self, router: RouterRequests, number: int, error: Exception) -> None:
         """End a wish that had a fault of ours: without an answer its router would wait until the request's deadline."""
         request = router.by_number.get(number)
         if request is None:
@@ -273,7 +273,7 @@ class ClusterState:
             self._end(request)
             self._deny(request, error)
 
-    def _deny(self, request: Request, error: Exception) -> None:
+    def _deny(self, request: ScheduledRequest, error: Exception) -> None:
         request.router.by_number.pop(request.number, None)
         request.router.tell(Denied(request.number, *_why(error)))
 
@@ -301,7 +301,7 @@ class ClusterState:
         self._looks_again = False
         self.look()
 
-    def _grant(self, queue: PoolQueue[Request], request: Request, choice: Choice | Exception) -> None:
+    def _grant(self, queue: PoolQueue[ScheduledRequest], request: ScheduledRequest, choice: Choice | Exception) -> None:
         if isinstance(choice, Exception):
             self._deny(request, choice)
             return
@@ -335,12 +335,14 @@ class ClusterState:
             )
         )
 
-    def _hold(self, request: Request, worker: Worker, decode: Worker, assignment: Assignment | None = None) -> None:
+    def _hold(
+        self, request: ScheduledRequest, worker: Worker, decode: Worker, assignment: Assignment | None = None
+    ) -> None:
         request.assignment = assignment
         request.hold = Hold(request.demand, worker, decode, assignment.cached_tokens if assignment else 0)
         self._places.add(request.demand.client, decode, 1)
 
-    def _decode_worker(self, request: Request, choice: Choice) -> Worker | None:
+    def _decode_worker(self, request: ScheduledRequest, choice: Choice) -> Worker | None:
         """Return the worker that decodes; None if the mode has no such pool any more.
 
         If the route splits and none was chosen, pick one by the KV blocks that the sequence will need, half of its
@@ -359,14 +361,14 @@ class ClusterState:
         loads = [one.load(distance(here, one.description)) for one in pool]
         return self._fleet.get(pick(request.demand, loads, DECODE_SCORER))
 
-    def _keep(self, router: Requests, kept: Keeps) -> None:
+    def _keep(self, router: RouterRequests, kept: Keeps) -> None:
         """Count a request where it runs already; if its worker is gone, it is about to leave anyway."""
         try:
             worker = self._fleet.get(kept.prompt_worker)
             decode = worker if kept.decode_worker is None else self._fleet.get(kept.decode_worker)
         except KeyError:
             return
-        request = router.by_number[kept.number] = Request(
+        request = router.by_number[kept.number] = ScheduledRequest(
             kept.wish.demand,
             kept.wish.urgent,
             self._clock(),
@@ -382,7 +384,7 @@ class ClusterState:
 
     # --- it runs
 
-    def _happened(self, request: Request, hold: Hold, event: Happened | Answered) -> None:
+    def _happened(self, request: ScheduledRequest, hold: Hold, event: Happened | Answered) -> None:
         if isinstance(event, Answered):
             self._answered(request, hold, event.answer)
         elif event.step == "prompt_done":
@@ -394,7 +396,7 @@ class ClusterState:
         else:
             hold.decode_began()
 
-    def _prompt_done(self, request: Request, hold: Hold, cached_tokens: int | None) -> None:
+    def _prompt_done(self, request: ScheduledRequest, hold: Hold, cached_tokens: int | None) -> None:
         worker, computed_now = hold.prompt_worker, hold.computes
         hold.prompt_done()
         if computed_now and request.queue is not None:
@@ -412,7 +414,7 @@ class ClusterState:
                 self._learned.traffic.computed(request.seen, request.demand.prompt_tokens, cached_tokens)
         self._learned.computed(worker.description, request.demand.prefix)
 
-    def _answered(self, request: Request, hold: Hold, answer: Answer) -> None:
+    def _answered(self, request: ScheduledRequest, hold: Hold, answer: Answer) -> None:
         if request.wish.probe:
             return
         self._learned.answered(request.demand, answer.output_tokens)
@@ -425,11 +427,11 @@ class ClusterState:
             source, sink = hold.prompt_worker.worker_id, hold.decode_worker.worker_id
             self._learned.moved(source, sink, answer.kv_bytes, answer.wire_s)
 
-    def _drop_prompt(self, request: Request, hold: Hold) -> None:
+    def _drop_prompt(self, request: ScheduledRequest, hold: Hold) -> None:
         if hold.computes and request.queue is not None:
             request.queue.dropped(hold.prompt_worker)
 
-    def _end(self, request: Request) -> None:
+    def _end(self, request: ScheduledRequest) -> None:
         hold = request.hold
         if hold is None:
             self._in_doubt.pop(request, None)

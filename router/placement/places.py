@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from ridgeline.contracts.errors import EngineFailed, TaskRejected, WorkerDraining, WorkerLost
 from ridgeline.router.fleet.fleet import Fleet, Worker
 from ridgeline.router.fleet.policy import NoWorker, Route
-from ridgeline.router.placement.cluster_state import ClusterState, Requests
-from ridgeline.router.placement.events import (
+from ridgeline.router.placement.cluster_state import ClusterState, RouterRequests
+from ridgeline.router.placement.placement_events import (
     Answer,
     Answered,
     Denied,
@@ -210,6 +210,6 @@ class _Asked:
 
 def own_placement(state: ClusterState, fleet: Fleet, settings: RouterSettings) -> Placement:
     """Return the placement of a router whose scheduler is in this process."""
-    requests = Requests(lambda answer: placement.take(answer))
+    requests = RouterRequests(lambda answer: placement.take(answer))
     placement = Placement(fleet, settings, lambda event: state.apply(requests, event))
     return placement

@@ -12,7 +12,7 @@ from itertools import count
 
 import msgspec
 
-from ridgeline.router.placement.cluster_state import ClusterState, Requests
+from ridgeline.router.placement.cluster_state import ClusterState, RouterRequests
 from ridgeline.router.settings import RouterStart
 from ridgeline.router.shared.counts import Counts
 from ridgeline.router.shared.holdings import Part, Parts
@@ -53,7 +53,7 @@ class JoinedRouter:
         self._news: dict[str, msgspec.Raw] = {}
         """By kind, the newest of what all routers are told, until it is sent."""
         self._state = state
-        self._requests = Requests(self.send)
+        self._requests = RouterRequests(self.send)
         self._numbers = count(1)
         self._counting: dict[int, asyncio.Future[None]] = {}
         self._outbox: list[Down] = []

@@ -1,6 +1,6 @@
 """What a router and the dispatcher tell each other: one stream of batches each way, and two calls for operators.
 
-What they tell of requests is in `ridgeline.router.placement.events`.
+What they tell of requests is in `ridgeline.router.placement.placement_events`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from ridgeline.contracts.vocabulary import Mode, Pool
 from ridgeline.router.fleet.pairing import KvPair
 from ridgeline.router.fleet.worker import Outstanding
 from ridgeline.router.flow.admission import Held
-from ridgeline.router.placement.events import Denied, Event, Granted
+from ridgeline.router.placement.placement_events import Denied, Event, Granted
 from ridgeline.router.placement.pool_queue import QueueNow
 from ridgeline.router.settings import RouterStart
 

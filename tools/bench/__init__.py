@@ -2,7 +2,7 @@
 
 decision_cost.py    measures what a decision of mode adaptive costs the router
 idle_cpu.py         measures the CPU time of an idle deployment, by process
-modes/              the map of three modes over limits of TTFT and TPOT, on one fleet
+modes.py            measures the modes of a running server with the client of `vllm bench serve`
 power.py            prints how often simulated comparisons find what is there
 scale.py            measures what router and dispatcher spend on 64 workers and 5,000 streams
 stages.py           prints the timeline of one request alone, stage by stage

@@ -40,8 +40,8 @@ from ridgeline.router.front.sampling import sampling_of
 from ridgeline.router.observe.collectors import WorkerCollector
 from ridgeline.router.observe.metrics import RequestMetrics
 from ridgeline.router.observe.timeline import RequestTimeline
-from ridgeline.router.placement.cluster_state import ClusterState, Requests
-from ridgeline.router.placement.events import Happened, Wants, Wish
+from ridgeline.router.placement.cluster_state import ClusterState, RouterRequests
+from ridgeline.router.placement.placement_events import Happened, Wants, Wish
 from ridgeline.router.placement.places import Placement
 from ridgeline.router.settings import RouterSettings, RouterStart
 from ridgeline.router.shared.counts import Counts
@@ -209,7 +209,7 @@ async def sums(size: Size) -> list[Figure]:
 async def bookkeeping(size: Size) -> list[Figure]:
     """Measure what a request costs beside the choice of its workers: admission, and looks at the queue."""
     fleet, settings = fleet_of(size), settings_of(size)
-    state, requests, numbers = ClusterState(fleet, settings), Requests(lambda _: None), count()
+    state, requests, numbers = ClusterState(fleet, settings), RouterRequests(lambda _: None), count()
     queue = state.queues["adaptive"]
 
     def ask(client: str, prompt_tokens: int) -> int:

@@ -12,8 +12,8 @@ from ridgeline.router.fleet.worker import Worker
 from ridgeline.router.flow.admission import Admission
 from ridgeline.router.flow.admission_rules import Ask, Refused, Snapshot, decide
 from ridgeline.router.observe.metrics import RequestMetrics
-from ridgeline.router.placement.cluster_state import ClusterState, Requests
-from ridgeline.router.placement.events import Happened, Leaves, Wants, Wish
+from ridgeline.router.placement.cluster_state import ClusterState, RouterRequests
+from ridgeline.router.placement.placement_events import Happened, Leaves, Wants, Wish
 from tests.components.router.dispatch.test_orchestrator import FOREVER, Bench
 from tests.support.clock import FakeClock
 from tests.support.samples import router_settings
@@ -238,7 +238,7 @@ class Router:
         settings = router_settings(self.bench.settings, recovery_timeout_s=60.0, max_client_share=share)
         self.state = ClusterState(self.bench.fleet, settings, clock=self.clock)
         self.queues = self.state.queues
-        self.requests = Requests(lambda answer: None)
+        self.requests = RouterRequests(lambda answer: None)
         metrics = RequestMetrics(self.registry)
         self.admission = Admission(
             settings, self.queues, self.bench.fleet, metrics, self.clock, look_every_s=look_every_s

@@ -8,8 +8,8 @@ from ridgeline.router.fleet.fleet import Fleet, Worker
 from ridgeline.router.fleet.policy import Demand
 from ridgeline.router.fleet.roles import RoleTable
 from ridgeline.router.fleet.worker import Outstanding
-from ridgeline.router.placement.cluster_state import ClusterState, Requests
-from ridgeline.router.placement.events import Denied, Happened, Leaves, Wants, Wish
+from ridgeline.router.placement.cluster_state import ClusterState, RouterRequests
+from ridgeline.router.placement.placement_events import Denied, Happened, Leaves, Wants, Wish
 from tests.support.clock import FakeClock
 from tests.support.samples import LAYOUT, router_settings, worker_description
 
@@ -49,7 +49,7 @@ class Bench:
         self.queue = self.state.queues["prefill"]
         if chooser is not None:
             self.queue._chooser = chooser
-        self.router = Requests(self._told)
+        self.router = RouterRequests(self._told)
         self.started, self.places, self.denied, self._names = [], {}, {}, []
 
     def add(self, worker):

@@ -9,7 +9,7 @@ import pytest
 from ridgeline.contracts.workers import WorkerStatus
 from ridgeline.router.fleet.policy import PROMPT_SCORERS, SPLIT, Demand
 from ridgeline.router.placement.choice import Choice
-from ridgeline.router.placement.events import Keeps, Wish
+from ridgeline.router.placement.placement_events import Keeps, Wish
 from ridgeline.router.scheduler.features import Assignment
 from tests.unit.router.placement.bench import WINDOW, Bench, a_worker
 

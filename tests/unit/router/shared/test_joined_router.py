@@ -6,7 +6,7 @@ import msgspec
 
 from ridgeline.router.fleet.policy import Demand
 from ridgeline.router.flow.admission import Held
-from ridgeline.router.placement.events import Denied, Wish
+from ridgeline.router.placement.placement_events import Denied, Wish
 from ridgeline.router.placement.places import Placement
 from ridgeline.router.settings import RouterStart
 from ridgeline.router.shared.counts import Counts

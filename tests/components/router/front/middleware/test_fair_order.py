@@ -16,7 +16,11 @@ from ridgeline.router.front.http.context import WithContext, current
 from ridgeline.router.front.middleware.ingress import Gates, Ingress
 from tests.support.http_server import listening
 from tests.support.samples import router_settings
-from tests.unit.router.flow.test_prompt_queue import settle
+
+
+async def settle():
+    for _ in range(5):
+        await asyncio.sleep(0)
 
 
 def ingress(app, limiter=None, check_share=lambda client, coming: None):

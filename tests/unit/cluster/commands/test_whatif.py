@@ -1,0 +1,57 @@
+"""What `ridgeline whatif` prints of a recording, and what it refuses."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from ridgeline.cluster.commands.whatif import WhatIf, whatif, with_options
+from ridgeline.loadtest.errors import LoadTestError
+from tests.unit.router.scheduler.samples import poisson
+from tests.unit.router.scheduler.test_replay import recording_of
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("recordings") / "monday.jsonl"
+    path.write_bytes(b"".join(recording_of(poisson(0.5, 30))))
+    return path
+
+
+def printed(file, *policies, workers=()):
+    console = Console(file=io.StringIO(), width=200)
+    whatif(file, WhatIf(policies, workers), console)
+    return console.file.getvalue()
+
+
+def test_each_asked_policy_is_a_row_beside_what_was_seen(file):
+    told = printed(file, "colocated", "threshold:split_above_tokens=256", workers=(2, 3))
+    rows = [line.split("│")[1].strip() for line in told.splitlines() if "│" in line][0:]
+    assert rows[1:] == ["colocated", "threshold:split_above_tokens=256"] * 2
+    assert rows[0].startswith("as served")
+    assert "33 of 33 decisions come out the same (30 placements, 3 comparisons of policies)" in told
+    assert "all rows but the first are simulated" in told
+
+
+@pytest.mark.parametrize(
+    ("policy", "says"),
+    [
+        ("nobody", "there is no policy 'nobody' here: choose adaptive or one of"),
+        ("threshold", "'threshold' cannot be made with the options {}"),
+        ("threshold:split_above_tokens", "write options as NAME:OPTION=VALUE"),
+        ("threshold:above=3", "cannot be made with the options {'above': 3}"),
+    ],
+)
+def test_a_policy_that_cannot_be_made_is_refused_in_one_sentence(file, policy, says):
+    with pytest.raises(LoadTestError) as refused:
+        printed(file, policy)
+    assert says in str(refused.value)
+
+
+def test_options_are_read_as_in_the_configuration():
+    asked = "1 of 2 for prefill, slack"
+    assert with_options(asked) == (asked, {})
+    assert with_options("mine:tokens=256,part=0.5,loud=true,name=x") == (
+        "mine",
+        {"tokens": 256, "part": 0.5, "loud": True, "name": "x"},
+    )
