@@ -1,6 +1,6 @@
 """The state by which prompts start: the workers, the requests that wait or run, and what was learned of them.
 
-It changes by the events of its routers (`router/flow/events.py`), by news of the workers, and when it looks again while
+It changes by the events of its routers (`placement_events.py`), by news of the workers, and when it looks again while
 prompts wait. A router that serves alone has one; several routers share that of their dispatcher (`router/shared`).
 
     Wants -> route -> queue of a pool -> workers with room, in fair order -> Granted, and a `Hold` until Leaves
@@ -12,7 +12,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -119,6 +118,8 @@ class ClusterState:
         first pool has any that take the free decode places."""
         self._in_doubt: dict[ScheduledRequest, float] = {}
         """Those that wait until it is known whether there is a worker to decode, and since when."""
+        self._doubtful_since_s: float | None = None
+        """Since when those that wait in pool `prefill` wait for the same."""
         self._early: list[ScheduledRequest] | None = [] if paused else None
         """Those that came while it was paused."""
         fleet.on_news = self._heard
@@ -148,11 +149,8 @@ class ClusterState:
         """Take what a router tells. It is answered by `router.tell`, at once or later."""
         match event:
             case Wants():
-                try:
-                    self._want(router, event)
-                except Exception as error:
-                    logger.exception("no place for prompt %d of a router", event.number)
-                    self._refuse(router, event.number, error)
+                self._guarded(router, event.number, self._want, router, event)
+                self._start()
             case Keeps():
                 self._keep(router, event)
             case Happened() | Answered():
@@ -161,14 +159,12 @@ class ClusterState:
                     self._happened(request, request.hold, event)
             case Leaves():
                 request = router.by_number.pop(event.number, None)
-                if request is not None:
-                    self._end(request)
+                if request is not None and self._end(request):
                     self._start()
             case Forgets():
                 self._learned.prefixes.forget_all()
             case Doubts():
-                with suppress(KeyError):  # it has been removed meanwhile
-                    self._fleet.get(event.worker_id).client.has_failed()
+                self._doubt(event)
 
     def left(self, router: RouterRequests) -> None:
         """Take that a router has gone, with all its requests."""
@@ -182,7 +178,7 @@ class ClusterState:
         pools = pools_of(self._fleet.mode)
         sent_on = [one for pool, queue in self.queues.items() if pool not in pools for one in queue.pop_all()]
         for request in sent_on:
-            self._enter(request)
+            self._go_on(request, self._enter)
         self.look()
         return len(sent_on)
 
@@ -190,22 +186,35 @@ class ClusterState:
         """Let prompts start from now on."""
         early, self._early = self._early or [], None
         for request in early:
-            self._enter(request)
+            self._go_on(request, self._enter)
         self.look()
 
     def look(self) -> None:
         """Start what can start now, and give up what has waited too long for a worker. Called when workers change."""
+        known, latest_s = self._decode_is_known(), self._clock() - self._recovery_timeout_s
         for request, since_s in tuple(self._in_doubt.items()):
-            self._look_for_decode(request, since_s)
+            if known or since_s <= latest_s:
+                self._go_on(request, self._look_for_decode, since_s)
         for queue in self.queues.values():
             if (why := queue.outage()) is not None:
                 for request in queue.pop_all():
-                    self._without_worker(request, why)
+                    self._go_on(request, self._without_worker, why)
         self._start()
 
+    def _doubt(self, event: Doubts) -> None:
+        worker = self._fleet.find(event.worker_id)
+        if worker is not None and worker.description.incarnation == event.incarnation:
+            worker.client.has_failed()
+
     def _heard(self) -> None:
-        if self._in_doubt:
+        if (self._in_doubt or self._doubtful_since_s is not None) and self._decode_is_known():
+            self._doubtful_since_s = None
             self.look()
+
+    def _decode_is_known(self) -> bool:
+        """Return whether there is a worker to decode, or none at all: then nobody has to wait for a doubt to end."""
+        workers = self._fleet.pool("decode")
+        return any(worker.takes_work for worker in workers) or not any(worker.usable for worker in workers)
 
     # --- a request waits
 
@@ -225,9 +234,20 @@ class ClusterState:
             )
         if self._early is not None:
             self._early.append(request)
-            return
-        self._enter(request)
-        self._start()
+        else:
+            self._enter(request)
+
+    def _go_on(self, request: ScheduledRequest, step: Callable[..., None], *args: object) -> None:
+        """Take the next step with a request, to which others have led."""
+        self._guarded(request.router, request.number, step, request, *args)
+
+    def _guarded(self, router: RouterRequests, number: int, step: Callable[..., None], *args: object) -> None:
+        """Take a step that concerns one request, so that a fault of ours ends this one only."""
+        try:
+            step(*args)
+        except Exception as error:
+            logger.exception("no place for prompt %d of a router", number)
+            self._refuse(router, number, error)
 
     def _enter(self, request: ScheduledRequest) -> None:
         """Have it wait on the route that is right at the moment."""
@@ -287,21 +307,36 @@ class ClusterState:
 
     def _start(self) -> None:
         """Send the next prompts to their workers while there is room."""
-        for queue in tuple(self._turns) if self._early is None else ():
-            while (start := queue.take_next()) is not None:
-                self._grant(queue, start[0], start[1])
+        going = [queue for queue in self._turns if self._may_go(queue)] if self._early is None else []
+        while going:  # one prompt of each in turn, for many places may have become free at once
+            queue = going.pop(0)
+            if (start := queue.take_next()) is not None:
+                self._go_on(start[0], self._grant, queue, start[1])
                 self._turns.remove(queue)
                 self._turns.append(queue)
+                going.append(queue)
         waits = self._in_doubt or any(queue.waiting for queue in self._turns)
         if waits and not self._looks_again:
             self._looks_again = True
             self._later(LOOK_EVERY_S, self._look_again)
 
+    def _may_go(self, queue: PoolQueue[ScheduledRequest]) -> bool:
+        """Return whether its prompts may start; while all that decode are in doubt, whoever starts would be refused."""
+        if queue.pool != SPLIT.prompt_pool or not queue.waiting:
+            return True
+        if self._decode_is_known():
+            self._doubtful_since_s = None
+            return True
+        now_s = self._clock()
+        if self._doubtful_since_s is None:
+            self._doubtful_since_s = now_s
+        return now_s - self._doubtful_since_s >= self._recovery_timeout_s
+
     def _look_again(self) -> None:
         self._looks_again = False
         self.look()
 
-    def _grant(self, queue: PoolQueue[ScheduledRequest], request: ScheduledRequest, choice: Choice | Exception) -> None:
+    def _grant(self, request: ScheduledRequest, queue: PoolQueue[ScheduledRequest], choice: Choice | Exception) -> None:
         if isinstance(choice, Exception):
             self._deny(request, choice)
             return
@@ -311,10 +346,6 @@ class ClusterState:
             self._without_worker(request, error)
             return
         except (WorkerLost, WorkerDraining) as error:
-            self._deny(request, error)
-            return
-        except Exception as error:  # the first token of any other request may have led here
-            logger.exception("no decode worker can be chosen for a prompt")
             self._deny(request, error)
             return
         if decode is None:
@@ -390,9 +421,11 @@ class ClusterState:
         elif event.step == "prompt_done":
             self._prompt_done(request, hold, event.cached_tokens)
         elif event.step == "prompt_left":
+            makes_room = hold.computes
             self._drop_prompt(request, hold)
             hold.prompt_left()
-            self._start()
+            if makes_room:
+                self._start()
         else:
             hold.decode_began()
 
@@ -431,18 +464,18 @@ class ClusterState:
         if hold.computes and request.queue is not None:
             request.queue.dropped(hold.prompt_worker)
 
-    def _end(self, request: ScheduledRequest) -> None:
+    def _end(self, request: ScheduledRequest) -> bool:
+        """Take it out, wherever it is; return whether others may start because of that."""
         hold = request.hold
         if hold is None:
             self._in_doubt.pop(request, None)
-            if request.queue is not None:
-                request.queue.remove(request)
             if self._early is not None and request in self._early:
                 self._early.remove(request)
-        else:
-            self._drop_prompt(request, hold)
-            hold.close()
-            self._places.add(request.demand.client, hold.decode_worker, -1)
+            return request.queue is not None and request.queue.remove(request)
+        self._drop_prompt(request, hold)
+        hold.close()
+        self._places.add(request.demand.client, hold.decode_worker, -1)
+        return True
 
 
 def _why(error: Exception) -> tuple[Reason, str]:

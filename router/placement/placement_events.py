@@ -97,6 +97,7 @@ class Doubts(msgspec.Struct, frozen=True, tag="doubts"):
     """A worker has failed or refused a request of this router."""
 
     worker_id: str
+    incarnation: str
 
 
 Event = Wants | Keeps | Happened | Answered | Leaves | Forgets | Doubts

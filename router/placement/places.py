@@ -148,8 +148,11 @@ class Placement:
             asked.answer.set_result(answer)
 
     def state(self) -> list[Wants | Keeps]:
-        """Return all wishes and places, for a scheduler that does not know them."""
-        return [asked.message() for asked in self._asked.values()]
+        """Return all places and wishes, for a scheduler that does not know them.
+
+        Places come first: else prompts would start where others run that are told of later.
+        """
+        return sorted((asked.message() for asked in self._asked.values()), key=lambda told: isinstance(told, Wants))
 
     def give_up(self, why: str) -> None:
         """Fail all prompts that wait."""
@@ -182,7 +185,7 @@ class Placement:
     def _doubt(self, place: Place) -> None:
         for worker in filter(None, (place.prompt_worker, place.decode_worker)):
             if worker.load().in_doubt:
-                self._tell(Doubts(worker.worker_id))
+                self._tell(Doubts(worker.worker_id, worker.description.incarnation))
 
 
 class _Asked:
@@ -210,6 +213,11 @@ class _Asked:
 
 def own_placement(state: ClusterState, fleet: Fleet, settings: RouterSettings) -> Placement:
     """Return the placement of a router whose scheduler is in this process."""
+
+    def tell(event: Event) -> None:
+        if not isinstance(event, Doubts):  # both know the same workers: told late, it would only date a doubt anew
+            state.apply(requests, event)
+
     requests = RouterRequests(lambda answer: placement.take(answer))
-    placement = Placement(fleet, settings, lambda event: state.apply(requests, event))
+    placement = Placement(fleet, settings, tell)
     return placement

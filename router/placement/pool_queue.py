@@ -133,13 +133,17 @@ class PoolQueue(Generic[W]):
             latest_start_s=latest_s,
         )
 
-    def remove(self, waiter: W) -> None:
-        """Take out a prompt that no longer waits; does nothing if it is not here."""
+    def remove(self, waiter: W) -> bool:
+        """Take out a prompt that no longer waits; does nothing if it is not here.
+
+        Returns whether the others waited for it: a look at them, whenever one of thousands leaves, would take seconds.
+        """
         if waiter in self._aside:
             self._aside.remove(waiter)
         elif waiter.entry is not None:
             self._queue.remove(waiter.entry)
             waiter.entry = None
+        return waiter is self._held
 
     def pop_all(self) -> list[W]:
         """Take out all prompts, in their order."""

@@ -33,7 +33,15 @@ class Bench:
     """Prompts go through pool `prefill`, and are decoded by `decode-0`, unless told otherwise."""
 
     def __init__(
-        self, prefill=1, decode=1, recovery_timeout_s=60.0, chooser=None, window=WINDOW, max_num_seqs=256, **settings
+        self,
+        prefill=1,
+        decode=1,
+        recovery_timeout_s=60.0,
+        chooser=None,
+        window=WINDOW,
+        max_num_seqs=256,
+        paused=False,
+        **settings,
     ):
         self.clock, self.later = FakeClock(), []
         self.fleet = Fleet("test", roles=RoleTable("disaggregated", {"colocated": {}}))
@@ -45,7 +53,9 @@ class Bench:
             recovery_timeout_s=recovery_timeout_s,
             **{"min_remote_prefill_tokens": 0} | settings,
         )
-        self.state = ClusterState(self.fleet, settings, clock=self.clock, later=lambda _, look: self.later.append(look))
+        self.state = ClusterState(
+            self.fleet, settings, clock=self.clock, later=lambda _, look: self.later.append(look), paused=paused
+        )
         self.queue = self.state.queues["prefill"]
         if chooser is not None:
             self.queue._chooser = chooser

@@ -1,16 +1,21 @@
 """Who gets a place on a worker, and that no way out loses one."""
 
+import asyncio
 import random
 import re
 
 import msgspec
 import pytest
 
+from ridgeline.contracts.errors import EngineFailed
 from ridgeline.contracts.workers import WorkerStatus
 from ridgeline.router.fleet.policy import PROMPT_SCORERS, SPLIT, Demand
 from ridgeline.router.placement.choice import Choice
-from ridgeline.router.placement.placement_events import Keeps, Wish
+from ridgeline.router.placement.cluster_state import RouterRequests
+from ridgeline.router.placement.placement_events import Doubts, Keeps, Wish
+from ridgeline.router.placement.places import Placement, own_placement
 from ridgeline.router.scheduler.features import Assignment
+from tests.support.samples import router_settings
 from tests.unit.router.placement.bench import WINDOW, Bench, a_worker
 
 
@@ -460,6 +465,66 @@ def test_a_fault_of_ours_ends_only_the_prompt_that_was_asked_about(bench, monkey
     assert bench.started == ["next"]
 
 
+def faulty_for(bench, monkeypatch, tokens):
+    """Have prompts of this length end with an error of ours when they enter a queue."""
+    for queue in bench.state.queues.values():
+
+        def push(waiter, push=queue.push):
+            if waiter.demand.prompt_tokens == tokens:
+                raise ZeroDivisionError
+            push(waiter)
+
+        monkeypatch.setattr(queue, "push", push)
+
+
+def the_mode_changes(bench):
+    bench.fleet.mode = "colocated"
+    bench.state.mode_changed()
+
+
+def prefill_is_lost(bench):
+    bench.prefills[0].client.connected = False
+    bench.look_again()
+    bench.clock.now_s += 2
+    bench.look_again()
+
+
+@pytest.mark.parametrize("happens", [the_mode_changes, prefill_is_lost])
+def test_a_fault_of_ours_for_one_of_the_prompts_that_go_another_way_ends_none_of_the_others(monkeypatch, happens):
+    bench = Bench()
+    bench.add(a_worker("colocated-0"))
+    for name, tokens in (("fills", WINDOW), ("fault", 13), ("next", 400)):
+        bench.send(name, tokens)
+    faulty_for(bench, monkeypatch, 13)
+    happens(bench)
+    assert bench.denied["fault"].reason == "failed"
+    assert bench.started == ["fills", "next"]
+    bench.end()
+
+
+def the_doubt_ends(bench):
+    bench.fleet.get("decode-0").client.failed_s = float("-inf")
+    bench.fleet.on_news()  # in the task that asks a worker, with which the server would end
+
+
+def all_have_joined(bench):
+    bench.state.resume()
+
+
+@pytest.mark.parametrize("happens", [the_doubt_ends, all_have_joined])
+def test_a_fault_of_ours_for_one_of_the_prompts_that_were_not_queued_yet_ends_none_of_the_others(monkeypatch, happens):
+    bench = Bench(paused=happens is all_have_joined)
+    if happens is the_doubt_ends:
+        bench.fleet.get("decode-0").client.has_failed()
+    for name, tokens in (("fault", 13), ("next", 400)):
+        bench.send(name, tokens)
+    faulty_for(bench, monkeypatch, 13)
+    happens(bench)
+    assert bench.denied["fault"].reason == "failed"
+    assert bench.started == ["next"]
+    bench.end()
+
+
 class Patient:
     """A chooser that goes by limits, and always takes the first worker that it is shown."""
 
@@ -521,6 +586,46 @@ def test_the_time_for_which_a_prompt_was_held_back_is_told_with_the_assignment()
     bench.end()
 
 
+class Counting:
+    """A chooser that has one client's prompts wait, and counts how often it is asked."""
+
+    def __init__(self):
+        self.asked = 0
+
+    def choose(self, demand, waited_s, roomy, *, urgent):
+        self.asked += 1
+        return None if demand.client == "picky" else Choice(roomy[0])
+
+    def least_s(self, demand):
+        return None
+
+
+def test_no_decision_is_made_when_a_prompt_leaves_for_which_no_other_waited():
+    bench = Bench(chooser=(chooser := Counting()))
+    for number in range(20):
+        bench.send(str(number), 10, "picky")
+    asked = chooser.asked
+    for number in range(19, 0, -1):
+        bench.leave(str(number))
+    assert chooser.asked == asked
+    bench.send("next", 10)
+    assert bench.started == []
+    bench.leave("0")
+    assert bench.started == ["next"], "it waited for that one"
+    bench.end()
+
+
+def test_no_decision_is_made_when_a_sequence_leaves_prefill_that_was_computed_before():
+    bench = Bench(chooser=(chooser := Counting()))
+    bench.send("one", 10)
+    bench.send("waits", 10, "picky")
+    bench.first_token("one")
+    asked = chooser.asked
+    bench.tell("one", "prompt_left")
+    assert chooser.asked == asked
+    bench.end()
+
+
 # --- a request that needs a worker of each pool
 
 
@@ -558,6 +663,74 @@ def test_who_leaves_while_a_worker_is_in_doubt_is_not_answered(bench):
     bench.fleet.get("decode-0").client.failed_s = float("-inf")
     bench.state.look()
     assert (bench.started, bench.denied) == ([], {})
+
+
+def test_a_workers_answer_that_ends_no_doubt_makes_no_prompt_look_again(monkeypatch):
+    bench = Bench(prefill=2)
+    bench.fleet.get("decode-0").client.has_failed()
+    for number in range(20):
+        bench.send(str(number), 10)
+    with monkeypatch.context() as nobody:
+        nobody.setattr(bench.state, "route_of", lambda _: pytest.fail("it looked"))
+        bench.fleet.on_news()
+        bench.look_again()
+    bench.fleet.get("decode-0").client.failed_s = float("-inf")
+    bench.fleet.on_news()
+    assert len(bench.started) == 20
+    bench.end()
+
+
+def test_prompts_whose_turn_comes_while_the_worker_that_decodes_is_in_doubt_wait_until_it_has_answered():
+    bench = Bench()
+    for name in ("fills", "one", "two"):
+        bench.send(name, WINDOW)
+    decode = bench.fleet.get("decode-0")
+    decode.client.has_failed()  # it has refused a request, say
+    bench.finish("fills")
+    assert (bench.started, bench.denied, bench.queue.waiting) == (["fills"], {}, 2)
+    decode.client.failed_s = float("-inf")
+    bench.fleet.on_news()
+    assert bench.started == ["fills", "one"]
+    bench.finish("one")
+    assert bench.started == ["fills", "one", "two"]
+    bench.end()
+
+
+def test_a_prompt_in_the_queue_waits_no_longer_for_a_worker_in_doubt_than_is_said(bench):
+    for name in ("fills", "one"):
+        bench.send(name, WINDOW)
+    bench.fleet.get("decode-0").client.has_failed()
+    bench.finish("fills")
+    bench.clock.now_s += 59
+    bench.look_again()
+    assert bench.denied == {}
+    bench.clock.now_s += 1
+    bench.look_again()
+    assert bench.denied["one"].reason == "no_worker"
+
+
+def test_a_worker_is_not_doubted_for_what_its_former_incarnation_has_failed(bench):
+    former = bench.fleet.get("decode-0").description
+    newer = bench.add(a_worker("decode-0", incarnation="newer"))
+    bench.state.apply(bench.router, Doubts("decode-0", former.incarnation))
+    assert newer.takes_work
+    bench.state.apply(bench.router, Doubts("decode-0", "newer"))
+    assert not newer.takes_work
+
+
+async def test_a_router_that_serves_alone_dates_no_doubt_anew_when_the_request_that_failed_ends(bench, monkeypatch):
+    monkeypatch.setattr("ridgeline.router.fleet.worker.Worker.reached", True)
+    placement = own_placement(bench.state, bench.fleet, router_settings(min_remote_prefill_tokens=0))
+    decode = bench.fleet.get("decode-0")
+
+    async def fails():
+        async with placement.place(Wish(Demand(10))):
+            decode.client.failed_s = 0.5
+            raise EngineFailed("")
+
+    with pytest.raises(EngineFailed):
+        await fails()
+    assert decode.client.failed_s == 0.5
 
 
 @pytest.mark.parametrize(("draining", "reason"), [(True, "draining"), (False, "lost")])
@@ -598,14 +771,68 @@ def test_what_another_scheduler_had_placed_counts_with_all_that_has_happened_sin
     bench.end()
 
 
+class PlacementOf:
+    """A router's requests, and the scheduler that it has joined."""
+
+    def __init__(self, bench):
+        self.join(bench)
+        self.placement = Placement(bench.fleet, router_settings(min_remote_prefill_tokens=0), self.tell)
+        self.began, self.tasks = [], {}
+
+    def join(self, bench):
+        self.bench, self.requests = bench, RouterRequests(lambda answer: self.placement.take(answer))
+
+    def tell(self, event):
+        self.bench.state.apply(self.requests, event)
+
+    async def send(self, name, tokens, urgent=False):
+        self.tasks[name] = asyncio.create_task(self._hold(name, Wish(Demand(tokens), urgent)))
+        await turns()
+
+    async def _hold(self, name, wish):
+        async with self.placement.place(wish):
+            self.began.append(name)
+            await asyncio.Event().wait()
+
+    async def leave(self, name):
+        task = self.tasks.pop(name)
+        task.cancel()
+        await asyncio.wait((task,))
+        await turns()
+
+
+async def turns():
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_a_prompt_that_waits_does_not_start_before_the_next_scheduler_knows_what_runs(monkeypatch):
+    monkeypatch.setattr("ridgeline.router.fleet.worker.Worker.reached", True)
+    former, newer = Bench(), Bench()
+    router = PlacementOf(former)
+    for name in ("fills", "waits"):
+        await router.send(name, WINDOW)
+    await router.send("urgent", WINDOW, urgent=True)
+    await router.leave("fills")
+    router.join(newer)
+    for message in router.placement.state():
+        router.tell(message)
+    await turns()
+    assert router.began == ["fills", "urgent"]
+    assert newer.outstanding() == [WINDOW]
+    await router.leave("urgent")
+    assert router.began == ["fills", "urgent", "waits"]
+    await router.leave("waits")
+    newer.end()
+
+
 def test_a_place_on_a_worker_that_is_gone_is_not_kept(bench):
     bench.state.apply(bench.router, Keeps(0, Wish(Demand(640)), SPLIT, "prefill-9", "decode-0", ()))
     assert bench.router.by_number == {}
 
 
 def test_no_prompt_starts_before_all_routers_have_told_what_they_hold():
-    bench = Bench()
-    bench.state._early = []
+    bench = Bench(paused=True)
     bench.send("left", 10)
     bench.send("one", 10)
     bench.leave("left")

@@ -7,6 +7,7 @@ import pytest
 from ridgeline.contracts.workers import WorkerStatus
 from ridgeline.router.fleet.policy import Demand
 from ridgeline.router.fleet.worker import Outstanding
+from ridgeline.router.placement.cluster_state import RouterRequests
 from ridgeline.router.placement.holds import DecodePlaces, Hold
 from tests.unit.router.placement.bench import WINDOW, Bench, a_worker
 
@@ -204,3 +205,16 @@ def test_a_client_with_short_prompts_gets_its_part_of_the_places_beside_one_with
         bench.finish(bench.started[number])
     held = [name.split()[0] for name in bench.started[30:]]
     assert held.count("polite") >= 3, held
+
+
+def test_places_that_become_free_at_once_go_to_prompts_of_both_pools_in_turn(two_pools):
+    bench = two_pools
+    gone = RouterRequests(bench._told)
+    for number in range(7):
+        bench.send(f"gone {number}", 60, router=gone)
+    for kind, tokens in (("long", 60), ("short", 10)):
+        for number in range(10):
+            bench.send(f"{kind} {number}", tokens)
+    bench.state.left(gone)
+    started = [name.split()[0] for name in bench.started[7:]]
+    assert min(started.count("long"), started.count("short")) >= 3, started
