@@ -120,7 +120,7 @@ class ClusterState:
         """Those that wait until it is known whether there is a worker to decode, and since when."""
         self._doubtful_since_s: float | None = None
         """Since when those that wait in pool `prefill` wait for the same."""
-        self._early: list[ScheduledRequest] | None = [] if paused else None
+        self._early: dict[ScheduledRequest, None] | None = {} if paused else None
         """Those that came while it was paused."""
         fleet.on_news = self._heard
 
@@ -184,7 +184,7 @@ class ClusterState:
 
     def resume(self) -> None:
         """Let prompts start from now on."""
-        early, self._early = self._early or [], None
+        early, self._early = self._early or {}, None
         for request in early:
             self._go_on(request, self._enter)
         self.look()
@@ -233,7 +233,7 @@ class ClusterState:
                 demand.prompt_tokens, demand.ttft_limit_s, demand.tpot_limit_s, demand.waited_s
             )
         if self._early is not None:
-            self._early.append(request)
+            self._early[request] = None
         else:
             self._enter(request)
 
@@ -469,8 +469,8 @@ class ClusterState:
         hold = request.hold
         if hold is None:
             self._in_doubt.pop(request, None)
-            if self._early is not None and request in self._early:
-                self._early.remove(request)
+            if self._early is not None:
+                self._early.pop(request, None)
             return request.queue is not None and request.queue.remove(request)
         self._drop_prompt(request, hold)
         hold.close()
