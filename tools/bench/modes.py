@@ -187,7 +187,8 @@ class Bench:
         slos = max(TTFT_FACTOR * ttft_s, ttft_s + LEAST_SLACK_S), TPOT_FACTOR * tpot_s
         self._console.print(
             f"{shape}: alone TTFT {ttft_s * 1e3:.0f} ms, TPOT {tpot_s * 1e3:.1f} ms; saturated "
-            f"{full['request_throughput']:.2f} requests/s; SLOs {slos[0] * 1e3:.0f} ms and {slos[1] * 1e3:.1f} ms"
+            f"{full['request_throughput']:.2f} requests/s; SLOs {slos[0] * 1e3:.0f} ms and {slos[1] * 1e3:.1f} ms",
+            soft_wrap=True,
         )
         return slos, full["request_throughput"]
 
@@ -207,7 +208,8 @@ class Bench:
         now = measured(spec, told)
         self._console.print(
             f"  round {spec.round}, {spec.rate_per_s:.2f}/s, {spec.mode:14} {now.in_time:3} of {now.requests} in time, "
-            f"TTFT {statistics.median(now.ttft_s) * 1e3:.0f} ms, TPOT {statistics.median(now.tpot_s) * 1e3:.1f} ms"
+            f"TTFT {statistics.median(now.ttft_s) * 1e3:.0f} ms, TPOT {statistics.median(now.tpot_s) * 1e3:.1f} ms",
+            soft_wrap=True,
         )
         return now
 
