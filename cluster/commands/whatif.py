@@ -119,11 +119,13 @@ def _seen(known: Recorded, ttft_slo_s: float | None, tpot_slo_s: float | None) -
 def _simulated(
     known: Recorded, name: str, fleet: FleetModel, ttft_slo_s: float | None, tpot_slo_s: float | None
 ) -> PolicyRow:
-    requests = requests_of(known.requests, ttft_slo_s, tpot_slo_s)
-    if name == ADAPTIVE:
-        serve_adaptively(requests, fleet, known.models)
+    requests, (policy, options) = requests_of(known.requests, ttft_slo_s, tpot_slo_s), with_options(name)
+    if policy != ADAPTIVE:
+        serve(requests, fleet, make_policy(policy, options), models=known.models, by_deadline=policy not in PURE)
+    elif options:
+        raise ValueError(f"{ADAPTIVE} has no options: leave out {', '.join(options)}")
     else:
-        serve(requests, fleet, make_policy(*with_options(name)), models=known.models, by_deadline=name not in PURE)
+        serve_adaptively(requests, fleet, known.models)
     outside_s = fleet.outside_s
     return PolicyRow(
         name,
@@ -144,7 +146,10 @@ def with_options(asked: str) -> tuple[str, dict[str, object]]:
             raise ValueError(
                 f"policy {asked!r}: write options as NAME:OPTION=VALUE, as threshold:split_above_tokens=256"
             )
-        options[option.strip()] = yaml.safe_load(value)
+        try:
+            options[option.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ValueError(f"policy {asked!r}: {value!r} is no value of {option.strip()}") from error
     return name, options
 
 

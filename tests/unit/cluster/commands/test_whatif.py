@@ -40,12 +40,25 @@ def test_each_asked_policy_is_a_row_beside_what_was_seen(file):
         ("threshold", "'threshold' cannot be made with the options {}"),
         ("threshold:split_above_tokens", "write options as NAME:OPTION=VALUE"),
         ("threshold:above=3", "cannot be made with the options {'above': 3}"),
+        ("threshold:split_above_tokens=[", "'[' is no value of split_above_tokens"),
+        ("adaptive:part=0.5", "adaptive has no options: leave out part"),
     ],
 )
 def test_a_policy_that_cannot_be_made_is_refused_in_one_sentence(file, policy, says):
     with pytest.raises(LoadTestError) as refused:
         printed(file, policy)
     assert says in str(refused.value)
+
+
+def test_a_fixed_mode_with_options_serves_prompts_first_come_as_the_one_without(tmp_path):
+    requests = poisson(3.0, 60, ttft_slo_s=60.0, tpot_slo_s=1.0)
+    for hurried in requests[1::2]:
+        hurried.ttft_slo_s = 5.0  # by deadline it would pass those that wait
+    file = tmp_path / "mixed.jsonl"
+    file.write_bytes(b"".join(recording_of(requests)))
+    told = printed(file, "disaggregated", "disaggregated:prefill_part=0.5")
+    plain, with_part = [line.split("│")[2:] for line in told.splitlines() if "│ disaggregated" in line]
+    assert plain == with_part
 
 
 def test_options_are_read_as_in_the_configuration():
