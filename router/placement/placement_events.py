@@ -1,6 +1,6 @@
-"""What a router tells the scheduler of its requests, and what it is answered; over gRPC if several routers share one.
+"""What a router tells a `ClusterState` of its requests, and what it is answered; by gRPC if several routers share one.
 
-Every request begins with `Wants`, or `Keeps` if another scheduler had placed it, and ends with `Leaves`.
+Every request begins with `Wants`, or `Keeps` if another dispatcher had placed it, and ends with `Leaves`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Wants(msgspec.Struct, frozen=True, tag="wants"):
 
 
 class Keeps(msgspec.Struct, frozen=True, tag="keeps"):
-    """A request runs where another scheduler had placed it."""
+    """A request runs where another dispatcher had placed it."""
 
     number: int
     wish: Wish

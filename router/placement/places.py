@@ -1,6 +1,6 @@
-"""Where the attempts of this router go: asks the scheduler for a place, and tells it what happens there.
+"""Where the attempts of this router go: asks a `ClusterState` for a place, and tells it what happens there.
 
-`Placement` is the same whether the scheduler is in this process (`own_placement`) or in the dispatcher that several
+`Placement` is the same whether that is in this process (`own_placement`) or in the dispatcher that several
 routers share (`ridgeline.router.shared`).
 """
 
@@ -86,7 +86,7 @@ class Place:
 
 
 class Placement:
-    """Gives attempts their places. What the scheduler answers to `tell` goes to `take`."""
+    """Gives attempts their places. What the `ClusterState` answers to `tell` goes to `take`."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class Placement:
         self._tell(Forgets())
 
     def take(self, answer: Granted | Denied) -> None:
-        """Take the scheduler's answer to a wish; it may have been withdrawn meanwhile."""
+        """Take the answer to a wish; it may have been withdrawn meanwhile."""
         asked = self._asked.get(answer.number)
         if asked is None or asked.answer.done():
             return
@@ -148,7 +148,7 @@ class Placement:
             asked.answer.set_result(answer)
 
     def state(self) -> list[Wants | Keeps]:
-        """Return all places and wishes, for a scheduler that does not know them.
+        """Return all places and wishes, for a dispatcher that does not know them.
 
         Places come first: else prompts would start where others run that are told of later.
         """
@@ -203,7 +203,7 @@ class _Asked:
             self.answer.exception()
 
     def message(self) -> Wants | Keeps:
-        """Return what a new scheduler must be told."""
+        """Return what a new dispatcher must be told."""
         if not self.answer.done() or self.answer.exception() is not None:
             return Wants(self.number, self.wish)
         granted = self.answer.result()
@@ -212,7 +212,7 @@ class _Asked:
 
 
 def own_placement(state: ClusterState, fleet: Fleet, settings: RouterSettings) -> Placement:
-    """Return the placement of a router whose scheduler is in this process."""
+    """Return the placement of a router that has a `ClusterState` of its own."""
 
     def tell(event: Event) -> None:
         if not isinstance(event, Doubts):  # both know the same workers: told late, it would only date a doubt anew
