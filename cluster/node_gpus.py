@@ -72,6 +72,20 @@ def _nvidia_smi() -> str:
         raise NoGpus(f"nvidia-smi does not answer ({error})") from error
 
 
+def mps_problem() -> str:
+    """Return why no daemon of NVIDIA's MPS answers on this node; empty if one does."""
+    command = "nvidia-cuda-mps-control"
+    try:
+        answer = subprocess.run([command], input="get_server_list\n", capture_output=True, text=True, timeout=ANSWER_S)
+    except FileNotFoundError:
+        return f"there is no {command}, which comes with NVIDIA's driver"
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"{command} does not answer ({error})"
+    if answer.returncode == 0:
+        return ""
+    return f"{command} says: {(answer.stdout + answer.stderr).strip().partition(chr(10))[0] or answer.returncode}"
+
+
 def _gpu(row: Sequence[str]) -> Gpu:
     index, _, name, total_mib, free_mib, driver, capability, mig = row
     major, _, minor = capability.partition(".")

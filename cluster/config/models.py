@@ -85,8 +85,8 @@ class RayConfig(Section):
     )
     share_gpus: bool = Field(
         default=False,
-        description="two workers share a GPU and take turns on it, each with at most half of its memory; for a "
-        "first try: timings are not those of two GPUs",
+        description="two workers share a GPU, each with at most half of its memory; they take turns, or run at the "
+        "same time with mps_active_thread_percent",
     )
 
     @property
@@ -123,6 +123,13 @@ class PoolConfig(Section):
         ge=MIB,
         description="KV cache of each engine, over all its ranks; null (the default with GPUs, not allowed on "
         "CPU): all GPU memory that is left",
+    )
+    mps_active_thread_percent: int | None = Field(
+        default=None,
+        ge=1,
+        le=100,
+        description="with ray.share_gpus: the part of the GPU's multiprocessors that each engine may use, under "
+        "NVIDIA's MPS (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE); null: engines take turns",
     )
     resources: dict[str, Annotated[float, Field(gt=0)]] = Field(
         default_factory=dict, description="custom Ray resources each worker takes, to bind a pool to a node type"
@@ -342,6 +349,10 @@ class RidgelineConfig(Section):
         """Return the GPUs that each worker of a pool takes."""
         return pool.gpus_per_worker / (GPU_SHARERS if self.ray.share_gpus else 1)
 
+    def uses_mps(self) -> bool:
+        """Return whether engines of this mode have shares of a GPU's multiprocessors."""
+        return any(pool.mps_active_thread_percent is not None for pool in self.active_pools().values())
+
     def window_tokens(self, pool: Pool) -> int:
         """Return how many prompt tokens a worker of this pool has at a time."""
         return self.router.prefill_window_tokens or WINDOW_STEPS * self.all_pools()[pool].max_num_batched_tokens
@@ -363,7 +374,7 @@ def conflicts(config: RidgelineConfig) -> list[str]:
             for sentence in _pool_conflicts(config.section_of(name), pool)
         ),
         *_model_conflicts(config),
-        *(_shared_gpu_conflicts(config) if config.ray.share_gpus else ()),
+        *(_shared_gpu_conflicts(config) if config.ray.share_gpus else _mps_conflicts(config)),
         *_router_conflicts(config),
         *(_transfer_conflicts(config) if config.mode != "colocated" else ()),
         *_security_conflicts(config),
@@ -450,6 +461,15 @@ def _shared_gpu_conflicts(config: RidgelineConfig) -> list[str]:
                 "what their weights leave of a GPU: set it, for instance to 8 GiB."
             )
     return found
+
+
+def _mps_conflicts(config: RidgelineConfig) -> list[str]:
+    return [
+        f"{config.section_of(name)}.mps_active_thread_percent has an effect only on engines that share a GPU: set "
+        "ray.share_gpus, or leave it out."
+        for name, pool in config.active_pools().items()
+        if pool.mps_active_thread_percent is not None
+    ]
 
 
 def _transfer_conflicts(config: RidgelineConfig) -> list[str]:

@@ -25,7 +25,7 @@ import psutil
 from ridgeline.cluster.config.models import RidgelineConfig
 from ridgeline.cluster.doctor.architectures import missing_import, pooling_reason
 from ridgeline.cluster.model_store import DEFAULT_MODEL_NAME, ModelError, ModelState, model_state, prepare_model
-from ridgeline.cluster.node_gpus import Gpu, NoGpus, read_gpus
+from ridgeline.cluster.node_gpus import Gpu, NoGpus, mps_problem, read_gpus
 from ridgeline.cluster.socket_folders import RayFolder, ray_folder
 from ridgeline.kv_transfer.names import NIXL_PACKAGES
 
@@ -76,6 +76,7 @@ class HostFacts:
     gpu_problem: str = ""  # why gpu_devices is empty
     cuda_compat: bool = False
     """Whether NVIDIA's libraries for older drivers are on LD_LIBRARY_PATH."""
+    mps_problem: str = ""  # why engines cannot run under MPS; empty also if none is to
     c_compiler: bool = True
     python_header: bool = True
     port_problem: str = ""  # empty: the configured port can be bound
@@ -105,6 +106,7 @@ def read_host_facts(config: RidgelineConfig) -> HostFacts:
         gpu_devices=gpu_devices,
         gpu_problem=gpu_problem,
         cuda_compat="compat" in os.environ.get("LD_LIBRARY_PATH", ""),
+        mps_problem=mps_problem() if config.uses_mps() else "",
         c_compiler=bool(os.environ.get("CC")) or any(map(shutil.which, ("gcc", "clang", "cc"))),
         python_header=(Path(sysconfig.get_paths()["include"]) / "Python.h").is_file(),
         port_problem=_port_problem(config.server.host, config.server.port),

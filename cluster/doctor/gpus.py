@@ -73,6 +73,13 @@ def gpu_software(config: RidgelineConfig, host: HostFacts, pools: Pools) -> Iter
     )
     found = f"{' and '.join(missing)} missing" if missing else "a C compiler and Python.h"
     yield CheckResult("compiler", not missing, found, fix if missing else "")
+    if config.uses_mps():
+        problem = host.mps_problem
+        fix = (
+            f"Engines with mps_active_thread_percent need NVIDIA's MPS, and {problem}: run "
+            "`nvidia-cuda-mps-control -d` as the user of `ridgeline serve`, or leave the setting out."
+        )
+        yield CheckResult("mps", not problem, problem or "daemon answers", fix if problem else "")
 
 
 def gpu_devices(config: RidgelineConfig, host: HostFacts, pools: Pools) -> Iterator[CheckResult]:

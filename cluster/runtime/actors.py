@@ -59,7 +59,9 @@ class NodePlace:
         return ProcessId(self.pid, self.started_s)
 
 
-def engine_environment(cores: int, start_timeout_s: float, *, on_cpu: bool, ranks: int = 1) -> dict[str, str]:
+def engine_environment(
+    cores: int, start_timeout_s: float, *, on_cpu: bool, ranks: int = 1, mps_percent: int | None = None
+) -> dict[str, str]:
     """Return the environment of a service's process; vLLM reads part of it at import, so it must be set before."""
     env = {
         "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(start_timeout_s)),
@@ -84,6 +86,8 @@ def engine_environment(cores: int, start_timeout_s: float, *, on_cpu: bool, rank
     else:
         # vLLM would fork, which has not been tried with CUDA.
         env |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    if mps_percent is not None:
+        env |= {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(mps_percent)}  # read when the process first uses the GPU
     return env
 
 

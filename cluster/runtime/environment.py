@@ -50,7 +50,7 @@ SERVER_VARIABLES: Final = frozenset(
 SERVER_PREFIXES: Final = ("CUSTOM_FASTAPI_", "SAGEMAKER_", "UVICORN_")
 
 FORWARDED_PREFIXES: Final = ("HF_", "NCCL_", "UCX_", "GLOO_")
-FORWARDED: Final = frozenset({"HUGGING_FACE_HUB_TOKEN"})
+FORWARDED: Final = frozenset({"HUGGING_FACE_HUB_TOKEN", "CUDA_MPS_PIPE_DIRECTORY"})
 
 ANOTHER_RAY: Final = ("RAY_ADDRESS", "RAY_REDIS_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR")
 """Variables that lead `ray.init` to a Ray that runs elsewhere: KubeRay sets the first in its pods."""
@@ -59,7 +59,8 @@ ANOTHER_RAY: Final = ("RAY_ADDRESS", "RAY_REDIS_ADDRESS", "RAY_JOB_CONFIG_JSON_E
 def forwarded_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables that every node of a joined cluster must have as the shell of `serve` has them.
 
-    They say how a model is downloaded and which network libraries use; a Ray that is started here inherits them.
+    They say how a model is downloaded, what network libraries use and where MPS listens. A Ray that is started here
+    inherits them.
     """
     return {
         name: value for name, value in environment.items() if name in FORWARDED or name.startswith(FORWARDED_PREFIXES)

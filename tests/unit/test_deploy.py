@@ -204,7 +204,7 @@ def test_one_gpu_holds_one_whole_engine_or_the_two_that_the_files_comment_splits
     assert sum(pool.workers * pool.gpus_per_worker for pool in whole.active_pools().values()) == 1
     comment = [line.removeprefix("#").strip(" \\") for line in path.read_text().splitlines() if "--" in line]
     settings = re.findall(r"--set (\S+)", " ".join(comment))
-    assert len(settings) == 4
+    assert len(settings) == 6
     split = load_config(path, {"mode": "disaggregated", **dict(each.split("=") for each in settings)}).config
     assert sum(pool.workers * split.gpus_of(pool) for pool in split.active_pools().values()) == 1
     assert len(split.active_pools()) == 2

@@ -19,7 +19,7 @@ PAGE = REPOSITORY / "docs" / "measurements.md"
 SECTIONS = (
     "modes.json",
     "h200-2026-11-27.json",
-    "h100-2026-11-26.json",
+    "h100-2026-11-27.json",
     "transfer.json",
     "router.json",
     "faults.json",

@@ -31,6 +31,7 @@ def worker_actor(planned: PlannedWorker, config: RidgelineConfig) -> Any:
         config.supervision.start_timeout_s,
         on_cpu=settings.gpus_per_worker == 0,
         ranks=settings.ranks,
+        mps_percent=settings.mps_active_thread_percent,
     )
     return (
         ray.remote(ServiceActor)

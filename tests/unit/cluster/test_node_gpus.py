@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from ridgeline.cluster.node_gpus import FIELDS, Gpu, NoGpus, read_gpus
+from ridgeline.cluster.node_gpus import FIELDS, Gpu, NoGpus, mps_problem, read_gpus
 from ridgeline.cluster.node_hardware import UnknownHardware, peaks_of, worker_hardware
 from ridgeline.cluster.runtime.deployment import known_peaks
 from ridgeline.roofline.hardware import hardware_of_gpu
@@ -24,6 +24,24 @@ def test_gpus_are_read_with_memory_driver_and_capability():
     first, second = read_gpus(lambda: TWO_H100, {})
     assert first == H100
     assert second.index == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "problem"),
+    [
+        ('read asked; test "$asked" = get_server_list', ""),
+        ("echo Cannot find MPS control daemon; exit 1", "nvidia-cuda-mps-control says: Cannot find MPS control"),
+        (None, "there is no nvidia-cuda-mps-control, which comes with NVIDIA's driver"),
+    ],
+)
+def test_a_daemon_of_mps_is_asked_whether_it_runs(tmp_path, monkeypatch, script, problem):
+    if script is not None:
+        program = tmp_path / "nvidia-cuda-mps-control"
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert mps_problem().startswith(problem)
+    assert bool(mps_problem()) == bool(problem)
 
 
 @pytest.mark.parametrize(("visible", "indices"), [("1", [1]), ("GPU-0abc", [0]), ("0,1", [0, 1])])

@@ -444,6 +444,13 @@ def test_a_gpu_that_cannot_be_shared_is_refused_with_the_fix(changes, fix):
     assert any(fix in problem for problem in problems_of(**SHARED_GPU | changes))
 
 
+def test_a_share_of_a_gpu_that_is_not_shared_is_refused_with_the_fix():
+    share = {"pools.decode.mps_active_thread_percent": "30"}
+    assert load_config(None, SHARED_GPU | share).config.uses_mps()
+    (problem,) = problems_of(**(ranks_of(1, 1, gpus=True) | share))
+    assert problem.startswith("pools.decode.mps_active_thread_percent has an effect only on engines that share a GPU")
+
+
 def test_what_is_set_beats_the_defaults_of_gpus(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("pools: {prefill: {gpus_per_worker: 1, kv_cache_bytes: 8 GiB}, decode: {gpus_per_worker: 1}}")

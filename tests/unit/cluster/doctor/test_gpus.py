@@ -120,6 +120,17 @@ def test_two_workers_that_share_a_gpu_need_one_and_the_memory_of_both():
     assert any("two engines of prefill want 72.0 GiB" in sentence for sentence in found), found
 
 
+MPS = SHARED | {"pools__prefill__mps_active_thread_percent": "70", "pools__decode__mps_active_thread_percent": "30"}
+
+
+def test_engines_with_shares_of_a_gpu_need_a_daemon_of_mps():
+    assert result("mps", host(H100, gpus=1), on_gpus(**MPS)).detail == "daemon answers"
+    without = host(H100, gpus=1, mps_problem="nvidia-cuda-mps-control says: Cannot find MPS control daemon process")
+    (sentence,) = failures(checks(on_gpus(**MPS), without))
+    assert "Cannot find MPS control daemon process: run `nvidia-cuda-mps-control -d`" in sentence
+    assert failures(checks(on_gpus(**SHARED), without)) == []
+
+
 def test_whole_replicas_that_share_a_gpu_are_warned_of_and_one_or_another_mode_is_not():
     two = {**SHARED, "mode": "colocated", "pools__colocated__gpus_per_worker": "1", "pools__colocated__workers": "2"}
     shared = result("gpus", host(H100, gpus=1), on_gpus(**two))

@@ -1,8 +1,8 @@
-"""An actor that is asked for news of its health: told as soon as there is some, and that there is none every 2 s."""
+"""An actor that is asked for news of its health, and what its process is told by the environment."""
 
 import pytest
 
-from ridgeline.cluster.runtime.actors import HOLD_S, LOOK_EVERY_S, other_than
+from ridgeline.cluster.runtime.actors import HOLD_S, LOOK_EVERY_S, engine_environment, other_than
 
 
 class Clock:
@@ -41,3 +41,9 @@ async def test_the_answer_comes_with_the_first_look_that_finds_news_or_when_ther
 
 def test_an_engine_that_died_is_found_within_half_a_second():
     assert LOOK_EVERY_S <= 0.5
+
+
+def test_an_engine_under_mps_is_told_its_share_of_the_gpu_and_others_are_not():
+    share = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+    assert engine_environment(4, 60, on_cpu=False, mps_percent=70)[share] == "70"
+    assert share not in engine_environment(4, 60, on_cpu=False)
