@@ -128,10 +128,6 @@ class Learned:
         tokens = self._sure_tokens.value
         return min(tokens, self._sure_part.value * longest_tokens) if longest_tokens else tokens
 
-    def bytes_per_s(self, source: str, sink: str) -> float:
-        """Return how fast KV moves from one worker to the other."""
-        return self._bytes_per_s.get((source, sink), UNKNOWN_BYTES_PER_S)
-
     @property
     def mean_bytes_per_s(self) -> float:
         """How fast KV moves between two workers, on average over those of which it is known."""
