@@ -230,7 +230,11 @@ class ClusterState:
         )
         if not (wish.probe or wish.urgent):
             request.seen = self._learned.traffic.arrived(
-                demand.prompt_tokens, demand.ttft_limit_s, demand.tpot_limit_s, demand.waited_s
+                demand.prompt_tokens,
+                demand.ttft_limit_s,
+                demand.tpot_limit_s,
+                self._learned.output_tokens(demand.output_tokens),
+                demand.waited_s,
             )
         if self._early is not None:
             self._early[request] = None

@@ -21,7 +21,7 @@ import msgspec
 from ridgeline.contracts.vocabulary import Mode, Phase, RebalanceMode
 from ridgeline.router.scheduler.engines import ModelledRequest, modelled
 from ridgeline.router.scheduler.features import Assignment, FleetModel, RequestFeatures, WorkerSpec, WorkerState
-from ridgeline.router.scheduler.policies import Disaggregated, Policy, Shape, Slack
+from ridgeline.router.scheduler.policies import Policy, shape_of
 from ridgeline.router.scheduler.recorded_events import Arrived, Began, Chose, Compared, Options, Placed
 from ridgeline.router.scheduler.registry import division_name, make_policy
 from ridgeline.router.scheduler.simulation import Simulation
@@ -80,8 +80,6 @@ class Adaptive:
         """The best policy of the last comparison, also if it must not serve."""
         self.scores: Mapping[str, float] = {}
         """Of the last comparison, by policy."""
-        self._prefill_part = 0.5
-        """Of the best shape, at the last comparison."""
 
     def state(self, mode: Mode) -> Began:
         """Return all that the next decisions depend on, but for the workers."""
@@ -92,7 +90,6 @@ class Adaptive:
             self._always[1] if self._always else {},
             self._rebalance,
             self._always is not None,
-            self._prefill_part,
             self._traffic.arrived_requests,
             self._next_look,
             [(arrival_of(seen), seen.made_tokens, seen.ended, seen.latency_s) for seen in self._traffic.latest],
@@ -105,7 +102,7 @@ class Adaptive:
         made = cls(fleet, traffic, began.rebalance, (began.policy, began.options) if began.always else None)
         if not began.always:
             made.serve_by(began.policy)
-        made._prefill_part, made._next_look = began.prefill_part, began.next_look
+        made._next_look = began.next_look
         traffic.latest.extend(_seen(*request) for request in began.requests)
         traffic.arrived_requests = began.arrived
         return made
@@ -126,7 +123,7 @@ class Adaptive:
 
     def chose(self, event: Chose) -> None:
         """Take over the result of a comparison that was made elsewhere."""
-        self.scores, self._prefill_part = event.scores, event.prefill_part
+        self.scores = event.scores
         self.serve_by(event.policy)
 
     def assign(self, request: RequestFeatures, workers: Sequence[WorkerState]) -> Assignment | None:
@@ -141,8 +138,8 @@ class Adaptive:
 
     def affinities(self, workers: int) -> list[Phase | None]:
         """Return the phase that each of so many workers is for; None for one that does both."""
-        shape = getattr(self._policy, "shape", None)
-        if not isinstance(shape, Shape) or workers < 2:
+        shape = shape_of(self._policy)
+        if shape is None or workers < 2:
             return [None] * workers
         number = shape.number(workers)
         phases: list[Phase | None] = ["prefill"] * number
@@ -167,11 +164,12 @@ class Adaptive:
         speed = yield from self._speed(fleet, workers, seen)
         requests = _requests(seen, SIMULATED * len(workers))
         results: dict[str, list[ModelledRequest]] = {}
-        candidates = {name: make_policy(name, {}) for name in self._candidates(len(workers))}
-        for name, policy in candidates.items():
+        scores: Mapping[str, float] = {}
+        while (name := self._next(len(workers), scores)) is not None:
             results[name] = served = [make() for make in requests]
-            yield from Simulation(modelled(workers, speed), policy, fleet.handover_s).steps(served)
-        self._choose(candidates, results, fleet.outside_s)
+            yield from Simulation(modelled(workers, speed), make_policy(name, {}), fleet.handover_s).steps(served)
+            scores = self._scores(results, fleet.outside_s)
+        self._choose(scores)
 
     def _latest(self, of_workers: int, workers: int) -> list[Seen]:
         """Return the requests to simulate, as they are known now, on so many of the workers."""
@@ -201,38 +199,43 @@ class Adaptive:
             speed = min(MOST_OFF, max(1 / MOST_OFF, speed / math.sqrt(off)))
         return speed
 
-    def _choose(
-        self, candidates: Mapping[str, Policy], results: Mapping[str, Sequence[ModelledRequest]], outside_s: float
-    ) -> None:
-        """Serve by the best of the candidates, if it is better enough than what serves now."""
-        scale_s = _mean_latency_s(results.get(self.name) or next(iter(results.values())))
-        self.scores = {name: _score(requests, scale_s, outside_s) for name, requests in results.items()}
-        self.advised = max(self.scores, key=self.scores.__getitem__)
-        allowed = [name for name in self.scores if self._rebalance == "act" or not _divides(candidates[name])]
-        best = max(allowed, key=self.scores.__getitem__)
-        shapes = {name: policy for name, policy in candidates.items() if isinstance(policy, Disaggregated | Slack)}
-        if shapes:
-            self._prefill_part = shapes[max(shapes, key=self.scores.__getitem__)].shape.prefill_part
-        if self.scores[best] > self.scores.get(self.name, -math.inf) + MARGIN:
+    def _scores(self, results: Mapping[str, Sequence[ModelledRequest]], outside_s: float) -> Mapping[str, float]:
+        scale_s = _mean_latency_s(results[self.name])
+        return {name: _score(requests, scale_s, outside_s) for name, requests in results.items()}
+
+    def _choose(self, scores: Mapping[str, float]) -> None:
+        """Serve by the best policy, if it is better enough than what serves now."""
+        self.scores = scores
+        self.advised = max(scores, key=scores.__getitem__)
+        allowed = [name for name in scores if self._rebalance == "act" or not _divides(name)]
+        best = max(allowed, key=scores.__getitem__)
+        if scores[best] > scores.get(self.name, -math.inf) + MARGIN:
             self.serve_by(best)
         if self._traffic.listeners:
-            self._traffic.tell(Chose(self._traffic.clock(), self.name, self.scores, self._prefill_part))
+            self._traffic.tell(Chose(self._traffic.clock(), self.name, scores))
 
-    def _candidates(self, workers: int) -> list[str]:
-        found = ["colocated", "colocated, paced"]
-        if self._rebalance == "none":
-            return found
-        usual = round(self._prefill_part * workers)
-        for number in range(max(1, usual - 1), min(workers - 1, usual + 1) + 1):
-            found += [division_name(number, workers, slack=slack) for slack in (False, True)]
-        if self.name not in found and _divides(self._policy):
-            found.append(self.name)
-        return found
+    def _next(self, workers: int, scores: Mapping[str, float]) -> str | None:
+        """Return the next policy to simulate, by the scores of the others; None when they are enough.
+
+        These are: what serves; one worker for both phases, paced or not; divisions, from the one that serves or half of
+        the workers on, as long as a neighbour is better; the best division and its neighbours with exceptions.
+        """
+        wanted = [self.name, "colocated", "colocated, paced"]
+        if self._rebalance != "none":
+            shape = shape_of(self._policy)
+            first = shape.number(workers) if shape else workers // 2
+            known = {number: scores.get(division_name(number, workers)) for number in range(1, workers)}
+            tried = {number: score for number, score in known.items() if score is not None}
+            best = max(tried, key=lambda number: (tried[number], number == first), default=first)
+            near = [number for number in (best, best - 1, best + 1) if number in known]
+            wanted += [division_name(number, workers) for number in near]
+            wanted += [division_name(number, workers, slack=True) for number in near]
+        return next((name for name in wanted if name not in scores), None)
 
 
-def _divides(policy: Policy) -> bool:
-    """Return whether it has workers for prompts and others for decode."""
-    return isinstance(policy, Disaggregated | Slack)
+def _divides(name: str) -> bool:
+    """Return whether a policy has workers for prompts and others for decode."""
+    return shape_of(make_policy(name, {})) is not None
 
 
 def _seen(arrived: Arrived, made_tokens: int, ended: bool, latency_s: float | None) -> Seen:
@@ -242,6 +245,7 @@ def _seen(arrived: Arrived, made_tokens: int, ended: bool, latency_s: float | No
         arrived.prompt_tokens,
         arrived.ttft_slo_s,
         arrived.tpot_slo_s,
+        arrived.expected_tokens,
         made_tokens,
         ended,
         latency_s,
@@ -249,12 +253,10 @@ def _seen(arrived: Arrived, made_tokens: int, ended: bool, latency_s: float | No
 
 
 def _requests(seen: Sequence[Seen], at_least: int = 0) -> list[Callable[[], ModelledRequest]]:
-    """Return what makes the requests to simulate; those that have not ended are taken to become as long as others.
+    """Return what makes the requests to simulate; those that have not ended are taken to become as long as expected.
 
     A few requests are repeated until there are enough, since a fleet that cannot keep up shows that only after a while.
     """
-    lengths = [one.made_tokens for one in seen if one.ended]
-    usual_tokens = round(sum(lengths) / len(lengths)) if lengths else 1
     first_s = seen[0].arrival_s
     period_s = (seen[-1].arrival_s - first_s) * len(seen) / max(1, len(seen) - 1)
     return [
@@ -263,7 +265,7 @@ def _requests(seen: Sequence[Seen], at_least: int = 0) -> list[Callable[[], Mode
             turn * len(seen) + number,
             turn * period_s + one.arrival_s - first_s,
             one.prompt_tokens,
-            one.made_tokens if one.ended else max(one.made_tokens + 1, usual_tokens),
+            one.made_tokens if one.ended else max(1, round(one.expected_tokens)),
             one.ttft_slo_s,
             one.tpot_slo_s,
         )

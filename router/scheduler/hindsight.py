@@ -221,7 +221,12 @@ class AdaptiveSimulation(DriftingSimulation):
 
     def arrives(self, request: ModelledRequest) -> None:
         """Queue a request."""
-        self._seen[request.number] = self.traffic.arrived(request.prompt_tokens, request.ttft_slo_s, request.tpot_slo_s)
+        self._seen[request.number] = self.traffic.arrived(
+            request.prompt_tokens,
+            request.ttft_slo_s,
+            request.tpot_slo_s,
+            request.expected_output_tokens or request.output_tokens,
+        )
         if self.adaptive.is_due():
             self._compare()
         super().arrives(request)

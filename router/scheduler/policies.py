@@ -86,6 +86,12 @@ class Shape:
         return min(workers - 1, max(1, round(self.prefill_part * workers))) if workers > 1 else 0
 
 
+def shape_of(policy: Policy) -> Shape | None:
+    """Return the division of the workers by which a policy goes; None: any worker does any part of a request."""
+    shape = getattr(policy, "shape", None)
+    return shape if isinstance(shape, Shape) else None
+
+
 class Disaggregated:
     """The first workers compute prompts, the others decode."""
 

@@ -32,6 +32,8 @@ class Arrived(Event, frozen=True, tag="arrived"):
     prompt_tokens: int
     ttft_slo_s: float = math.inf
     tpot_slo_s: float = math.inf
+    expected_tokens: float = 0.0
+    """Of its answer, as far as was known then."""
 
 
 def limit(value_s: float) -> float:
@@ -134,7 +136,6 @@ class Chose(Event, frozen=True, tag="chose"):
 
     policy: str
     scores: Mapping[str, float]
-    prefill_part: float
 
 
 class Began(Event, frozen=True, tag="began"):
@@ -147,8 +148,6 @@ class Began(Event, frozen=True, tag="began"):
     """Of that policy, if it always serves."""
     rebalance: RebalanceMode
     always: bool
-    prefill_part: float
-    """Of the best division, at the last comparison."""
     arrived: int
     next_look: int
     requests: list[tuple[Arrived, int, bool, float | None]]

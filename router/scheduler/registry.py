@@ -24,7 +24,7 @@ BUILT_IN: Final[Mapping[str, Callable[..., Policy]]] = {
 _DIVISION = re.compile(r"([1-9]\d*) of ([1-9]\d*) for prefill(, slack)?")
 
 
-def division_name(prefill_workers: int, workers: int, *, slack: bool) -> str:
+def division_name(prefill_workers: int, workers: int, *, slack: bool = False) -> str:
     """Return the name of the policy by which so many workers compute prompts, with exceptions (`Slack`) or without."""
     return f"{prefill_workers} of {workers} for prefill" + ", slack" * slack
 

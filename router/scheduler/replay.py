@@ -66,7 +66,9 @@ class _Replay:
         self._now_s = event.at_s
         match event:
             case Arrived():
-                seen = self._traffic.arrived(event.prompt_tokens, event.ttft_slo_s, event.tpot_slo_s)
+                seen = self._traffic.arrived(
+                    event.prompt_tokens, event.ttft_slo_s, event.tpot_slo_s, event.expected_tokens
+                )
                 self._known[seen.number], self._prompt_tokens[seen.number] = seen, event.prompt_tokens
             case PromptComputed() if event.number in self._known:
                 self._traffic.computed(

@@ -31,6 +31,8 @@ class Seen:
     """Those that its worker computed, or had to."""
     ttft_slo_s: float
     tpot_slo_s: float
+    expected_tokens: float
+    """Of its answer, which counts until it has ended."""
     made_tokens: int = 0
     ended: bool = False
     latency_s: float | None = None
@@ -51,9 +53,17 @@ class Traffic:
         for listener in self.listeners:
             listener(event)
 
-    def arrived(self, prompt_tokens: int, ttft_slo_s: float, tpot_slo_s: float, waited_s: float = 0.0) -> Seen:
+    def arrived(
+        self,
+        prompt_tokens: int,
+        ttft_slo_s: float,
+        tpot_slo_s: float,
+        expected_tokens: float,
+        waited_s: float = 0.0,
+    ) -> Seen:
         """Remember a request that arrived `waited_s` ago; the caller tells more about it as it happens."""
-        seen = Seen(self.arrived_requests, self.clock() - waited_s, prompt_tokens, ttft_slo_s, tpot_slo_s)
+        arrival_s = self.clock() - waited_s
+        seen = Seen(self.arrived_requests, arrival_s, prompt_tokens, ttft_slo_s, tpot_slo_s, expected_tokens)
         self.latest.append(seen)
         self.arrived_requests += 1
         if self.listeners:
@@ -77,4 +87,5 @@ class Traffic:
 
 def arrival_of(seen: Seen) -> Arrived:
     """Return the event of its arrival."""
-    return Arrived(seen.arrival_s, seen.number, seen.prompt_tokens, limit(seen.ttft_slo_s), limit(seen.tpot_slo_s))
+    slos = limit(seen.ttft_slo_s), limit(seen.tpot_slo_s)
+    return Arrived(seen.arrival_s, seen.number, seen.prompt_tokens, *slos, seen.expected_tokens)

@@ -64,6 +64,25 @@ def test_too_few_requests_change_nothing():
     assert (policy.name, policy.scores) == ("colocated", {})
 
 
+def test_the_first_comparison_counts_answers_that_have_not_ended_with_their_expected_length():
+    """Taken to be short, they made every policy look right while a backlog grew."""
+    policy = adaptive_on(poisson(6.7, 8, ttft_slo_s=5.0, tpot_slo_s=0.09), workers=8)
+    assert policy.name == "5 of 8 for prefill"
+    assert policy.scores["colocated"] < 0.2
+
+
+def test_comparisons_in_which_all_policies_are_alike_do_not_move_the_divisions_that_are_compared():
+    policy = adaptive_on(poisson(0.1, 30, ttft_slo_s=60.0, tpot_slo_s=1.0), workers=8)
+    assert max(policy.scores.values()) - min(policy.scores.values()) < 0.01
+    assert {"3 of 8 for prefill", "4 of 8 for prefill", "5 of 8 for prefill"} <= {*policy.scores}
+
+
+def test_a_division_far_from_half_of_the_workers_is_found():
+    long = {"prompt_tokens": 2048, "output_tokens": 16, "ttft_slo_s": 12.0, "tpot_slo_s": 0.15}
+    policy = adaptive_on(poisson(1.9, 100, **long), workers=8)
+    assert policy.name == "7 of 8 for prefill"
+
+
 @pytest.mark.parametrize(("rebalance", "advised"), [("none", "colocated"), ("advise", "1 of 2 for prefill")])
 def test_workers_are_not_divided_unless_that_is_set(rebalance, advised):
     policy = adaptive_on(poisson(0.5, 150, ttft_slo_s=1.9, tpot_slo_s=0.05), rebalance)
