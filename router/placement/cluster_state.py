@@ -59,7 +59,7 @@ from ridgeline.router.settings import RouterSettings
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S: Final = 0.25
-"""While prompts wait: a worker's return is not always reported."""
+"""Time between two tries while prompts wait, since a worker's return may go unreported."""
 _REASONS: Final[dict[type[Exception], Reason]] = {NoWorker: "no_worker", WorkerLost: "lost", WorkerDraining: "draining"}
 Later = Callable[[float, Callable[[], None]], object]
 
@@ -89,7 +89,7 @@ class RouterRequests:
 
 
 class ClusterState:
-    """Gives the requests of routers their places on the workers of a fleet."""
+    """Assigns the waiting requests of routers to workers, and counts what runs where."""
 
     def __init__(
         self,
@@ -114,8 +114,7 @@ class ClusterState:
         self._places = DecodePlaces(fleet.answering)
         self.queues = {pool: self._queue(pool, settings, policy) for pool in fleet.pools}
         self._turns = list(self.queues.values())
-        """The one whose prompt started last is last: in a fixed order, one pool's prompts would wait as long as the
-        first pool has any that take the free decode places."""
+        """The pool whose prompt started last is last, so that none takes all free decode places."""
         self._in_doubt: dict[ScheduledRequest, float] = {}
         """Those that wait until it is known whether there is a worker to decode, and since when."""
         self._doubtful_since_s: float | None = None
@@ -325,7 +324,7 @@ class ClusterState:
             self._later(LOOK_EVERY_S, self._look_again)
 
     def _may_go(self, queue: PoolQueue[ScheduledRequest]) -> bool:
-        """Return whether its prompts may start; while all that decode are in doubt, whoever starts would be refused."""
+        """Return whether its prompts may start: prefill waits while no decode worker is known to be usable."""
         if queue.pool != SPLIT.prompt_pool or not queue.waiting:
             return True
         if self._decode_is_known():

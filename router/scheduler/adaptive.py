@@ -2,8 +2,8 @@
 
 Every policy that it may serve by is simulated with the latest requests on modelled workers, whose step models the
 engines have fitted. The best one serves from then on, until another one would have been better by `MARGIN`. So it is
-as good as the better pure mode by design, as far as the models are right, and better where pacing, deadlines or a
-request out of the shape help.
+meant to be as good as the better pure mode, as far as the models are right, and better where pacing, deadlines or
+exceptions from a division help.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from ridgeline.router.scheduler.traffic import Seen, Traffic, arrival_of
 
 SIMULATED: Final = 50
 """The latest requests that are simulated, for each worker."""
-FIRST_LOOK: Final = 8
-"""Requests after which the policies are compared for the first time; then whenever half as many more have come..."""
-LOOK_EVERY: Final = 15
-"""...and at the latest after so many for each worker."""
+FIRST_COMPARISON: Final = 8
+"""Requests before the first comparison of policies; the next one is due when half as many more have come."""
+MOST_BETWEEN_COMPARISONS: Final = 15
+"""The most requests between two comparisons, for each worker."""
 MARGIN: Final = 0.03
 """By how much of the requests another policy must be better."""
 ERROR: Final = 0.1
-"""Standard deviation of what predictions err by, as `policies.IN_TIME` has it."""
-TIE: Final = 1e-3
-"""Among policies by which all are in time, the one with the most headroom is the better one, by this much."""
-LATE: Final = 5.0
-"""A request that takes more than so many SLOs is no worse for it."""
+"""The standard deviation of a prediction's relative error (as tolerated by `ridgeline.decode_worker.pacing.model`)."""
+HEADROOM_WEIGHT: Final = 1e-3
+"""Weight of the share of its SLO that a request takes: among policies by which all are in time, headroom decides."""
+MOST_SLOS: Final = 5.0
+"""The largest such share that counts."""
 MOST_MODELLED: Final = 8
 """Of a larger fleet a part of this size is modelled, with its part of the requests: policies choose shares."""
-SPEED_ROUNDS: Final = 3
-"""Simulations that look for the speed. Each corrects by a square root: near the knee latency grows more than steps."""
-MOST_OFF: Final = 2.0
-"""By how much steps may be taken to be slower or faster than their model says."""
+SLOWDOWN_ROUNDS: Final = 3
+"""Simulations that look for the slowdown. Each corrects by a square root, since near the knee latency grows faster."""
+MOST_SLOWDOWN: Final = 2.0
+"""The most times that steps are taken to be slower, or faster, than their model says."""
 UNTIL_COMPARED: Final = "colocated"
 """The policy until the first comparison."""
 
@@ -71,7 +71,7 @@ class Adaptive:
         self._traffic = traffic
         self._rebalance = rebalance
         self._always = always
-        self._next_look = FIRST_LOOK
+        self._next_comparison = FIRST_COMPARISON
         self._serves_since = 0
         """The number of the first request that came after the present policy began to serve."""
         self.name, options = always or (UNTIL_COMPARED, {})
@@ -91,7 +91,7 @@ class Adaptive:
             self._rebalance,
             self._always is not None,
             self._traffic.arrived_requests,
-            self._next_look,
+            self._next_comparison,
             [(arrival_of(seen), seen.made_tokens, seen.ended, seen.latency_s) for seen in self._traffic.latest],
             self._fleet(),
         )
@@ -102,7 +102,7 @@ class Adaptive:
         made = cls(fleet, traffic, began.rebalance, (began.policy, began.options) if began.always else None)
         if not began.always:
             made.serve_by(began.policy)
-        made._next_look = began.next_look
+        made._next_comparison = began.next_comparison
         traffic.latest.extend(_seen(*request) for request in began.requests)
         traffic.arrived_requests = began.arrived
         return made
@@ -141,33 +141,35 @@ class Adaptive:
         shape = shape_of(self._policy)
         if shape is None or workers < 2:
             return [None] * workers
-        number = shape.number(workers)
+        number = shape.prefill_workers(workers)
         phases: list[Phase | None] = ["prefill"] * number
         return phases + ["decode"] * (workers - number)
 
     def is_due(self) -> bool:
         """Whether so many requests have come since the last comparison that another one may say something else."""
-        return self._always is None and self._traffic.arrived_requests >= self._next_look
+        return self._always is None and self._traffic.arrived_requests >= self._next_comparison
 
     def compare(self) -> Iterator[None]:
         """Compare the policies, and serve by the best one from then on; yields now and then."""
         fleet = self._fleet()
         arrived = self._traffic.arrived_requests
-        self._next_look = arrived + FIRST_LOOK
+        self._next_comparison = arrived + FIRST_COMPARISON
         if fleet is None or not self._traffic.latest:
             return
         if self._traffic.listeners:
             self._traffic.tell(Compared(self._traffic.clock(), fleet, self._serves_since))
-        self._next_look = arrived + max(FIRST_LOOK, min(LOOK_EVERY * len(fleet.workers), arrived // 2))
+        self._next_comparison = arrived + max(
+            FIRST_COMPARISON, min(MOST_BETWEEN_COMPARISONS * len(fleet.workers), arrived // 2)
+        )
         workers = fleet.workers[:MOST_MODELLED]
         seen = self._latest(len(fleet.workers), len(workers))
-        speed = yield from self._speed(fleet, workers, seen)
+        slowdown = yield from self._slowdown(fleet, workers, seen)
         requests = _requests(seen, SIMULATED * len(workers))
         results: dict[str, list[ModelledRequest]] = {}
         scores: Mapping[str, float] = {}
         while (name := self._next(len(workers), scores)) is not None:
             results[name] = served = [make() for make in requests]
-            yield from Simulation(modelled(workers, speed), make_policy(name, {}), fleet.handover_s).steps(served)
+            yield from Simulation(modelled(workers, slowdown), make_policy(name, {}), fleet.handover_s).steps(served)
             scores = self._scores(results, fleet.outside_s)
         self._choose(scores)
 
@@ -177,7 +179,7 @@ class Adaptive:
         part = islice(latest, max(0, len(latest) - SIMULATED * of_workers), None, max(1, of_workers // workers))
         return [replace(seen) for seen in part]
 
-    def _speed(
+    def _slowdown(
         self, fleet: FleetModel, workers: Sequence[WorkerSpec], seen: Sequence[Seen]
     ) -> Generator[None, None, float]:
         """Return how many times as long as modelled steps take now.
@@ -189,15 +191,15 @@ class Adaptive:
             for index, one in enumerate(seen)
             if one.number >= self._serves_since and one.latency_s is not None
         ]
-        speed = 1.0
-        if len(known) < FIRST_LOOK:
-            return speed
-        for _ in range(SPEED_ROUNDS):
+        slowdown = 1.0
+        if len(known) < FIRST_COMPARISON:
+            return slowdown
+        for _ in range(SLOWDOWN_ROUNDS):
             served = [make() for make in _requests(seen)]
-            yield from Simulation(modelled(workers, speed), self._policy, fleet.handover_s).steps(served)
+            yield from Simulation(modelled(workers, slowdown), self._policy, fleet.handover_s).steps(served)
             off = median((served[index].latency_s + fleet.outside_s) / latency_s for index, latency_s in known)
-            speed = min(MOST_OFF, max(1 / MOST_OFF, speed / math.sqrt(off)))
-        return speed
+            slowdown = min(MOST_SLOWDOWN, max(1 / MOST_SLOWDOWN, slowdown / math.sqrt(off)))
+        return slowdown
 
     def _scores(self, results: Mapping[str, Sequence[ModelledRequest]], outside_s: float) -> Mapping[str, float]:
         scale_s = _mean_latency_s(results[self.name])
@@ -223,7 +225,7 @@ class Adaptive:
         wanted = [self.name, "colocated", "colocated, paced"]
         if self._rebalance != "none":
             shape = shape_of(self._policy)
-            first = shape.number(workers) if shape else workers // 2
+            first = shape.prefill_workers(workers) if shape else workers // 2
             known = {number: scores.get(division_name(number, workers)) for number in range(1, workers)}
             tried = {number: score for number, score in known.items() if score is not None}
             best = max(tried, key=lambda number: (tried[number], number == first), default=first)
@@ -286,5 +288,5 @@ def _score(requests: Sequence[ModelledRequest], scale_s: float, outside_s: float
         if part == 0.0:
             score -= one.latency_s / scale_s
         else:
-            score += math.erfc((part - 1.0) / ERROR / math.sqrt(2.0)) / 2 - TIE * min(part, LATE)
+            score += math.erfc((part - 1.0) / ERROR / math.sqrt(2.0)) / 2 - HEADROOM_WEIGHT * min(part, MOST_SLOS)
     return score / len(requests)

@@ -24,10 +24,10 @@ from ridgeline.contracts.workers import (
 from ridgeline.router.scheduler.features import Assignment, RequestFeatures, WorkerState
 
 IN_TIME: Final = (0.95, 1.1)
-"""Below the first of these parts of an SLO it is taken to be met, above the second to be missed, and in between as
-likely as it is near: a tenth is what step models err by at the most that is tolerated
-(`ridgeline.decode_worker.pacing.model`)."""
-CONSIDERED: Final = 2
+"""The predicted share of an SLO up to which it counts as met, and from which it counts as missed; linear between.
+
+A tenth is the error of step models that is tolerated (`ridgeline.decode_worker.pacing.model`)."""
+SHORTLIST: Final = 2
 """Workers that are considered for each half of a request: the best by a simple rank, and one to compare it with."""
 
 
@@ -45,9 +45,9 @@ class Policy(Protocol):
 
 
 def by_prompts(request: RequestFeatures, worker: WorkerState) -> tuple[float, ...]:
-    """Rank by prompt tokens: those ahead of it, and its own that are not cached.
+    """Rank by prompt tokens: those ahead of it, and twice its own that are not cached.
 
-    Its own count twice: they delay this request, and whatever comes after it.
+    Its own delay this request, and whatever comes after it. Those that no worker has cached are left out of the sum.
     """
     return (worker.prompt_tokens - 2 * worker.cached_tokens(request), worker.running)
 
@@ -65,10 +65,10 @@ class Colocated:
 
     def assign(self, request: RequestFeatures, workers: Sequence[WorkerState]) -> Assignment | None:
         """Return the worker with the least prompts, then with the fewest sequences."""
-        open_ = [worker for worker in workers if worker.takes_prompt]
-        if not open_:
+        accepting = [worker for worker in workers if worker.takes_prompt]
+        if not accepting:
             return None
-        worker = min(open_, key=lambda one: by_prompts(request, one)).worker_id
+        worker = min(accepting, key=lambda one: by_prompts(request, one)).worker_id
         return Assignment(worker, worker, "fewest_prompt_tokens", self.paced)
 
 
@@ -81,7 +81,7 @@ class Shape:
             raise ValueError(f"prefill_part is {prefill_part}, which is not between 0 and 1")
         self.prefill_part = prefill_part
 
-    def number(self, workers: int) -> int:
+    def prefill_workers(self, workers: int) -> int:
         """Return how many of the first workers are for prompts; 0 if one has to do all."""
         return min(workers - 1, max(1, round(self.prefill_part * workers))) if workers > 1 else 0
 
@@ -102,14 +102,14 @@ class Disaggregated:
 
     def assign(self, request: RequestFeatures, workers: Sequence[WorkerState]) -> Assignment | None:
         """Return the prefill worker with the least prompts, and the decode worker with the fewest sequences."""
-        number = self.shape.number(len(workers))
+        number = self.shape.prefill_workers(len(workers))
         sink = min(workers[number:], key=lambda one: by_sequences(request, one))
-        open_ = [worker for worker in workers[:number] or workers if worker.takes_prompt]
-        if not open_:
+        accepting = [worker for worker in workers[:number] or workers if worker.takes_prompt]
+        if not accepting:
             return None
-        source = min(open_, key=lambda one: by_prompts(request, one))
+        source = min(accepting, key=lambda one: by_prompts(request, one))
         if not request.may_split:
-            return _whole(sink, "short_prompt", paced=self.paced)
+            return _one_worker(sink, "short_prompt", paced=self.paced)
         return Assignment(source.worker_id, sink.worker_id, "in_shape", self.paced)
 
 
@@ -125,11 +125,11 @@ class Threshold:
 
     def assign(self, request: RequestFeatures, workers: Sequence[WorkerState]) -> Assignment | None:
         """Return one worker that decodes for a short prompt, else a worker for each half."""
-        decode = workers[self.shape.number(len(workers)) :]
+        decode = workers[self.shape.prefill_workers(len(workers)) :]
         here = min(decode, key=lambda one: by_sequences(request, one))
         if request.prompt_tokens - here.cached_tokens(request) > self.split_above_tokens:
             return self._disaggregated.assign(request, workers)
-        return _whole(here, "short_prompt", paced=self.paced)
+        return _one_worker(here, "short_prompt", paced=self.paced)
 
 
 class Slack:
@@ -158,44 +158,44 @@ class Slack:
 
     def _choices(self, request: RequestFeatures, workers: Sequence[WorkerState]) -> Iterator[_Choice]:
         """Yield choices of a short list: the workers with the fewest prompt tokens and with the fewest sequences."""
-        number = self.shape.number(len(workers))
+        number = self.shape.prefill_workers(len(workers))
         by_place = range(len(workers))
         prompts = [by_prompts(request, worker) for worker in workers].__getitem__
-        first, prefill = (nsmallest(CONSIDERED, places, prompts) for places in (by_place, by_place[:number]))
+        first, prefill = (nsmallest(SHORTLIST, places, prompts) for places in (by_place, by_place[:number]))
         fewest = sorted(by_place, key=lambda place: (workers[place].decodes, workers[place].context_tokens))
         second = _roomiest(request, workers, fewest)
         decode = _roomiest(request, workers, [place for place in fewest if place >= number]) if number else []
         shaped = _pairs(prefill, decode)
-        looks = {place: _Look(request, workers[place]) for place in {*first, *second, *chain(*shaped)}}
-        for look in looks.values():
-            yield _Choice(look, look, fits_shape=not number)
+        estimates = {place: _Estimate(request, workers[place]) for place in {*first, *second, *chain(*shaped)}}
+        for estimate in estimates.values():
+            yield _Choice(estimate, estimate, fits_shape=not number)
         if not request.may_split:
             return
         for source, sink in shaped:
-            yield _Choice(looks[source], looks[sink], fits_shape=True)
+            yield _Choice(estimates[source], estimates[sink], fits_shape=True)
         for source, sink in {*_pairs(first, second)} - {*shaped}:
-            yield _Choice(looks[source], looks[sink], fits_shape=False)
+            yield _Choice(estimates[source], estimates[sink], fits_shape=False)
 
 
 def predicted(
     assigned: Assignment, request: RequestFeatures, prompt: WorkerState, decode: WorkerState, outside_s: float
 ) -> Assignment:
     """Return an assignment with what is predicted for the request on its workers; `outside_s` pass before and after."""
-    source = _Look(request, prompt)
+    source = _Estimate(request, prompt)
     return msgspec.structs.replace(
         assigned,
         request=request,
         ttft_s=source.ttft_s + outside_s,
-        tpot_s=(source if decode is prompt else _Look(request, decode)).step_s,
+        tpot_s=(source if decode is prompt else _Estimate(request, decode)).step_s,
         cached_tokens=prompt.cached_tokens(request),
     )
 
 
-def _whole(worker: WorkerState, reason: str, *, paced: bool) -> Assignment | None:
+def _one_worker(worker: WorkerState, reason: str, *, paced: bool) -> Assignment | None:
     return Assignment(worker.worker_id, worker.worker_id, reason, paced) if worker.takes_prompt else None
 
 
-class _Look:
+class _Estimate:
     """What a worker would make of either half of a request."""
 
     def __init__(self, request: RequestFeatures, worker: WorkerState) -> None:
@@ -232,7 +232,7 @@ class _Look:
 class _Choice:
     """Two workers, and by what they are ranked."""
 
-    def __init__(self, source: _Look, sink: _Look, *, fits_shape: bool) -> None:
+    def __init__(self, source: _Estimate, sink: _Estimate, *, fits_shape: bool) -> None:
         self.source, self.sink, self.fits_shape = source, sink, fits_shape
         request, sequences = sink.request, sink.worker.decodes
         tpot_slo_s = request.tpot_slo_s
@@ -248,8 +248,8 @@ class _Choice:
 
 def _roomiest(request: RequestFeatures, workers: Sequence[WorkerState], fewest: Sequence[int]) -> list[int]:
     """Return the first workers with room, in the order of their sequences; if none has room, the first ones."""
-    return [*islice((place for place in fewest if workers[place].has_room(request)), CONSIDERED)] or [
-        *fewest[:CONSIDERED]
+    return [*islice((place for place in fewest if workers[place].has_room(request)), SHORTLIST)] or [
+        *fewest[:SHORTLIST]
     ]
 
 

@@ -149,7 +149,7 @@ class Began(Event, frozen=True, tag="began"):
     rebalance: RebalanceMode
     always: bool
     arrived: int
-    next_look: int
+    next_comparison: int
     requests: list[tuple[Arrived, int, bool, float | None]]
     """The latest ones, how many tokens each has made, whether it has ended, and its latency in seconds."""
     fleet: FleetModel | None = None

@@ -44,7 +44,7 @@ def test_a_policy_is_made_by_its_name(name, options, kind):
     made = make_policy(name, options)
     assert type(made) is kind
     if name.startswith("3 of 8"):
-        assert made.shape.number(8) == 3
+        assert made.shape.prefill_workers(8) == 3
         assert division_name(3, 8, slack=kind is Slack) == name
 
 
