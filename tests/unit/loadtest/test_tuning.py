@@ -21,6 +21,7 @@ from ridgeline.loadtest.trace.windows import PairTraces
 from ridgeline.loadtest.tuning import Candidate, Score, best_of, order_of
 from ridgeline.loadtest.variants import Reached
 from tests.support.load_records import a_record
+from tests.support.summary_schema import schema_problems
 
 PLAN = ComparePlan(trace="demo", limit=20, grid="grid.yaml", tuning_rounds=2, pairs=2, slo_ttft_ms=400, slo_tpot_ms=60)
 TTFT_S = {"slow": 0.9, "fast": 0.1, "as fast": 0.1, "split": 0.2}
@@ -122,6 +123,7 @@ async def test_all_candidates_have_the_same_windows_and_no_pair_has_one_of_them_
 async def test_the_summary_has_every_tuning_round_and_the_choice_apart_from_what_is_judged(tmp_path, servers, console):
     result = await _compared(tmp_path, console)
     summary = json.loads((tmp_path / "summary.json").read_text())
+    assert schema_problems(summary) == []
     tuning = summary["tuning"]
     assert [(each["candidate"], each["attainment"], each["chosen"]) for each in tuning["candidates"]] == [
         ("slow", 0.0, False),
