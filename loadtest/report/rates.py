@@ -120,6 +120,7 @@ def _round(each: Round, rate: float, label: VariantLabel, limits: Slo) -> dict[s
     records = each.result.records if each.result else ()
     met = sum(record.meets(*limits.in_seconds()) for record in records)
     return {
+        "round": each.number,
         "pair": each.pair,
         "rate": rate,
         "variant": each.side,

@@ -3,6 +3,7 @@
 import json
 from io import StringIO
 
+import polars
 import pytest
 from rich.console import Console
 
@@ -138,6 +139,7 @@ async def test_the_summary_has_every_tuning_round_and_the_choice_apart_from_what
     assert summary["variants"]["a"]["completed"] == 2 * 20
     assert len((tmp_path / "tuning.jsonl").read_text().splitlines()) == 8 * 20
     assert len((tmp_path / "records.jsonl").read_text().splitlines()) == 4 * 20
+    assert polars.read_parquet(tmp_path / "records.parquet")["valid"].to_list() == [True] * 4 * 20
     text, page = console.file.getvalue(), result.report.read_text()
     assert "chosen by tuning for colocated: fast (100% within the SLOs; slow 0%, as fast 100%" in text
     assert "the first declared of equals" in text
