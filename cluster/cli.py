@@ -10,7 +10,7 @@ from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -513,12 +513,16 @@ def compare(
 @app.command()
 def report(
     folders: Annotated[list[Path], typer.Argument(help="one run, or two to see them side by side", metavar="DIR...")],
+    export: Annotated[
+        Literal["vllm-bench"] | None,
+        typer.Option(help="instead, write each valid round to DIR/FORMAT as that load generator writes its results"),
+    ] = None,
 ) -> None:
-    """Write report.html of a finished comparison again, or show two side by side."""
+    """Write report.html of a finished comparison again, show two side by side, or export the rounds of one."""
     from ridgeline.cluster.commands.report import report as report_runs
 
     try:
-        report_runs(folders, console)
+        report_runs(folders, console, export)
     except LoadTestError as error:
         fail([str(error)])
 

@@ -17,5 +17,6 @@ run/             one replay, from the plan to the records
 statistics/      from pairs of rounds to an outcome
 slo_maps.py      what other SLOs would have said of the same requests
 report/          figures, sentences and page
+export/          rounds in the formats of other load generators
 errors.py        errors whose messages the command line prints
 """

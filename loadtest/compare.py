@@ -19,10 +19,22 @@ from ridgeline.loadtest.errors import LoadTestError, ServerError
 from ridgeline.loadtest.plan import ComparePlan
 from ridgeline.loadtest.preparation import Prepared, prepare
 from ridgeline.loadtest.report.page import write_report
+from ridgeline.loadtest.report.record_table import write_record_table
 from ridgeline.loadtest.report.rounds import Interruption, interruptions_summary, summarise_comparison
 from ridgeline.loadtest.report.tables import print_comparison
 from ridgeline.loadtest.run.calibration import Workers
-from ridgeline.loadtest.run_folder import RECORDS, REPORT, SUMMARY, TUNING, Past, RunFolder, Settled, Setup, new_folder
+from ridgeline.loadtest.run_folder import (
+    RECORD_TABLE,
+    RECORDS,
+    REPORT,
+    SUMMARY,
+    TUNING,
+    Past,
+    RunFolder,
+    Settled,
+    Setup,
+    new_folder,
+)
 from ridgeline.loadtest.statistics.looks import looks_until
 from ridgeline.loadtest.statistics.outcome import Conclusion, conclude
 from ridgeline.loadtest.statistics.pairs import PairDifference, pair_difference
@@ -52,7 +64,7 @@ async def compare(
     is_alone: bool = True,
     began_s: float | None = None,
 ) -> Comparison:
-    """Run pairs of rounds, write summary.json, records.jsonl and report.html into `out`, print tables and outcome.
+    """Run pairs of rounds, write summary.json, records and report.html into `out`, print tables and outcome.
 
     If `out` holds a run, another folder beside it is used.
     `workers` share the load, in units of the worker of variant a that is measured; without them its server says which.
@@ -183,6 +195,7 @@ def _finish(
     out = folder.path
     report = write_report(out / REPORT, summary, records)
     (out / SUMMARY).write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+    write_record_table(out / RECORD_TABLE, folder.record_lines(), runner.rounds, prepared.plan.slos)
     print_comparison(summary, runner.console)
     return Comparison(summary, judged.conclusion, report)
 

@@ -20,9 +20,10 @@ from ridgeline.loadtest.plan import MOST_PAIRS_OF_A_SEARCH, ComparePlan
 from ridgeline.loadtest.preparation import Prepared, prepare
 from ridgeline.loadtest.rate_search import Bounds, Round, least_requests, search
 from ridgeline.loadtest.report.rates import print_rates, summarise_rates, write_rate_report
+from ridgeline.loadtest.report.record_table import write_record_table
 from ridgeline.loadtest.run.calibration import Workers
 from ridgeline.loadtest.run.replay import ReplayResult
-from ridgeline.loadtest.run_folder import RECORDS, REPORT, SUMMARY, RunFolder, new_folder
+from ridgeline.loadtest.run_folder import RECORD_TABLE, RECORDS, REPORT, SUMMARY, RunFolder, new_folder
 from ridgeline.loadtest.trace.windows import PairTraces
 from ridgeline.loadtest.valid_rounds import RoundRunner, new_runner
 from ridgeline.loadtest.variants import Variant
@@ -50,7 +51,7 @@ async def find_rate(
     is_alone: bool = True,
     began_s: float | None = None,
 ) -> FoundRates:
-    """Measure two or three variants, write summary.json, records.jsonl and report.html into `out`, and print the rates.
+    """Measure two or three variants, write summary.json, records and report.html into `out`, and print the rates.
 
     A search cannot be resumed. The parameters are those of `ridgeline.loadtest.compare.compare`. Without a rate the
     search starts at 80 % of what the unloaded server is calculated to hold. Raises LoadTestError.
@@ -83,6 +84,7 @@ async def find_rate(
     summary["setup"] = dict(folder.setup)
     (folder.path / SUMMARY).write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
     report = write_rate_report(folder.path / REPORT, summary)
+    write_record_table(folder.path / RECORD_TABLE, folder.record_lines(), runner.rounds, runner.plan.slos)
     print_rates(summary, console)
     return FoundRates(summary, report)
 

@@ -26,6 +26,7 @@ from ridgeline.loadtest.statistics.outcome import Side
 from ridgeline.loadtest.trace.windows import PairTraces
 
 RUN, ROUNDS, RECORDS, SUMMARY, REPORT = "run.json", "rounds.jsonl", "records.jsonl", "summary.json", "report.html"
+RECORD_TABLE = "records.parquet"
 TUNING = "tuning.jsonl"
 """Records of the rounds that tune the variants, which no figure of the comparison counts."""
 Setup = Mapping[str, Any]
@@ -212,9 +213,13 @@ class RunFolder:
     def records_by_round(self) -> dict[int, list[RequestRecord]]:
         """Return the records of each round, by its number, in the order of the trace."""
         found: dict[int, list[RequestRecord]] = {}
-        for line in _whole_lines(self.path / RECORDS, dict[str, Any]):
+        for line in self.record_lines():
             found.setdefault(line["round"], []).append(msgspec.convert(line, RequestRecord, strict=False))
         return {number: sorted(records, key=lambda record: record.index) for number, records in found.items()}
+
+    def record_lines(self) -> Iterator[dict[str, Any]]:
+        """Yield each record with the labels of its round, in the order in which requests ended."""
+        yield from _whole_lines(self.path / RECORDS, dict[str, Any])
 
     def valid_rounds(self) -> list[tuple[Side, int]]:
         """Return variant and number of each valid round, in the order of pairs."""

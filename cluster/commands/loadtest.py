@@ -104,7 +104,7 @@ async def compare_command(
                     plan, folder, console, workers=workers, notes=notes, is_alone=is_alone, began_s=began_s
                 )
     out = found.report.parent
-    console.print(f"wrote {out}/summary.json, {out}/records.jsonl and {found.report}")
+    console.print(f"wrote {out}/summary.json, {out}/records.jsonl, {out}/records.parquet and {found.report}")
 
 
 @asynccontextmanager

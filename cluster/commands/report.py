@@ -1,4 +1,4 @@
-"""`ridgeline report`: shows one finished comparison again, or two side by side."""
+"""`ridgeline report`: shows one finished comparison again, or two side by side, or exports its rounds."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ from pathlib import Path
 from rich.console import Console
 
 from ridgeline.loadtest.errors import LoadTestError
+from ridgeline.loadtest.export.saved_export import ExportFormat, export_rounds
 from ridgeline.loadtest.report.saved import print_side_by_side, report_again
 
 
-def report(folders: list[Path], console: Console) -> None:
-    """Write report.html of one run again, or print two runs side by side. Raises LoadTestError."""
+def report(folders: list[Path], console: Console, export: ExportFormat | None = None) -> None:
+    """Write report.html of one run again or its rounds for export, or print two side by side. Raises LoadTestError."""
     first, *others = folders
+    if export is not None:
+        if others:
+            raise LoadTestError(f"--export writes the rounds of one run: give one folder, not {len(folders)}")
+        paths = export_rounds(first, export)
+        console.print(f"wrote {len(paths)} valid rounds to {first / export}", highlight=False, markup=False)
+        return
     if not others:
         console.print(f"wrote {report_again(first, console)}", highlight=False, markup=False)
     elif len(others) == 1:

@@ -17,6 +17,7 @@ from ridgeline.loadtest.rate_search import Round as Counted
 from ridgeline.loadtest.report import plots
 from ridgeline.loadtest.report.page import TEMPLATE_FILE, html_table, limits_table, plot_card
 from ridgeline.loadtest.report.rounds import Round, VariantLabel
+from ridgeline.loadtest.report.summary import SCHEMA
 from ridgeline.loadtest.report.tables import format_figure, print_table
 from ridgeline.loadtest.run.calibration import Load
 from ridgeline.loadtest.run.machine import describe_machine
@@ -57,6 +58,7 @@ def summarise_rates(
     output_tokens = [row.output_tokens for trace in traces for row in trace.rows]
     mean_output_tokens = sum(output_tokens) / len(output_tokens)
     return {
+        "schema": SCHEMA,
         "rates": {
             "attainment": plan.attainment,
             "sentences": [
@@ -118,6 +120,7 @@ def _round(each: Round, rate: float, label: VariantLabel, limits: Slo) -> dict[s
     records = each.result.records if each.result else ()
     met = sum(record.meets(*limits.in_seconds()) for record in records)
     return {
+        "round": each.number,
         "pair": each.pair,
         "rate": rate,
         "variant": each.side,

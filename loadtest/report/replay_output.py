@@ -14,6 +14,7 @@ from ridgeline.loadtest.report.pools import (
     recomputes,
     stage_seconds,
 )
+from ridgeline.loadtest.report.record_table import write_replay_table
 from ridgeline.loadtest.report.summary import FORMULAS, summarise
 from ridgeline.loadtest.report.tables import print_replay
 from ridgeline.loadtest.run.calibration import Load
@@ -47,7 +48,7 @@ def replay_summary(result: ReplayResult, plan: ReplayPlan, load: Load) -> dict[s
 def report_replay(
     result: ReplayResult, plan: ReplayPlan, load: Load, out: Path | None, console: Console
 ) -> dict[str, Any]:
-    """Print the table; with `out`, write summary.json and records.jsonl there. Return the summary."""
+    """Print the table; with `out`, write summary.json, records.jsonl and records.parquet there. Return the summary."""
     summary = replay_summary(result, plan, load)
     print_replay(summary, summary["formulas"], console)
     for change in result.trace.notes:
@@ -56,4 +57,5 @@ def report_replay(
         out.mkdir(parents=True, exist_ok=True)
         (out / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
         (out / "records.jsonl").write_bytes(b"".join(record.as_line() for record in result.records))
+        write_replay_table(out / "records.parquet", result.records, result.trace.mean_rate, plan.slos)
     return summary

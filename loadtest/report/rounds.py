@@ -17,7 +17,7 @@ from ridgeline.loadtest.report.pools import (
     recomputes,
     stage_seconds,
 )
-from ridgeline.loadtest.report.summary import FORMULAS, summarise
+from ridgeline.loadtest.report.summary import FORMULAS, SCHEMA, summarise
 from ridgeline.loadtest.report.wording import gap_tails, say
 from ridgeline.loadtest.run.calibration import Load
 from ridgeline.loadtest.run.machine import Disturbance, describe_machine
@@ -85,6 +85,7 @@ def summarise_comparison(
     traces = [result.trace for result in kept["a"]]
     words = say(conclusion, labels, plan.slos, gap_tails(records))
     summary: dict[str, Any] = {
+        "schema": SCHEMA,
         "outcome": msgspec.to_builtins(conclusion) | msgspec.to_builtins(words) | {"sentence": words.sentence},
         "slo": plan.slos.model_dump(),
         "load": load.as_summary(plan.slos),

@@ -31,7 +31,7 @@ FORMER_NAMES = {
 
 def report_again(folder: Path, console: Console) -> Path:
     """Write report.html of a finished comparison or search again and print its tables. Raises LoadTestError."""
-    summary = _summary(folder)
+    summary = saved_summary(folder)
     if "rates" in summary:
         print_rates(summary, console)
         return write_rate_report(folder / REPORT, summary)
@@ -83,7 +83,7 @@ def _setting(summary: Summary) -> Summary:
 
 
 def _comparison(folder: Path) -> Summary:
-    summary = _summary(folder)
+    summary = saved_summary(folder)
     _require_comparison(folder, summary)
     return summary
 
@@ -105,7 +105,8 @@ def _with_current_names(value: Any) -> Any:
     return [_with_current_names(each) for each in value] if isinstance(value, list) else value
 
 
-def _summary(folder: Path) -> Summary:
+def saved_summary(folder: Path) -> Summary:
+    """Read summary.json of a finished run, with the names that fields have now. Raises LoadTestError."""
     try:
         summary: Summary = _with_current_names(
             msgspec.json.decode((folder / SUMMARY).read_bytes(), type=dict[str, Any])

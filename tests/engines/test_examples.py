@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import polars
 import pytest
 
 from tests.engines.serve_process import REPOSITORY
@@ -39,5 +39,4 @@ def test_two_modes_are_compared_and_the_result_is_a_table(tmp_path: Path):
     said = example("compare_modes.py", "--out", run, *trace)
     assert "colocated: 8 requests" in said
     assert "disaggregated: 8 requests" in said
-    with (run / "requests.csv").open() as file:
-        assert len(list(csv.DictReader(file))) == 16
+    assert len(polars.read_parquet(run / "records.parquet")) == 16

@@ -1,12 +1,13 @@
 """The scripts in examples/ run; those that start engines are in `tests/engines/test_examples.py`."""
 
-import csv
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import polars
 from rich.console import Console
 
 from ridgeline.loadtest.compare import compare
@@ -14,6 +15,7 @@ from ridgeline.loadtest.plan import ComparePlan
 from ridgeline.loadtest.run import replay as replay_module
 from ridgeline.loadtest.variants import Reached
 from tests.support.openai_server import Behaviour, running
+from tests.support.summary_schema import schema_problems
 
 REPOSITORY = Path(__file__).parents[2]
 WITHIN_S = 120
@@ -69,12 +71,13 @@ async def test_a_comparison_is_read_as_a_table(tmp_path, monkeypatch):
     with running(Behaviour(ttft_s=0.01, tpot_s=0.001, mode="colocated")) as server:
         await compare((Variant(server), Variant(server)), plan, tmp_path, Console(quiet=True), is_alone=False)
     said = example("compare_modes.py", "--read", tmp_path)
-    assert re.search(r"colocated \(a\): 6 requests, median TTFT 0\.\d+ s, TPOT \d+\.\d ms", said)
-    with (tmp_path / "requests.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    assert "colocated (a): 6 requests, 100% within the SLOs, 0 failed" in said
+    assert re.search(r"median TTFT 0\.\d+ s, TPOT \d+\.\d ms; largest ITL \d+\.\d ms", said)
+    rows = polars.read_parquet(tmp_path / "records.parquet")
     assert len(rows) == 12
-    assert {row["variant"] for row in rows} == {"a", "b"}
-    assert all(float(row["ttft_s"]) >= 0.01 for row in rows)
+    assert set(rows["variant"]) == {"a", "b"}
+    assert (rows["ttft_s"] >= 0.01).all()
+    assert schema_problems(json.loads((tmp_path / "summary.json").read_text())) == []
 
 
 def test_a_policy_is_tried_before_any_engine_runs():

@@ -22,6 +22,7 @@ from ridgeline.loadtest.run.replay import ReplayResult
 from ridgeline.loadtest.trace.windows import PairTraces
 from ridgeline.loadtest.variants import Devices
 from tests.support.load_records import a_record
+from tests.support.summary_schema import schema_problems
 
 PLAN = ComparePlan(
     trace="poisson:rate=1,input=32,output=8,n=40",
@@ -90,7 +91,9 @@ async def found(searched):
 
 
 async def test_both_knees_their_ratio_and_figures_per_device_are_found_and_written(found, tmp_path):
-    rates = json.loads((tmp_path / "summary.json").read_text())["rates"]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert schema_problems(summary) == []
+    rates = summary["rates"]
     for side in ("a", "b"):
         max_rate = KNEES[side]
         knee = rates["variants"][side]["max_goodput_rate"]
@@ -132,6 +135,7 @@ async def test_three_variants_have_a_knee_each_and_a_ratio_of_each_two(searched)
         assert sentence in terminal
         assert sentence in page
     assert "The rounds of a pair have the same 40 requests" in page
+    assert schema_problems(result.summary) == []
 
 
 async def test_terminal_and_page_say_the_same_and_claim_no_winner(found):

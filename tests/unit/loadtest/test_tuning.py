@@ -3,6 +3,7 @@
 import json
 from io import StringIO
 
+import polars
 import pytest
 from rich.console import Console
 
@@ -21,6 +22,7 @@ from ridgeline.loadtest.trace.windows import PairTraces
 from ridgeline.loadtest.tuning import Candidate, Score, best_of, order_of
 from ridgeline.loadtest.variants import Reached
 from tests.support.load_records import a_record
+from tests.support.summary_schema import schema_problems
 
 PLAN = ComparePlan(trace="demo", limit=20, grid="grid.yaml", tuning_rounds=2, pairs=2, slo_ttft_ms=400, slo_tpot_ms=60)
 TTFT_S = {"slow": 0.9, "fast": 0.1, "as fast": 0.1, "split": 0.2}
@@ -122,6 +124,7 @@ async def test_all_candidates_have_the_same_windows_and_no_pair_has_one_of_them_
 async def test_the_summary_has_every_tuning_round_and_the_choice_apart_from_what_is_judged(tmp_path, servers, console):
     result = await _compared(tmp_path, console)
     summary = json.loads((tmp_path / "summary.json").read_text())
+    assert schema_problems(summary) == []
     tuning = summary["tuning"]
     assert [(each["candidate"], each["attainment"], each["chosen"]) for each in tuning["candidates"]] == [
         ("slow", 0.0, False),
@@ -136,6 +139,7 @@ async def test_the_summary_has_every_tuning_round_and_the_choice_apart_from_what
     assert summary["variants"]["a"]["completed"] == 2 * 20
     assert len((tmp_path / "tuning.jsonl").read_text().splitlines()) == 8 * 20
     assert len((tmp_path / "records.jsonl").read_text().splitlines()) == 4 * 20
+    assert polars.read_parquet(tmp_path / "records.parquet")["valid"].to_list() == [True] * 4 * 20
     text, page = console.file.getvalue(), result.report.read_text()
     assert "chosen by tuning for colocated: fast (100% within the SLOs; slow 0%, as fast 100%" in text
     assert "the first declared of equals" in text

@@ -22,7 +22,7 @@ PLAN = ComparePlan(pairs=6, slo_ttft_ms=400, slo_tpot_ms=60, price_per_hour=0.05
 TRACE = Trace("simulated", tuple(TraceRow(float(i), 100, 11) for i in range(20)))
 
 
-def _result(ttft_s: float, tpot_s: float) -> ReplayResult:
+def replayed(ttft_s: float, tpot_s: float) -> ReplayResult:
     records = tuple(
         RequestRecord(
             index=i,
@@ -40,11 +40,11 @@ def _result(ttft_s: float, tpot_s: float) -> ReplayResult:
     return ReplayResult(TRACE, records, 20.0, None, ())
 
 
-def _summary(plan: ComparePlan = PLAN, ties: int = 0):
+def comparison_summary(plan: ComparePlan = PLAN, ties: int = 0):
     """Of six pairs b meets the SLOs in all; a in `ties` of them."""
     rounds, differences = [], []
     for pair in range(6):
-        a, b = _result(0.1, 0.04 if pair < ties else 0.1), _result(0.3, 0.04)
+        a, b = replayed(0.1, 0.04 if pair < ties else 0.1), replayed(0.3, 0.04)
         rounds += [
             Round(side, pair, datetime.now(UTC), result, None, (), True) for side, result in (("a", a), ("b", b))
         ]
@@ -62,15 +62,15 @@ def _terminal(summary) -> str:
 
 
 def test_an_interval_without_0_that_the_exact_test_does_not_support_is_inconclusive_and_the_sentence_says_so():
-    outcome = _summary(ties=1)[0]["outcome"]
+    outcome = comparison_summary(ties=1)[0]["outcome"]
     assert outcome["outcome"] == "inconclusive"
     assert outcome["attainment"]["low"] > 0
     assert "The interval leaves out 0, but the exact test over pairs gives p = 0.0625" in outcome["sentence"]
-    assert "the exact test" not in _summary()[0]["outcome"]["sentence"]
+    assert "the exact test" not in comparison_summary()[0]["outcome"]["sentence"]
 
 
 def test_the_map_of_winners_is_in_the_summary_on_the_terminal_and_on_the_page(tmp_path):
-    summary, records = _summary()
+    summary, records = comparison_summary()
     cells = {(cell["ttft_ms"], cell["tpot_ms"]): cell for cell in summary["winner_map"]["cells"]}
     assert cells[400.0, 60.0]["winner"] == summary["outcome"]["better"] == "b"
     assert cells[400.0, 60.0]["differences"][0]["low"] == pytest.approx(summary["outcome"]["attainment"]["low"])
@@ -83,7 +83,7 @@ def test_the_map_of_winners_is_in_the_summary_on_the_terminal_and_on_the_page(tm
 
 def test_a_limit_on_the_largest_gap_is_in_the_outcome_and_in_every_cell_of_the_map(tmp_path):
     plan = PLAN.model_copy(update={"slo_gap_ms": 30.0})  # shorter than any gap of either variant
-    summary, records = _summary(plan)
+    summary, records = comparison_summary(plan)
     assert summary["slo"]["gap_ms"] == summary["winner_map"]["grid"]["gap_ms"] == 30
     assert {cell["winner"] for cell in summary["winner_map"]["cells"]} == {"unreachable"}
     assert summary["variants"]["b"]["attainment"] == summary["variants"]["b"]["request_goodput"] == 0
@@ -95,7 +95,7 @@ def test_a_limit_on_the_largest_gap_is_in_the_outcome_and_in_every_cell_of_the_m
 
 
 def test_figures_per_device_are_shown_for_the_variants_whose_devices_are_known(tmp_path):
-    summary, records = _summary()
+    summary, records = comparison_summary()
     found = summary["variants"]["b"]["per_device"]
     assert found["output_tokens_per_device"] == pytest.approx(11 / 2)
     assert found["cost_per_million_output_tokens"] == pytest.approx(0.05 * 2 / (11 * 3600) * 1e6)

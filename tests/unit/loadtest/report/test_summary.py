@@ -131,7 +131,7 @@ def test_pools_are_figured_from_differences_of_the_servers_counters():
     assert twice["mfu_wall"] == pytest.approx(decode["mfu_wall"])
 
 
-def _counted(text: str) -> MetricsDelta:
+def counted(text: str) -> MetricsDelta:
     return difference(parse_metrics(""), parse_metrics(text), wall_s=10)
 
 
@@ -153,7 +153,7 @@ ridgeline_peak_bytes_per_second{pool="colocated"} 200
 
 
 def test_steps_left_of_the_ridge_but_far_from_the_roof_are_bound_by_neither():
-    pools = describe_pools(_counted(STEPS))
+    pools = describe_pools(counted(STEPS))
     assert list(pools) == ["colocated"]
     kinds = pools["colocated"]["step_kinds"]
     assert (kinds["prefill"]["bound"], kinds["decode"]["bound"]) == ("compute", "neither")
@@ -163,7 +163,7 @@ def test_steps_left_of_the_ridge_but_far_from_the_roof_are_bound_by_neither():
 
 
 def test_parts_of_the_latency_add_up_to_it():
-    delta = _counted("""# TYPE ridgeline_requests_total counter
+    delta = counted("""# TYPE ridgeline_requests_total counter
 ridgeline_requests_total{path="disaggregated",outcome="finished"} 4
 # TYPE ridgeline_stage_seconds histogram
 ridgeline_stage_seconds_sum{stage="prefill"} 4
