@@ -10,5 +10,6 @@ tables.py         prints tables on the terminal
 plots.py          makes the plots of the page
 page.py           writes report.html
 saved.py          shows runs again from their folders
+trace_page.py     writes the page of `ridgeline trace inspect`
 replay_output.py  writes and prints the result of `ridgeline replay`
 """

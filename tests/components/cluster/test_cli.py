@@ -28,7 +28,20 @@ from ridgeline.loadtest.variants import Devices
 from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
 from tests.support.patience import PATIENCE_S
 
-COMMANDS = ("serve", "status", "stop", "logs", "doctor", "model", "roofline", "replay", "compare", "report", "bench")
+COMMANDS = (
+    "serve",
+    "status",
+    "stop",
+    "logs",
+    "doctor",
+    "model",
+    "roofline",
+    "replay",
+    "compare",
+    "report",
+    "bench",
+    "trace",
+)
 
 
 @pytest.fixture(autouse=True)
