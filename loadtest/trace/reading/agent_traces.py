@@ -44,6 +44,8 @@ def read_agent_traces(file: TraceFile, most_rows: int) -> RequestTable:
     found: list[ReadRequest] = []
     conversations, block_sizes = 0, set()
     for number, each in documents(file, _AgentTrace):
+        if each.block_size < 1:
+            raise TraceError(f"{file.where(number)}: block_size is {each.block_size}: a block has 1 token or more")
         conversations += 1
         block_sizes.add(each.block_size)
         scope = (each.id, number) if each.hash_id_scope == LOCAL else ()

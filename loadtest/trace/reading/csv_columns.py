@@ -9,13 +9,11 @@ import polars as pl
 from polars.exceptions import PolarsError
 
 from ridgeline.loadtest.errors import TraceError
-from ridgeline.loadtest.trace.reading.request_table import RequestTable, checked_table
+from ridgeline.loadtest.trace.reading.request_table import MOST_TOKENS, RequestTable, checked_table
 from ridgeline.loadtest.trace.reading.times import MEANT, TimeStyle, seconds_since_first, style_of, time_of
 from ridgeline.loadtest.trace.reading.trace_file import TraceFile
 
 SEPARATORS = (",", ";", "\t", "|")
-MOST_EXACT = 2**53
-"""The largest whole number up to which floating point has all."""
 SHOWN_CHARACTERS = 40
 ROW = "row"
 
@@ -51,6 +49,9 @@ class CsvTable:
     columns: tuple[str, str, str]
     """What the file calls the time, the prompt's length and the output's."""
 
+    width: int
+    """The number of columns."""
+
     def scan(self) -> pl.LazyFrame:
         """Return all cells as text, with the number of each row; nothing is read yet."""
         return _scan(self.file, self.separator).with_row_index(ROW)
@@ -70,13 +71,14 @@ def find_table(file: TraceFile) -> CsvTable | None:
                 if any(f"{name}duplicated0" in plain for name in wanted):
                     raise TraceError(f"{file.where(_header_line(file))}: the header names a column twice: rename one")
                 time, inputs, outputs = (names[plain.index(name)] for name in wanted)
-                return CsvTable(file, known, separator, (time, inputs, outputs))
+                return CsvTable(file, known, separator, (time, inputs, outputs), len(names))
     return None
 
 
 def read_csv(table: CsvTable, most_rows: int) -> RequestTable:
     """Read up to so many rows. Raises TraceError for the first cell that is no time or no number of tokens."""
     time, inputs, outputs = table.columns
+    _refuse_short_row(table, most_rows)
     cells = table.scan().filter(~_is_blank(table.columns)).head(most_rows)
     style = _style_of_first(table, cells)
     read = pl.DataFrame()
@@ -115,7 +117,7 @@ def _is_blank(columns: tuple[str, ...]) -> pl.Expr:
 def _whole_number(column: str) -> pl.Expr:
     """Return a number of tokens; null for anything else. pandas writes 472.0 in a column that has gaps."""
     number = pl.col(column).str.strip_chars().cast(pl.Float64, strict=False)
-    is_whole = number.is_finite() & (number == number.floor()) & number.is_between(0, MOST_EXACT)
+    is_whole = number.is_finite() & (number == number.floor()) & number.is_between(0, MOST_TOKENS)
     return pl.when(is_whole).then(number).cast(pl.Int64)
 
 
@@ -164,16 +166,37 @@ def _header_line(file: TraceFile) -> int:
 
 
 def _collected(table: CsvTable, frame: pl.LazyFrame) -> pl.DataFrame:
-    return table.file.collected(frame, partial(_refuse_uneven_row, table))
+    """Return rows. All columns are read: polars would not see that a row has too many cells in those left out."""
+    whole_rows = pl.QueryOptFlags(projection_pushdown=False)
+    return table.file.collected(frame, partial(_refuse_uneven_row, table), whole_rows)
+
+
+def _refuse_short_row(table: CsvTable, most_rows: int) -> None:
+    """Raise TraceError for the first row that lacks cells, such as a last one that is cut off within a number.
+
+    polars takes them for empty. Where there are quotes, a line is not always a row, and none is looked at.
+    """
+    if table.width == len(table.columns):
+        return  # then it is one of the three that are read
+    line = pl.col("line")
+    found = table.file.lines().head(_header_line(table.file) + most_rows).filter(line.str.strip_chars() != "")
+    has_quotes = line.str.contains('"', literal=True).any()
+    lacks = line.str.count_matches(table.separator, literal=True) < table.width - 1
+    short, quoted = _collected(table, found.select(pl.col("number").filter(lacks).first(), has_quotes)).row(0)
+    if short is not None and not quoted:
+        raise TraceError(
+            f"{table.file.where(short)}: fewer cells than the {table.width} that the header names: the row is cut off; "
+            "mend or remove it"
+        )
 
 
 def _refuse_uneven_row(table: CsvTable) -> None:
-    """Raise TraceError for the first row with more cells than the header, or for a quote that is never closed.
+    """Raise TraceError for the first row with more cells than the header, or for a quote that is out of place.
 
     polars says that there is one and not where, so this looks again, line by line.
     """
     text = table.file.content().decode("utf-8-sig", errors="replace")
-    names = 0
+    names, quoted = 0, 0
     began = 1
     rows = csv.reader(io.StringIO(text, newline=""), delimiter=table.separator, strict=True)
     try:
@@ -184,6 +207,12 @@ def _refuse_uneven_row(table: CsvTable) -> None:
                     f"{table.file.where(began)}: {len(cells)} cells, but the header names {names} columns: "
                     "put quotes around cells that contain the separator"
                 )
+            if any('"' in cell for cell in cells):
+                quoted = quoted or began
             began = rows.line_num + 1
     except csv.Error as error:
         raise TraceError(f"{table.file.where(began)}: {error}: look for a quote that is never closed") from error
+    if quoted:
+        raise TraceError(
+            f"{table.file.where(quoted)}: a quote inside a cell: put quotes around the cell, and double it"
+        )

@@ -10,6 +10,8 @@ from ridgeline.loadtest.errors import TraceError
 from ridgeline.loadtest.trace.reading.trace_file import TraceFile
 
 _Document = TypeVar("_Document")
+MALFORMED = (msgspec.DecodeError, UnicodeError, RecursionError)
+"""What decoding raises: for other types, for half characters, for brackets within brackets without end."""
 BYTE = re.compile(r"\(byte (\d+)\)")
 
 
@@ -23,7 +25,7 @@ def documents(file: TraceFile, kind: type[_Document]) -> Iterator[tuple[int, _Do
     for number, part in parts:
         try:
             yield number, decoder.decode(part)
-        except msgspec.DecodeError as error:
+        except MALFORMED as error:
             raise TraceError(f"{file.where(number)}: {error}: mend or remove it") from error
 
 
@@ -35,7 +37,7 @@ def objects(file: TraceFile) -> list[tuple[int, msgspec.Raw]]:
         if is_array:
             return [(1, each) for each in msgspec.json.decode(content, type=list[msgspec.Raw])]
         return [(1, msgspec.json.decode(content, type=msgspec.Raw))]
-    except msgspec.DecodeError as error:
+    except MALFORMED as error:
         place = BYTE.search(str(error))
         line = content.count(b"\n", 0, int(place[1]) if place else len(content)) + 1
         raise TraceError(f"{file.where(line)}: {error}: mend it, or fetch the file again") from error

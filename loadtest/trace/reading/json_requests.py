@@ -6,6 +6,7 @@ from typing import TypeVar
 import msgspec
 
 from ridgeline.loadtest.errors import TraceError
+from ridgeline.loadtest.trace.reading.json_documents import MALFORMED
 from ridgeline.loadtest.trace.reading.request_table import (
     HashNumbers,
     ReadRequest,
@@ -18,7 +19,6 @@ from ridgeline.loadtest.trace.reading.trace_file import TraceFile
 from ridgeline.loadtest.trace.trace import MOONCAKE_BLOCK_TOKENS
 
 BAILIAN_BLOCK_TOKENS = 16
-MOST_TOKENS = 2**53
 Hashes = tuple[int | str, ...] | None
 _Line = TypeVar("_Line")
 
@@ -65,8 +65,8 @@ def read_bailian(file: TraceFile, most_rows: int) -> RequestTable:
 
     def requests() -> Iterator[ReadRequest]:
         for number, each in _decoded(file, _BailianLine, most_rows):
-            lengths = _length(file, number, each.input_length), _length(file, number, each.output_length)
-            yield ReadRequest(number, each.timestamp, *lengths, numbers.numbered(each.hash_ids or ()))
+            hashes = numbers.numbered(each.hash_ids or ())
+            yield ReadRequest(number, each.timestamp, each.input_length, each.output_length, hashes)
 
     rows = frame_of(file, requests())
     block_tokens, note = block_tokens_of(rows, BAILIAN_BLOCK_TOKENS)
@@ -83,14 +83,13 @@ class _Sessions:
 
     def requests(self, most_rows: int) -> Iterator[ReadRequest]:
         for number, line in _decoded(self._file, _MooncakeLine, most_rows):
-            lengths = _length(self._file, number, line.input_length), _length(self._file, number, line.output_length)
             hashes = self._numbers.numbered(line.hash_ids or ())
             if line.session_id is not None:
                 yield self._turn(number, line, str(line.session_id), hashes)
             elif line.timestamp is None:
                 raise TraceError(f"{self._file.where(number)}: no timestamp: give one, in milliseconds")
             else:
-                yield ReadRequest(number, line.timestamp / 1e3, *lengths, hashes)
+                yield ReadRequest(number, line.timestamp / 1e3, line.input_length, line.output_length, hashes)
 
     def _turn(self, number: int, line: _MooncakeLine, session: str, hashes: tuple[int, ...]) -> ReadRequest:
         """Return a turn, whose prompt is the conversation so far, answers included, and its own tokens."""
@@ -125,11 +124,5 @@ def _decoded(file: TraceFile, kind: type[_Line], most_rows: int) -> Iterator[tup
     for number, line in file.numbered_lines(most_rows):
         try:
             yield number, decoder.decode(line)
-        except msgspec.DecodeError as error:
+        except MALFORMED as error:
             raise TraceError(f"{file.where(number)}: {error}: mend or remove the line") from error
-
-
-def _length(file: TraceFile, number: int, tokens: int) -> int:
-    if abs(tokens) > MOST_TOKENS:
-        raise TraceError(f"{file.where(number)}: {tokens} tokens cannot be: mend or remove the line")
-    return tokens

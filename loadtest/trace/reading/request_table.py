@@ -1,7 +1,7 @@
 """What was read of a file, in columns: checked, sorted by arrival, with what was left out counted by reason."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,6 +13,10 @@ from ridgeline.loadtest.trace.trace import MOONCAKE_BLOCK_TOKENS
 
 NO_OUTPUT = "0 output tokens, so they had failed when recorded"
 NO_PROMPT = "0 prompt tokens"
+MOST_TOKENS = 2**53
+"""The largest whole number up to which floating point has all."""
+MOST_SPAN_S = 10 * 365 * 86_400.0
+"""Requests farther apart have times of different units, or wrong ones."""
 BLOCK_SIZES = tuple(2**power for power in range(13))
 SCHEMA: Mapping[str, pl.DataType] = {
     "line": pl.Int64(),
@@ -74,12 +78,17 @@ class HashNumbers:
 
 
 def frame_of(file: TraceFile, requests: Iterable[ReadRequest]) -> pl.DataFrame:
-    """Return requests as columns. Raises TraceError for a negative length."""
-    rows = pl.DataFrame(list(requests), schema=dict(SCHEMA), orient="row")
-    for column, what in (("input_tokens", "prompt"), ("output_tokens", "output")):
-        for line, tokens in rows.filter(pl.col(column) < 0).head(1).select("line", column).iter_rows():
-            raise TraceError(f"{file.where(line)}: {tokens} {what} tokens: a length is 0 or more, so mend or remove it")
-    return rows
+    """Return requests as columns. Raises TraceError for lengths that cannot be."""
+    return pl.DataFrame(list(_possible(file, requests)), schema=dict(SCHEMA), orient="row")
+
+
+def _possible(file: TraceFile, requests: Iterable[ReadRequest]) -> Iterator[ReadRequest]:
+    for request in requests:
+        if min(request.input_tokens, request.output_tokens) < 0:
+            raise TraceError(f"{file.where(request.line)}: a negative length: it is 0 tokens or more, so mend the line")
+        if max(request.input_tokens, request.output_tokens) > MOST_TOKENS:
+            raise TraceError(f"{file.where(request.line)}: a length of more than 2^53 tokens: mend or remove the line")
+        yield request
 
 
 def checked_table(
@@ -103,9 +112,19 @@ def checked_table(
         raise TraceError(f"{file.path} holds no request{f' ({left_out})' if left_out else ''}: a trace needs one")
     if not rows["arrival_s"].is_sorted():
         rows = rows.sort("arrival_s", maintain_order=True)
+    _refuse_absurd_span(file, rows["arrival_s"])
     notes = (*notes, *_hash_notes(file, rows, block_tokens))
     rows = rows.drop("line", strict=False).with_columns(pl.col("arrival_s") - rows["arrival_s"][0])
     return RequestTable(name, rows, block_tokens, dict(reasons), notes)
+
+
+def _refuse_absurd_span(file: TraceFile, arrivals_s: pl.Series) -> None:
+    first_s, last_s = arrivals_s[0], arrivals_s[-1]
+    if not last_s - first_s <= MOST_SPAN_S:
+        years = (last_s - first_s) / (365 * 86_400)
+        raise TraceError(
+            f"{file.path}: {years:.3g} years from the first arrival to the last: give all times in one unit"
+        )
 
 
 def block_tokens_of(rows: pl.DataFrame, usual: int) -> tuple[int, str | None]:

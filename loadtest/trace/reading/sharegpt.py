@@ -9,7 +9,7 @@ import msgspec
 
 from ridgeline.loadtest.errors import TraceError
 from ridgeline.loadtest.trace.prompts import load_tokenizer
-from ridgeline.loadtest.trace.reading.json_documents import objects
+from ridgeline.loadtest.trace.reading.json_documents import MALFORMED, objects
 from ridgeline.loadtest.trace.reading.request_table import ReadRequest, RequestTable, checked_table, frame_of
 from ridgeline.loadtest.trace.reading.trace_file import TraceFile
 
@@ -53,7 +53,7 @@ def _exchanges(file: TraceFile, dropped: Counter[str]) -> Iterator[Exchange]:
     for one in _conversations(file):
         try:
             messages = decoder.decode(one).conversations[:2]
-        except (msgspec.DecodeError, UnicodeError):
+        except MALFORMED:
             dropped[UNREADABLE] += 1
             continue
         speakers = [message.speaker for message in messages]

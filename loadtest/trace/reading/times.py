@@ -6,8 +6,8 @@ import polars as pl
 
 PLAIN_FORMAT = "%Y-%m-%d %H:%M:%S%.f"
 ZONED_FORMAT = f"{PLAIN_FORMAT}%#z"
-NS = 1e9
-EPOCHS = ((1e17, NS, "nanoseconds"), (1e14, 1e6, "microseconds"), (1e11, 1e3, "milliseconds"))
+US, NS = 1e6, 1e9
+EPOCHS = ((1e17, NS, "nanoseconds"), (1e14, US, "microseconds"), (1e11, 1e3, "milliseconds"))
 """Numbers from each bound on cannot be seconds since 1970: they would be thousands of years away."""
 MEANT = "a time such as 2024-05-10 00:00:07.5+00:00, or seconds"
 
@@ -30,7 +30,7 @@ def style_of(text: str) -> TimeStyle | None:
 
 
 def time_of(text: pl.Expr, style: TimeStyle, *, thorough: bool) -> pl.Expr:
-    """Return the time as nanoseconds, or as a number for TimeStyle.NUMBER; null for what is no time of this style.
+    """Return the time as microseconds, or as a number for TimeStyle.NUMBER; null for what is no time of this style.
 
     To be `thorough` takes twice as long: it also reads UTC, decimal commas, minutes without seconds.
     """
@@ -46,16 +46,16 @@ def time_of(text: pl.Expr, style: TimeStyle, *, thorough: bool) -> pl.Expr:
         )
     usual = text.str.replace("T", " ", literal=True)
     if style is TimeStyle.ZONED:
-        moment = usual.str.to_datetime(ZONED_FORMAT, time_unit="ns", time_zone="UTC", strict=False)
+        moment = usual.str.to_datetime(ZONED_FORMAT, time_unit="us", time_zone="UTC", strict=False)
     else:
-        moment = usual.str.to_datetime(PLAIN_FORMAT, time_unit="ns", strict=False)
-    return moment.dt.epoch("ns")
+        moment = usual.str.to_datetime(PLAIN_FORMAT, time_unit="us", strict=False)
+    return moment.dt.epoch("us")
 
 
 def seconds_since_first(times: pl.Series, style: TimeStyle) -> tuple[pl.Series, str | None]:
     """Return what `time_of` read in seconds after the earliest, and a note if numbers were not taken for seconds."""
     if style is not TimeStyle.NUMBER:
-        return (times - times.min()) / NS, None
+        return (times - times.min()) / US, None
     largest = float(times.abs().max() or 0.0)  # type: ignore[arg-type]  # a number, as polars does not say
     for bound, divisor, unit in EPOCHS:
         if largest >= bound:

@@ -15,6 +15,7 @@ from ridgeline.loadtest.errors import TraceError
 
 HEAD_BYTES = 65_536
 """Of the file that are looked at: a JSON file may be a single line."""
+USUAL = pl.QueryOptFlags()
 GZIP, ZSTANDARD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 NOT_TEXT = {
     b"PAR1": "a Parquet file: write it as CSV, for instance by pandas.read_parquet(FILE).to_csv(NEW, index=False)",
@@ -68,13 +69,18 @@ class TraceFile:
         lines = self.lines().with_columns(text).filter(pl.col("line") != "")
         yield from self.collected(lines if most is None else lines.head(most)).iter_rows()
 
-    def collected(self, frame: pl.LazyFrame, refuse: Callable[[], None] = lambda: None) -> pl.DataFrame:
+    def collected(
+        self,
+        frame: pl.LazyFrame,
+        refuse: Callable[[], None] = lambda: None,
+        optimizations: pl.QueryOptFlags = USUAL,
+    ) -> pl.DataFrame:
         """Return the rows of a frame of this file. Raises TraceError, with the line if the text is not UTF-8.
 
         polars does not say where an error is: `refuse` looks for it, and raises if it finds it.
         """
         try:
-            return frame.collect(engine="streaming")
+            return frame.collect(engine="streaming", optimizations=optimizations)
         except (PolarsError, OSError) as error:
             self.refuse_what_is_not_text()
             refuse()
@@ -98,7 +104,7 @@ class TraceFile:
 def _is_whole(text: str) -> bool:
     try:
         msgspec.json.decode(text.encode(), type=msgspec.Raw)
-    except (msgspec.DecodeError, UnicodeError):
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
         return False
     return True
 
