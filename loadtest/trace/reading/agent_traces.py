@@ -59,7 +59,7 @@ def read_agent_traces(file: TraceFile, most_rows: int) -> RequestTable:
             f"{file.path}: conversations with blocks of {', '.join(map(str, sorted(block_sizes)))} tokens: "
             "put those of each size in a file of their own"
         )
-    note = f"{conversations} conversations, which all begin at once: --jitter-s spreads their requests"
+    note = f"{conversations} conversations, which all begin at once: their times count from their own starts"
     notes = (note,) if conversations > 1 else ()
     block_tokens = block_sizes.pop() if block_sizes else USUAL_BLOCK_TOKENS
     return checked_table(file, "WEKA agentic JSON", frame_of(file, found), block_tokens=block_tokens, notes=notes)

@@ -48,7 +48,6 @@ class CsvTable:
     separator: str
     columns: tuple[str, str, str]
     """What the file calls the time, the prompt's length and the output's."""
-
     width: int
     """The number of columns."""
 
@@ -195,23 +194,23 @@ def _refuse_uneven_row(table: CsvTable) -> None:
 
     polars says that there is one and not where, so this looks again, line by line.
     """
-    text = table.file.content().decode("utf-8-sig", errors="replace")
-    names, quoted = 0, 0
-    began = 1
-    rows = csv.reader(io.StringIO(text, newline=""), delimiter=table.separator, strict=True)
-    try:
-        for cells in rows:
-            names = names or len(cells)
-            if len(cells) > names:
-                raise TraceError(
-                    f"{table.file.where(began)}: {len(cells)} cells, but the header names {names} columns: "
-                    "put quotes around cells that contain the separator"
-                )
-            if any('"' in cell for cell in cells):
-                quoted = quoted or began
-            began = rows.line_num + 1
-    except csv.Error as error:
-        raise TraceError(f"{table.file.where(began)}: {error}: look for a quote that is never closed") from error
+    names, quoted, began = 0, 0, 1
+    with table.file.opened() as file:
+        text = io.TextIOWrapper(file, "utf-8-sig", errors="replace", newline="")
+        rows = csv.reader(text, delimiter=table.separator, strict=True)
+        try:
+            for cells in rows:
+                names = names or len(cells)
+                if len(cells) > names:
+                    raise TraceError(
+                        f"{table.file.where(began)}: {len(cells)} cells, but the header names {names} columns: "
+                        "put quotes around cells that contain the separator"
+                    )
+                if any('"' in cell for cell in cells):
+                    quoted = quoted or began
+                began = rows.line_num + 1
+        except csv.Error as error:
+            raise TraceError(f"{table.file.where(began)}: {error}: look for a quote that is never closed") from error
     if quoted:
         raise TraceError(
             f"{table.file.where(quoted)}: a quote inside a cell: put quotes around the cell, and double it"

@@ -47,12 +47,11 @@ class _BailianLine(msgspec.Struct):
 def read_mooncake(file: TraceFile, most_rows: int) -> RequestTable:
     """Read requests with times in milliseconds, and sessions, a turn a line. Raises TraceError."""
     rows = frame_of(file, _Sessions(file).requests(most_rows))
-    is_session = rows["session"].is_not_null().any()
     block_tokens, note = block_tokens_of(rows, MOONCAKE_BLOCK_TOKENS)
     notes = [note] if note else []
     if block_tokens == BAILIAN_BLOCK_TOKENS and ((1e3 * rows["arrival_s"]) % 1 > 0).any():
         notes.append("times were taken for milliseconds; with these blocks and fractions they may be seconds")
-    name = "sessions JSONL" if is_session else "Mooncake JSONL"
+    name = "sessions JSONL" if rows["session"].is_not_null().any() else "Mooncake JSONL"
     return checked_table(file, name, rows, block_tokens=block_tokens, notes=tuple(notes))
 
 

@@ -39,12 +39,13 @@ def read_file(
 
     With a `limit` no more is read than so many requests take.
     """
-    if limit is not None:
-        most_rows = min(most_rows, max(LEAST_ROWS, SPARE * limit))
-    table = _read(open_trace(path), tokenizer, limit, most_rows)
-    if table.rows.height + sum(table.dropped.values()) < most_rows:
+    few_rows = most_rows if limit is None else min(most_rows, max(LEAST_ROWS, SPARE * limit))
+    table = _read(open_trace(path), tokenizer, limit, few_rows)
+    if table.rows.height + sum(table.dropped.values()) < few_rows:
         return table
-    return replace(table, notes=(*table.notes, f"no more than the first {most_rows:,} rows of the file were read"))
+    if few_rows < most_rows and table.has_sessions:
+        return read_file(path, tokenizer, most_rows=most_rows)  # later turns may be anywhere
+    return replace(table, notes=(*table.notes, f"no more than the first {few_rows:,} rows of the file were read"))
 
 
 def _read(file: TraceFile, tokenizer: str | None, limit: int | None, most_rows: int) -> RequestTable:
@@ -67,10 +68,12 @@ def _read_json(file: TraceFile, tokenizer: str | None, limit: int | None, most_r
         return read_sharegpt(file, tokenizer, most_rows if limit is None else limit)
     if "resourceSpans" in keys:
         return read_otel_spans(file)
-    if "requests" in keys:
+    if "requests" in keys and "input_length" not in keys:
         return read_agent_traces(file, most_rows)
     if is_array:
         raise TraceError(f"{file.where(1)}: an array of requests: write one a line, for instance by jq -c '.[]'")
+    if first.strip() == "{":
+        raise TraceError(f"{file.where(1)}: a request over several lines: write one a line, for instance by jq -c .")
     if "chat_id" in keys:
         return read_bailian(file, most_rows)
     if keys & {"timestamp", "input_length", "output_length", "session_id"}:

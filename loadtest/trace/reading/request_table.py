@@ -57,6 +57,11 @@ class RequestTable:
     notes: tuple[str, ...] = ()
 
     @property
+    def has_sessions(self) -> bool:
+        """Whether some requests are turns of sessions."""
+        return "session" in self.rows.columns and bool(self.rows["session"].is_not_null().any())
+
+    @property
     def drop_notes(self) -> tuple[str, ...]:
         """Say how many requests were left out, a sentence for each reason."""
         read = self.rows.height + sum(self.dropped.values())

@@ -41,6 +41,7 @@ def time_of(text: pl.Expr, style: TimeStyle, *, thorough: bool) -> pl.Expr:
         text = (
             text.str.strip_chars()
             .str.replace(r"(?i)\s*(z|utc|gmt)$", "+00:00")
+            .str.replace(r"^(\S{10})t", "${1}T")
             .str.replace(r"(:\d\d),(\d)", "$1.$2")
             .str.replace(r"^(\S{10}[ T]\d\d:\d\d)($|\s*[+-])", "$1:00$2")
         )

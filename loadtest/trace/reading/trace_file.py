@@ -2,10 +2,13 @@
 
 import codecs
 import gzip
+import io
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, cast
 
 import msgspec
 import polars as pl
@@ -13,7 +16,7 @@ from polars.exceptions import PolarsError
 
 from ridgeline.loadtest.errors import TraceError
 
-HEAD_BYTES = 65_536
+HEAD_BYTES, HEAD_LINES = 65_536, 64
 """Of the file that are looked at: a JSON file may be a single line."""
 USUAL = pl.QueryOptFlags()
 GZIP, ZSTANDARD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
@@ -88,17 +91,25 @@ class TraceFile:
 
     def refuse_what_is_not_text(self) -> None:
         """Raise TraceError for the first line that is not UTF-8, if there is one."""
-        for number, line in enumerate(self.content().split(b"\n"), start=1):
-            try:
-                line.decode("utf-8")
-            except UnicodeDecodeError as error:
-                raise TraceError(
-                    f"{self.where(number)}: byte {line[error.start]:#04x} is not UTF-8: save the file as UTF-8"
-                ) from error
+        with self.opened() as lines:
+            for number, line in enumerate(lines, start=1):
+                try:
+                    line.decode("utf-8")
+                except UnicodeDecodeError as error:
+                    raise TraceError(
+                        f"{self.where(number)}: byte {line[error.start]:#04x} is not UTF-8: save the file as UTF-8"
+                    ) from error
+
+    @contextmanager
+    def opened(self) -> Iterator[BinaryIO]:
+        """Yield the text as UTF-8, for what polars does not do. Raises TraceError."""
+        with io.BytesIO(self.target) if isinstance(self.target, bytes) else _unpacked(self.path) as file:
+            yield file
 
     def content(self) -> bytes:
         """Return the whole text as UTF-8. Raises TraceError."""
-        return self.target if isinstance(self.target, bytes) else _unpacked(self.path)
+        with self.opened() as file:
+            return file.read()
 
 
 def _is_whole(text: str) -> bool:
@@ -121,37 +132,39 @@ def open_trace(path: Path) -> TraceFile:
     for magic, what in NOT_TEXT.items():
         if packed.startswith(magic):
             raise TraceError(f"{path} is {what}")
-    head = _unpacked_head(path, packed)
+    with _unpacked(path, HEAD_LINES) as file:
+        head = file.read(HEAD_BYTES)
     encoding = _encoding(head)
     if encoding in ("utf-8", "utf-8-sig") and not _has_only_carriage_returns(head):
         return TraceFile(path, path, head.decode(encoding, errors="replace"))
     try:
-        text = _unpacked(path).decode(encoding)
+        with _unpacked(path) as file:
+            text = file.read().decode(encoding)
     except UnicodeDecodeError as error:
         raise TraceError(f"{path} is not the {encoding.upper()} that it begins as: save it as UTF-8") from error
     converted = text.replace("\r\n", "\n").replace("\r", "\n").encode()
     return TraceFile(path, converted, converted[:HEAD_BYTES].decode(errors="replace"))
 
 
-def _unpacked_head(path: Path, packed: bytes) -> bytes:
-    if packed.startswith(GZIP):
-        with _understood(path), gzip.open(path) as file:
-            return file.read(HEAD_BYTES)
-    if packed.startswith(ZSTANDARD):
-        return _zstandard(path, 64)[:HEAD_BYTES]
-    return packed
-
-
-def _unpacked(path: Path) -> bytes:
+@contextmanager
+def _unpacked(path: Path, most_lines: int | None = None) -> Iterator[BinaryIO]:
+    """Yield what is in a file that may be compressed; of zstd, only so many lines. Raises TraceError."""
     with path.open("rb") as file:
         magic = file.read(4)
-    if magic.startswith(GZIP):
-        with _understood(path), gzip.open(path) as packed:
-            return packed.read()
-    return _zstandard(path) if magic == ZSTANDARD else path.read_bytes()
+        file.seek(0)
+        if magic == ZSTANDARD:
+            yield io.BytesIO(_zstandard(path, most_lines))
+        elif magic.startswith(GZIP):
+            try:
+                with gzip.open(file) as unpacked:
+                    yield cast(BinaryIO, unpacked)
+            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+                raise TraceError(f"{path} is a damaged gzip file ({error}): fetch it again") from error
+        else:
+            yield file
 
 
-def _zstandard(path: Path, most_lines: int | None = None) -> bytes:
+def _zstandard(path: Path, most_lines: int | None) -> bytes:
     """Unpack by polars, since Python does so from 3.14 on only."""
     lines = pl.scan_lines(path, n_rows=most_lines, glob=False)
     try:
@@ -160,20 +173,6 @@ def _zstandard(path: Path, most_lines: int | None = None) -> bytes:
         raise TraceError(
             f"{path} is damaged, or not UTF-8, inside its compression by zstd: unpack it by zstd -d, and look there"
         ) from error
-
-
-class _understood:
-    """Makes a TraceError of what a damaged gzip file raises."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, (EOFError, gzip.BadGzipFile, zlib.error)):
-            raise TraceError(f"{self._path} is a damaged gzip file ({error}): fetch it again") from error
 
 
 def _encoding(head: bytes) -> str:

@@ -93,6 +93,7 @@ READ = {
     "a zone of hours only": (f"{HEAD}{DAY}0+02,10,5\n{DAY}1+00,20,6\n", [(0.0, 10, 5), (7201.0, 20, 6)]),
     "Z is UTC": (f"{HEAD}2024-05-10T00:00:00Z,10,5\n2024-05-10T02:00:01.5+02:00,20,6\n", [(0, 10, 5), (1.5, 20, 6)]),
     "a space before the zone": (f"{HEAD}{DAY}0 +00:00,10,5\n{DAY}1 +00:00,20,6\n", [(0.0, 10, 5), (1.0, 20, 6)]),
+    "small letters": (f"{HEAD}2024-05-10t00:00:00z,10,5\n2024-05-10t00:00:01z,20,6\n", [(0.0, 10, 5), (1.0, 20, 6)]),
     "the word UTC": (f"{HEAD}{DAY}0 UTC,10,5\n{DAY}1 UTC,20,6\n", [(0.0, 10, 5), (1.0, 20, 6)]),
     "mixed digits": (
         f"{HEAD}{DAY}0.5,1,1\n{DAY}0.25,2,2\n{DAY}1.1234567,3,3\n{DAY}2,4,4\n",
@@ -421,6 +422,7 @@ REFUSED = {
     "NUL between lines": (MOONCAKE + "\0\n", 3, "JSON is malformed"),
     "a list among lines": (MOONCAKE + "[1]\n", 3, "Expected `object`, got `array`"),
     "an array of requests": (json.dumps([line(), line()]), 1, "write one a line, for instance by jq"),
+    "a request over several lines": (json.dumps(line(), indent=1), 1, "write one a line, for instance by jq -c ."),
     "a Bailian line without a time": (
         BAILIAN + lines({"chat_id": 1, "input_length": 1, "output_length": 1}),
         3,
@@ -633,6 +635,14 @@ def test_a_limit_reads_no_more_of_a_large_file_than_it_takes(tmp_path):
     trace = load_trace(name, limit=rows_wanted(plan))
     assert "no more than the first 30,000 rows of the file were read" in trace.notes
     assert_rows(shape_trace(trace, plan).rows, [(float(second), 10, 5 + second % 3) for second in range(7)])
+
+
+def test_a_limit_reads_all_sessions_since_their_later_turns_may_be_anywhere(tmp_path):
+    first, later = line(0, session_id="a"), line(99_000, session_id="a")
+    name = a_file(tmp_path, lines(first, *(line(at) for at in range(1, 30_001)), later))
+    trace = load_trace(name, limit=2)
+    assert [row.session for row in trace.rows[:2]] == ["a", "a"]
+    assert trace.notes == ()
 
 
 def test_a_limit_that_others_are_dropped_for_reads_the_whole_file():
