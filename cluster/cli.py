@@ -57,6 +57,8 @@ operations = typer.Typer(help="List the operations of a running server, or cance
 app.add_typer(operations, name="operations")
 bench = typer.Typer(help="Measure one part of Ridgeline on this machine, without a model.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+trace = typer.Typer(help="Look at a trace before it is replayed.", no_args_is_help=True)
+app.add_typer(trace, name="trace")
 PIPED_WIDTH = 140
 """Width for files and pipes, where rich would assume 80 columns and cut tables and paths."""
 console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
@@ -458,6 +460,24 @@ def cancel(
     from ridgeline.cluster.commands.operators.scale import cancel as cancel_operation
 
     run(cancel_operation(url, operation, admin_key_file=admin_key_file, console=console))
+
+
+@trace.command("inspect")
+def inspect_trace(
+    file: Annotated[str, typer.Argument(help="a trace, as replay's --trace takes it", metavar="FILE")],
+    out: Annotated[Path | None, typer.Option(help="also write a page with plots: PAGE.html")] = None,
+    limit: Annotated[int | None, typer.Option(help="first N requests only", min=1)] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="directory or hub name of a tokenizer, for traces that hold texts")
+    ] = None,
+) -> None:
+    """Say what a trace is: format, dropped rows, lengths, arrivals, burstiness, prefix reuse. Sends nothing."""
+    from ridgeline.cluster.commands.inspect_trace import inspect_file
+
+    try:
+        inspect_file(file, tokenizer, limit, out, console)
+    except LoadTestError as error:
+        fail([str(error)])
 
 
 @app.command()

@@ -66,7 +66,7 @@ class ReplayPlan(BaseModel):
     """The former name of each renamed field, with its name now."""
 
     trace: str = "demo"
-    """demo, an Azure or BurstGPT CSV, a Mooncake JSONL, sessions, a ShareGPT JSON, or
+    """demo, a file of Azure, BurstGPT, Mooncake, Bailian, ShareGPT, WEKA, OpenTelemetry or sessions, or
     poisson:rate=2,input=512,output=64,n=100"""
     time_scale: Positive = 1.0
     """multiply the gaps between arrivals"""

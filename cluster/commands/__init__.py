@@ -1,15 +1,16 @@
 """The commands behind `cluster/cli.py`, one module each.
 
-serve.py         `ridgeline serve`
-replay.py        `ridgeline replay`
-loadtest.py      `ridgeline compare`
-plan_options.py  the options of those two
-setup.py         what they were run with, for their summaries
-report.py        `ridgeline report`
-whatif.py        `ridgeline whatif`
-bench.py         `ridgeline bench transfer`
-roofline.py      `ridgeline roofline`
-top.py           `ridgeline top`
-operators/       `ridgeline drain`, `mode`, `decisions`, `record`, `scale`, `restart`
-server_url.py    the option that names a running server
+serve.py          `ridgeline serve`
+replay.py         `ridgeline replay`
+inspect_trace.py  `ridgeline trace inspect`
+loadtest.py       `ridgeline compare`
+plan_options.py   the options of those two
+setup.py          what they were run with, for their summaries
+report.py         `ridgeline report`
+whatif.py         `ridgeline whatif`
+bench.py          `ridgeline bench transfer`
+roofline.py       `ridgeline roofline`
+top.py            `ridgeline top`
+operators/        `ridgeline drain`, `mode`, `decisions`, `record`, `scale`, `restart`
+server_url.py     the option that names a running server
 """

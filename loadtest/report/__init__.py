@@ -11,5 +11,6 @@ plots.py          makes the plots of the page
 page.py           writes report.html
 saved.py          shows runs again from their folders
 record_table.py   writes records.parquet
+trace_page.py     writes the page of `ridgeline trace inspect`
 replay_output.py  writes and prints the result of `ridgeline replay`
 """

@@ -51,7 +51,7 @@ def pair_dots(summary: Mapping[str, Any]) -> go.Figure:
         hovertemplate="pair %{y}: %{x:+.1f} points<extra></extra>",
     )
     b, a = (summary["variants"][side]["label"] for side in ("b", "a"))
-    _style(figure, "Attainment, pair by pair", f"{b} minus {a}, points", "pair")
+    style_figure(figure, "Attainment, pair by pair", f"{b} minus {a}, points", "pair")
     figure.update_yaxes(tickvals=list(range(len(shares) + 1)), ticktext=["all", *map(str, range(1, len(shares) + 1))])
     widest = max([100 * found["margin"], *(abs(100 * share) for share in shares)])
     if estimate is not None:
@@ -83,7 +83,7 @@ def latency_dots(summary: Mapping[str, Any]) -> go.Figure | None:
             hovertemplate="x %{x:.2f}<extra>" + NAMES[name] + "</extra>",
         )
     b, a = (summary["variants"][side]["label"] for side in ("b", "a"))
-    _style(figure, "Latencies, pair by pair (secondary)", f"{b} / {a}", "")
+    style_figure(figure, "Latencies, pair by pair (secondary)", f"{b} / {a}", "")
     figure.update_yaxes(
         tickvals=list(range(len(names))), ticktext=[SHORT_NAMES[name] for name in names], range=[len(names) - 0.4, -0.6]
     )
@@ -143,7 +143,7 @@ def latency_cdf(summary: Mapping[str, Any], records: Records, name: str, title: 
         lambda each: 0.5 * each["completed"] / max(1, each["completed"] + each["failed"]),
     )
     _mark(figure, limit_ms, f"SLO {limit_ms:g} ms")
-    _style(figure, title, "milliseconds", "share of all requests", note="Dots: the median of each round.")
+    style_figure(figure, title, "milliseconds", "share of all requests", note="Dots: the median of each round.")
     figure.update_yaxes(range=[0, 1.03], tickformat=".0%")
     figure.update_xaxes(rangemode="tozero")
     return figure
@@ -173,7 +173,7 @@ def gap_tail(summary: Mapping[str, Any], records: Records, limit_ms: float | Non
         )
     figure.add_hline(y=0.01, line={"color": MUTED, "dash": "dot"})
     _round_dots(figure, summary, "p99_itl_ms", lambda _: 0.01)
-    _style(
+    style_figure(
         figure,
         "Gaps between tokens: how many last longer",
         "milliseconds",
@@ -204,7 +204,7 @@ def attainment_curve(summary: Mapping[str, Any], records: Records, slo: Slo) -> 
         )
     _mark(figure, 1, "the SLO", log=True)
     _round_dots(figure, summary, 1.0, lambda each: each["attainment"])
-    _style(
+    style_figure(
         figure,
         "Attainment as the SLO is scaled",
         "all SLOs multiplied by",
@@ -271,7 +271,7 @@ def attainment_against_rate(rates: Mapping[str, Any]) -> go.Figure:
                 hovertemplate="%{x:.3g} requests/s<extra>end of the interval, " + label + "</extra>",
             )
     figure.add_hline(y=rates["attainment"], line={"color": MUTED, "dash": "dot"})
-    _style(
+    style_figure(
         figure,
         "Attainment against rate",
         "requests/s",
@@ -308,7 +308,7 @@ def stage_bars(variants: Mapping[str, Mapping[str, Any]]) -> go.Figure | None:
                 width=0.55,
                 hovertemplate="%{y}, " + stage.replace("_", " ") + ": %{x:.1f} ms<extra></extra>",
             )
-    _style(figure, "Where a request's time goes (mean)", "milliseconds", "")
+    style_figure(figure, "Where a request's time goes (mean)", "milliseconds", "")
     figure.update_layout(barmode="relative", margin={"l": 130})
     figure.update_yaxes(autorange="reversed")
     return figure
@@ -372,7 +372,7 @@ def roofline(variants: Mapping[str, Mapping[str, Any]]) -> go.Figure | None:
                 name=f"roof of the mixture, {owner}",
                 hovertemplate="%{x:.1f} FLOP/byte, %{y:.3s}FLOP/s<extra>roof of the mixture, " + owner + "</extra>",
             )
-    _style(
+    style_figure(
         figure,
         "Kinds of step under the roof of one worker",
         "arithmetic intensity, FLOP/byte",
@@ -405,7 +405,7 @@ def _name_line(figure: go.Figure, x: float, text: str, *, log: bool, y: float = 
     )
 
 
-def _style(figure: go.Figure, title: str, x_title: str, y_title: str, note: str = "") -> None:
+def style_figure(figure: go.Figure, title: str, x_title: str, y_title: str, note: str = "") -> None:
     """Style the figure; `page` shows title and legend, because a legend of several lines would cover the plot."""
     figure.update_layout(
         meta={"title": title, "note": note},

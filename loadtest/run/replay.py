@@ -25,7 +25,7 @@ from ridgeline.loadtest.run.server import ModelCard, Servers, as_servers, first_
 from ridgeline.loadtest.run.server_metrics import MetricsDelta, difference, fleet_change, scrape_settled
 from ridgeline.loadtest.trace.prompts import PromptMaker, TextWindows, load_text_tokens, load_tokenizer, prompt_text
 from ridgeline.loadtest.trace.readers import load_trace
-from ridgeline.loadtest.trace.shape import fit_context, shape_trace
+from ridgeline.loadtest.trace.shape import fit_context, rows_wanted, shape_trace
 from ridgeline.loadtest.trace.trace import Trace
 
 MAX_SEND_LAG_S = 0.5
@@ -94,7 +94,7 @@ async def run_replay(
     `requests` are those of a round of a comparison; without them they are the plan's trace. A `record_file` gets each
     record as its request ends.
     """
-    trace = requests.trace if requests else shape_trace(load_trace(plan.trace, plan.tokenizer), plan)
+    trace = requests.trace if requests else _trace_of(plan)
     servers = as_servers(server)
     async with servers.open_first() as http:
         card = await first_model(http, plan.served_name, servers.key_variable)
@@ -129,6 +129,10 @@ async def run_replay(
     for warning in warnings:
         console.print(f"warning: {warning}", style="yellow", markup=False)
     return ReplayResult(trace, tuple(records), load.duration_s, metrics, warnings, change, load)
+
+
+def _trace_of(plan: ReplayPlan) -> Trace:
+    return shape_trace(load_trace(plan.trace, plan.tokenizer, rows_wanted(plan)), plan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +176,8 @@ def completions(trace: Trace, bodies: BodyMaker, round_index: int) -> Iterator[C
         after = last_turns.get(row.session) if row.session is not None else None
         if row.session is not None:
             last_turns[row.session] = index
-        yield Completion(index, row.arrival_s, row.input_tokens, row.output_tokens, body, after, row.think_s)
+        due_s = row.arrival_s + row.offset_s
+        yield Completion(index, due_s, row.input_tokens, row.output_tokens, body, after, row.think_s)
 
 
 async def send_warm_up(

@@ -22,7 +22,7 @@ from ridgeline.loadtest.run.replay import BodyMaker, body_maker
 from ridgeline.loadtest.run.server import first_model, key_headers, open_http
 from ridgeline.loadtest.run.server_metrics import scrape
 from ridgeline.loadtest.trace.readers import load_trace
-from ridgeline.loadtest.trace.shape import fit_context, shape_trace
+from ridgeline.loadtest.trace.shape import fit_context, rows_wanted, shape_trace
 from ridgeline.loadtest.trace.trace import Trace
 
 SIZE_QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -55,7 +55,7 @@ def sizes_of(plan: ReplayPlan) -> Trace:
 
     Raises TraceError for whatever the replay would refuse of the trace.
     """
-    read = load_trace(plan.trace, plan.tokenizer)
+    read = load_trace(plan.trace, plan.tokenizer, rows_wanted(plan))
     trace = shape_trace(read, plan.model_copy(update={"rate": None, "duration_s": None}))
     if plan.rate != AUTO:
         shape_trace(read, plan)

@@ -50,18 +50,26 @@ class TextWindows:
 
     def __init__(self, tokens: tuple[int, ...], seed: int) -> None:
         self._tokens = np.asarray(tokens, dtype=np.int64)
+        self._digits = tuple(dict.fromkeys(tokens))
         self._starts = np.random.default_rng(seed).permutation(len(tokens))
 
     def window(self, ordinal: int, tokens: int) -> list[int]:
-        """Return exactly `tokens` ids.
-
-        Each start position is used once per lap; lap k puts the text's first token 2k times in front.
-        """
+        """Return exactly `tokens` ids. Each start position is used once per lap."""
         lap, turn = divmod(ordinal, len(self._starts))
-        lead = [int(self._tokens[0])] * min(2 * lap, tokens)
+        lead = self._lead(lap)[:tokens]
         positions = np.arange(self._starts[turn], self._starts[turn] + tokens - len(lead))
         body: list[int] = self._tokens.take(positions, mode="wrap").tolist()
         return lead + body
+
+    def _lead(self, lap: int) -> list[int]:
+        """Return what tells a lap from the others: the first token twice, then the lap in two digits.
+
+        Four tokens, however large the ordinal is, so that even blocks of 16 tokens do not begin alike.
+        """
+        if lap == 0:
+            return []
+        high, low = divmod(lap, len(self._digits))
+        return [self._digits[0], self._digits[0], self._digits[high % len(self._digits)], self._digits[low]]
 
 
 class PromptMaker:
@@ -77,10 +85,10 @@ class PromptMaker:
         self._windows = windows
         self._trace = trace
         self._shared_ids = most_id + 1 if any(row.prefix_ids for row in trace.rows) else 0
-        self._first_turns: dict[str, int] = {}
+        self._turns: dict[str, list[int]] = {}
         for index, row in enumerate(trace.rows):
             if row.session is not None:
-                self._first_turns.setdefault(row.session, index)
+                self._turns.setdefault(row.session, []).append(index)
         self._round_ordinals = ordinals_per_round or self._shared_ids + len(trace.rows) + warmup_requests
 
     def prompt(self, index: int, round_index: int) -> list[int]:
@@ -91,20 +99,33 @@ class PromptMaker:
         """
         base = round_index * self._round_ordinals
         row = self._trace.rows[index]
-        index = self._first_turns[row.session] if row.session is not None else index
-        prompt = self._shared_blocks(row, base)
+        if row.session is not None:
+            return self._conversation(row.session, index, base)
+        prompt = self._shared_blocks(row, base, row.input_tokens)
         own_tokens = row.input_tokens - len(prompt)
         return prompt + self._windows.window(base + self._shared_ids + index, own_tokens)
+
+    def _conversation(self, session: str, index: int, base: int) -> list[int]:
+        """Return the session's window, with the shared blocks of each turn where the tokens that it adds begin."""
+        turns, tokens = self._turns[session], self._trace.rows[index].input_tokens
+        prompt = self._windows.window(base + self._shared_ids + turns[0], tokens)
+        begins = 0
+        for turn in turns[: turns.index(index) + 1]:
+            row = self._trace.rows[turn]
+            blocks = self._shared_blocks(row, base, row.input_tokens - begins)
+            prompt[begins : begins + len(blocks)] = blocks
+            begins = row.input_tokens + row.output_tokens
+        return prompt[:tokens]
 
     def warmup_prompt(self, number: int, round_index: int, tokens: int) -> list[int]:
         """Return a prompt whose beginning no request of any round shares."""
         ordinal = round_index * self._round_ordinals + self._shared_ids + len(self._trace.rows) + number
         return self._windows.window(ordinal, tokens)
 
-    def _shared_blocks(self, row: TraceRow, base: int) -> list[int]:
+    def _shared_blocks(self, row: TraceRow, base: int, most_tokens: int) -> list[int]:
         blocks: list[int] = []
         for prefix_id in row.prefix_ids:
-            missing = row.input_tokens - len(blocks)
+            missing = most_tokens - len(blocks)
             if missing <= 0:
                 break
             blocks += self._windows.window(base + prefix_id, min(self._trace.prefix_block_tokens, missing))

@@ -13,6 +13,12 @@ from ridgeline.loadtest.trace.trace import Trace, TraceRow, tick_of
 MIN_BLOCK_TOKENS = 16
 
 
+def rows_wanted(plan: ReplayPlan) -> int | None:
+    """Return how many requests of the beginning of a trace the plan sends; None if that takes the whole trace."""
+    needs_others = plan.too_long == "drop" or plan.spread_ticks or plan.jitter_s
+    return None if needs_others else plan.limit
+
+
 def shape_trace(trace: Trace, plan: ReplayPlan) -> Trace:
     """Apply the plan's controls: jitter, lengths, limit, then time, so that `rate` is the rate actually offered.
 
@@ -149,5 +155,5 @@ def _scale_time(trace: Trace, plan: ReplayPlan) -> Trace:
         factor = trace.mean_rate / plan.rate
     if factor == 1:
         return trace
-    rows = tuple(replace(row, arrival_s=row.arrival_s * factor) for row in trace.rows)
+    rows = tuple(replace(row, arrival_s=row.arrival_s * factor, offset_s=row.offset_s * factor) for row in trace.rows)
     return _noted(trace, rows, f"arrival gaps multiplied by {factor:.4g}")

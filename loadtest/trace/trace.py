@@ -13,8 +13,9 @@ LEAST_GAPS = 10
 class TraceRow:
     """One request: its arrival time, its lengths, and the shared prefix blocks that its prompt begins with.
 
-    A later turn of a `session` arrives with its first turn and is sent `think_s` after the answer before it; its prompt
-    begins with the whole conversation so far.
+    A later turn of a `session` arrives with its first turn. It is sent `think_s` after the answer before it, and no
+    earlier than `offset_s` after its session began. Its prompt begins with the whole conversation so far, and its
+    `prefix_ids` are those of the tokens that the turn adds.
     """
 
     arrival_s: float
@@ -23,11 +24,15 @@ class TraceRow:
     prefix_ids: tuple[int, ...] = ()
     session: str | None = None
     think_s: float = 0.0
+    offset_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Rows sorted by arrival, the first at 0 s. `notes` lists all changes made to them since they were read."""
+    """Rows sorted by arrival, the first at 0 s. `notes` lists all changes made to them since they were read.
+
+    Their `prefix_ids` are numbered from 0 on.
+    """
 
     name: str
     rows: tuple[TraceRow, ...]

@@ -7,11 +7,10 @@ from dataclasses import replace
 
 from ridgeline.loadtest.errors import TraceError
 from ridgeline.loadtest.plan import ComparePlan, ReplayPlan
+from ridgeline.loadtest.trace.poisson import GENERATED
 from ridgeline.loadtest.trace.readers import load_trace
 from ridgeline.loadtest.trace.shape import fit_context, shape_trace
 from ridgeline.loadtest.trace.trace import Trace
-
-GENERATED = "poisson:"
 
 
 class PairTraces:

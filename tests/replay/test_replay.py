@@ -169,6 +169,18 @@ async def test_a_turn_leaves_after_the_answer_before_it_and_the_think_time(conso
     assert result.records[2].error == "not sent: an earlier turn of its session failed"
 
 
+async def test_a_turn_with_a_time_of_its_own_leaves_no_earlier(console, tmp_path):
+    turns = [{"timestamp": 0}, {"timestamp": 300}, {"timestamp": 310}]
+    lines = [json.dumps({"session_id": "a", "input_length": 20, "output_length": 3} | turn) for turn in turns]
+    (tmp_path / "sessions").write_text("\n".join(lines))
+    plan = {"trace": str(tmp_path / "sessions"), "warmup_requests": 0}
+    result = await _replay(Behaviour(ttft_s=0.05, tpot_s=0.005), console, **plan)
+    first, second, third = result.records
+    assert first.sent_s + first.latency_s < 0.3 + PATIENCE_S
+    assert second.scheduled_s >= 0.3
+    assert third.scheduled_s >= second.sent_s + second.latency_s, "its time was past when the answer before it came"
+
+
 async def test_completions_may_be_sent_as_text(console, monkeypatch):
     monkeypatch.setattr(replay_module, "prompt_text", lambda _, prompt: " ".join(map(str, prompt)))
     behaviour = Behaviour(ttft_s=0.001, tpot_s=0.001)

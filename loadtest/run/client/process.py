@@ -177,7 +177,7 @@ class _Sending:
             self._tell(record)
             request = self._next_turns.get(request.index)
             if request is not None and not failed:
-                due_s = time.perf_counter() - self._start + request.think_s
+                due_s = max(request.scheduled_s, time.perf_counter() - self._start + request.think_s)
 
     def _tell(self, record: RequestRecord) -> None:
         self._writer.write(frame(Ended(record)))

@@ -63,7 +63,7 @@ class _RequestError(Exception):
 class Completion(msgspec.Struct, frozen=True):
     """A request ready to send: its encoded body, and what its record will say about it.
 
-    With `after`, it is sent `think_s` after the answer to the request of that index, and `scheduled_s` is not used.
+    With `after`, it is sent `think_s` after the answer to the request of that index, and not before `scheduled_s`.
     """
 
     index: int

@@ -28,7 +28,20 @@ from ridgeline.loadtest.variants import Devices
 from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
 from tests.support.patience import PATIENCE_S
 
-COMMANDS = ("serve", "status", "stop", "logs", "doctor", "model", "roofline", "replay", "compare", "report", "bench")
+COMMANDS = (
+    "serve",
+    "status",
+    "stop",
+    "logs",
+    "doctor",
+    "model",
+    "roofline",
+    "replay",
+    "compare",
+    "report",
+    "bench",
+    "trace",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -134,7 +147,7 @@ def test_explain_shows_effective_values_and_their_origin_and_starts_nothing(run_
     assert rows["mode"] == ["colocated", "flag"]
     assert rows["pools.decode.workers"] == ["1", "default"]
     assert rows["router.max_outstanding_requests"][0] == "77"
-    assert "my.yaml" in "".join(shown.split())
+    assert "my.yaml" in "".join(shown.replace("│", " ").split()), "a long path is broken over lines"
 
 
 def test_an_unfit_machine_is_told_every_fix_and_nothing_starts(run_ridgeline, monkeypatch):

@@ -1,4 +1,4 @@
-"""BurstGPT, ShareGPT and sessions: reading, errors with their line, prompts that grow, ticks that are spread."""
+"""ShareGPT and sessions: lengths, prompts that grow, ticks that are spread."""
 
 import json
 from types import SimpleNamespace
@@ -8,17 +8,12 @@ import pytest
 from ridgeline.loadtest.errors import TraceError
 from ridgeline.loadtest.plan import ReplayPlan
 from ridgeline.loadtest.run.replay import completions
-from ridgeline.loadtest.trace import conversations
 from ridgeline.loadtest.trace.prompts import PromptMaker, TextWindows
 from ridgeline.loadtest.trace.readers import load_trace
+from ridgeline.loadtest.trace.reading import sharegpt
 from ridgeline.loadtest.trace.shape import shape_trace
 from ridgeline.loadtest.trace.trace import TraceRow
 
-BURSTGPT = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
-5,ChatGPT,472,18,490,Conversation log
-45.5,GPT-4,1087,230,1317,API log
-118,ChatGPT,417,0,417,Conversation log
-"""
 SESSIONS = """{"session_id": "a", "timestamp": 1000, "input_length": 30, "output_length": 5}
 {"session_id": "b", "timestamp": 1500, "input_length": 40, "output_length": 6}
 {"session_id": "a", "delay": 2500, "input_length": 10, "output_length": 7}
@@ -44,18 +39,7 @@ def _words_are_tokens(monkeypatch):
     def encode(texts, **_):
         return {"input_ids": [text.split() for text in texts]}
 
-    monkeypatch.setattr(conversations, "load_tokenizer", lambda _: encode)
-
-
-def test_burstgpt_is_read_by_its_header_and_leaves_out_what_had_failed(tmp_path):
-    trace = load_trace(_file(tmp_path, BURSTGPT))
-    assert trace.rows == (TraceRow(0.0, 472, 18), TraceRow(40.5, 1087, 230))
-    assert trace.notes == ("1 of 3 requests dropped: they had failed when recorded",)
-
-
-def test_burstgpt_with_the_columns_of_its_second_release_is_read_too(tmp_path):
-    text = "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
-    assert load_trace(_file(tmp_path, text + "5,x,1.2,GPT-4,10,20,30,API log\n")).rows == (TraceRow(0.0, 10, 20),)
+    monkeypatch.setattr(sharegpt, "load_tokenizer", lambda _: encode)
 
 
 def test_sharegpt_is_the_first_exchange_of_each_conversation_in_the_models_own_tokens(tmp_path):
@@ -113,26 +97,3 @@ def test_ticks_are_spread_over_the_time_to_the_next_one_on_request(tmp_path):
     assert "each tick of 3 s spread" in spread.notes[-1]
     with pytest.raises(TraceError, match="not quantised: leave out --spread-ticks"):
         shape_trace(load_trace("demo"), ReplayPlan(spread_ticks=True))
-
-
-@pytest.mark.parametrize(
-    ("text", "line", "reason"),
-    [
-        (BURSTGPT + "7,GPT-4,ten,3,13,API log\n", 5, "invalid literal"),
-        (BURSTGPT + "7,GPT-4,0,3,3,API log\n", 5, "at least 1 input token"),
-        (BURSTGPT + "7,GPT-4\n", 5, "NoneType"),
-        (SESSIONS + '{"session_id": "c", "input_length": 3, "output_length": 1}\n', 5, "needs a timestamp"),
-        (SESSIONS + '{"session_id": "a", "delay": -1, "input_length": 3, "output_length": 1}\n', 5, "0 or more"),
-        (SESSIONS + '{"session_id": "a", "output_length": 1}\n', 5, "input_length"),
-    ],
-)
-def test_a_malformed_row_names_its_line_and_what_is_wrong(tmp_path, text, line, reason):
-    name = _file(tmp_path, text)
-    with pytest.raises(TraceError, match=reason) as caught:
-        load_trace(name)
-    assert f"{name}, line {line}" in str(caught.value)
-
-
-def test_a_list_that_is_not_sharegpt_says_what_sharegpt_is(tmp_path):
-    with pytest.raises(TraceError, match="conversations have from and value"):
-        load_trace(_file(tmp_path, '[{"text": 1}]'), "words")

@@ -16,10 +16,6 @@ from ridgeline.loadtest.trace.readers import load_trace
 from ridgeline.loadtest.trace.shape import fit_context, shape_trace
 from ridgeline.loadtest.trace.trace import Trace, TraceRow
 
-AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
-2023-11-16 18:15:46.6805900,374,44
-2023-11-16 18:15:50.9951690,396,109
-"""
 MOONCAKE = """{"timestamp": 27000, "input_length": 1100, "output_length": 500, "hash_ids": [0, 1, 2]}
 {"timestamp": 30000, "input_length": 600, "output_length": 20, "hash_ids": [0, 9]}
 """
@@ -29,34 +25,6 @@ def _file(folder: Path, text: str, name: str = "trace") -> str:
     path = folder / name
     path.write_text(text)
     return str(path)
-
-
-def test_azure_rows_are_relative_to_the_first_and_keep_microseconds(tmp_path):
-    trace = load_trace(_file(tmp_path, AZURE))
-    assert trace.rows == (TraceRow(0.0, 374, 44), TraceRow(pytest.approx(4.314579), 396, 109))
-
-
-def test_mooncake_rows_start_at_zero_and_keep_their_prefix_blocks(tmp_path):
-    trace = load_trace(_file(tmp_path, MOONCAKE, "whatever.txt"))
-    assert trace.rows == (TraceRow(0.0, 1100, 500, (0, 1, 2)), TraceRow(3.0, 600, 20, (0, 9)))
-
-
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        (AZURE + "2023-11-16 18:15:51.0,many,3\n", 4),
-        (AZURE + "2023-11-16 18:15:51.0,5\n", 4),
-        (AZURE + "2023-11-16 18:15:51.0,0,3\n", 4),
-        (MOONCAKE + '{"timestamp": 1}\n', 3),
-        (MOONCAKE + "nonsense\n", 3),
-        ("hello\n", 1),
-    ],
-)
-def test_a_malformed_row_names_its_file_and_line(tmp_path, text, line):
-    name = _file(tmp_path, text)
-    with pytest.raises(TraceError) as caught:
-        load_trace(name)
-    assert f"{name}, line {line}" in str(caught.value)
 
 
 def test_a_missing_trace_says_what_can_be_given():

@@ -1,0 +1,663 @@
+"""Files that people have: each is read right, or refused with file, line and cause. A case's key is a sentence."""
+
+import gzip
+import json
+
+import polars as pl
+import pytest
+
+from ridgeline.loadtest.errors import TraceError
+from ridgeline.loadtest.plan import ReplayPlan
+from ridgeline.loadtest.trace.prompts import PromptMaker, TextWindows
+from ridgeline.loadtest.trace.readers import load_trace
+from ridgeline.loadtest.trace.reading import sharegpt
+from ridgeline.loadtest.trace.shape import rows_wanted, shape_trace
+from ridgeline.loadtest.trace.trace import TraceRow
+
+HEAD = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+DAY = "2024-05-10 00:00:0"
+AZURE = f"{HEAD}{DAY}0.009930+00:00,2162,5\n{DAY}7+00:00,2399,6\n"
+AZURE_ROWS = [(0.0, 2162, 5), (6.99007, 2399, 6)]
+PLAIN = f"{HEAD}{DAY}1,10,5\n{DAY}3,20,6\n"
+PLAIN_ROWS = [(0.0, 10, 5), (2.0, 20, 6)]
+BURST = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+BURST_TWO = f"{BURST}5,ChatGPT,472,18,490,Conversation log\n45.5,GPT-4,1087,230,1317,API log\n"
+BURST_ROWS = [(0.0, 472, 18), (40.5, 1087, 230)]
+ONE = [(0.0, 10, 5)]
+
+
+def lines(*objects) -> str:
+    return "".join(json.dumps(each) + "\n" for each in objects)
+
+
+def line(at=0, tokens=10, out=5, **more) -> dict:
+    return {"timestamp": at, "input_length": tokens, "output_length": out, **more}
+
+
+def chat(number, at, tokens, out=5, **more) -> dict:
+    return {"chat_id": number, "parent_chat_id": -1, "type": "text", "turn": 1, **line(at, tokens, out), **more}
+
+
+def talk(*texts) -> dict:
+    speakers = ("human", "gpt") * len(texts)
+    return {"conversations": [{"from": who, "value": text} for who, text in zip(speakers, texts, strict=False)]}
+
+
+def span(at_ns, **tokens) -> dict:
+    attributes = [{"key": f"gen_ai.usage.{key}", "value": {"intValue": str(count)}} for key, count in tokens.items()]
+    other = {"key": "gen_ai.system", "value": {"stringValue": "vllm"}}
+    return {"name": "chat", "startTimeUnixNano": str(at_ns), "attributes": [other, *attributes]}
+
+
+def spans(*found) -> dict:
+    return {"resourceSpans": [{"scopeSpans": [{"spans": list(found)}]}]}
+
+
+def agent(*calls, **more) -> dict:
+    return {"id": "one", "models": ["m"], "block_size": 64, "hash_id_scope": "local", "requests": list(calls), **more}
+
+
+def call(t, tokens, out, ids=(), **more) -> dict:
+    return {"t": t, "type": "n", "in": tokens, "out": out, "hash_ids": list(ids), **more}
+
+
+MOONCAKE = lines(line(27000, 1100, 500, hash_ids=[0, 1, 2]), line(30000, 600, 20, hash_ids=[0, 9]))
+MOONCAKE_ROWS = [(0.0, 1100, 500, (0, 1, 2)), (3.0, 600, 20, (0, 3))]
+BAILIAN = lines(chat(159, 61.114, 521, 132, hash_ids=[*range(1, 34)]), chat(160, 61.614, 20, 3, hash_ids=[1, 99]))
+BAILIAN_ROWS = [(0.0, 521, 132, tuple(range(33))), (0.5, 20, 3, (0, 33))]
+TALKS = [talk("a b c d e", "1 2 3 4"), talk("a b c d", "1 2 3 4 5 6")]
+TALK_SIZES = [(5, 4), (4, 6)]
+BIG = 2**40
+
+READ = {
+    # T1, T2: Azure's times
+    "azure 2023 has no zone and seven digits": (
+        f"{HEAD}2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n",
+        [(0.0, 374, 44), (4.314579, 396, 109)],
+    ),
+    "azure 2024 has a zone and leaves out digits of a whole second": (AZURE, AZURE_ROWS),
+    "azure 2024 may have T and no digits at all": (AZURE.replace(" 00", "T00"), AZURE_ROWS),
+    "zones are converted": (
+        f"{HEAD}2024-05-10T00:00:00.000000+02:00,10,5\n2024-05-09T22:00:01.000000+00:00,20,6\n",
+        [(0.0, 10, 5), (1.0, 20, 6)],
+    ),
+    "zones are converted without digits": (
+        f"{HEAD}2024-05-10T00:00:00+02:00,10,5\n2024-05-09T22:00:01+00:00,20,6\n",
+        [(0.0, 10, 5), (1.0, 20, 6)],
+    ),
+    "zones of half an hour and west of Greenwich": (
+        f"{HEAD}2024-05-10 05:30:00+05:30,10,5\n2024-05-09 17:00:01-07:00,20,6\n",
+        [(0.0, 10, 5), (1.0, 20, 6)],
+    ),
+    "a zone without a colon": (f"{HEAD}{DAY}0+0200,10,5\n{DAY}1+0200,20,6\n", [(0.0, 10, 5), (1.0, 20, 6)]),
+    "a zone of hours only": (f"{HEAD}{DAY}0+02,10,5\n{DAY}1+00,20,6\n", [(0.0, 10, 5), (7201.0, 20, 6)]),
+    "Z is UTC": (f"{HEAD}2024-05-10T00:00:00Z,10,5\n2024-05-10T02:00:01.5+02:00,20,6\n", [(0, 10, 5), (1.5, 20, 6)]),
+    "a space before the zone": (f"{HEAD}{DAY}0 +00:00,10,5\n{DAY}1 +00:00,20,6\n", [(0.0, 10, 5), (1.0, 20, 6)]),
+    "small letters": (f"{HEAD}2024-05-10t00:00:00z,10,5\n2024-05-10t00:00:01z,20,6\n", [(0.0, 10, 5), (1.0, 20, 6)]),
+    "the word UTC": (f"{HEAD}{DAY}0 UTC,10,5\n{DAY}1 UTC,20,6\n", [(0.0, 10, 5), (1.0, 20, 6)]),
+    "mixed digits": (
+        f"{HEAD}{DAY}0.5,1,1\n{DAY}0.25,2,2\n{DAY}1.1234567,3,3\n{DAY}2,4,4\n",
+        [(0.0, 2, 2), (0.25, 1, 1), (0.873456, 3, 3), (1.75, 4, 4)],
+    ),
+    "nine digits": (f"{HEAD}{DAY}0.000001001,1,1\n{DAY}0.000003009,2,2\n", [(0.0, 1, 1), (2e-6, 2, 2)]),
+    "a decimal comma in quotes": (f'{HEAD}"{DAY}0,5",1,1\n"{DAY}1,75",2,2\n', [(0.0, 1, 1), (1.25, 2, 2)]),
+    "minutes without seconds": (f"{HEAD}2024-05-10 00:00,1,1\n2024-05-10 00:02,2,2\n", [(0.0, 1, 1), (120.0, 2, 2)]),
+    "the end of a year": (
+        f"{HEAD}2023-12-31 23:59:59.5,1,1\n2024-01-01 00:00:00.5,2,2\n",
+        [(0.0, 1, 1), (1.0, 2, 2)],
+    ),
+    "a leap day": (f"{HEAD}2024-02-29 00:00:00,1,1\n2024-03-01 00:00:00,2,2\n", [(0.0, 1, 1), (86400.0, 2, 2)]),
+    "seconds since 1970": (f"{HEAD}1715299200.5,10,5\n1715299202,20,6\n", [(0.0, 10, 5), (1.5, 20, 6)]),
+    "milliseconds since 1970": (f"{HEAD}1715299200500,10,5\n1715299202000,20,6\n", [(0.0, 10, 5), (1.5, 20, 6)]),
+    "microseconds since 1970": (f"{HEAD}1715299200500000,10,5\n1715299202000000,20,6\n", [(0, 10, 5), (1.5, 20, 6)]),
+    "nanoseconds since 1970": (
+        f"{HEAD}1715299200500000000,10,5\n1715299202000000000,20,6\n",
+        [(0.0, 10, 5), (1.5, 20, 6)],
+    ),
+    "negative seconds": (f"{HEAD}-3,10,5\n-1.5,20,6\n", [(0.0, 10, 5), (1.5, 20, 6)]),
+    "seconds with an exponent": (f"{BURST}1e3,m,10,5,15,x\n1001,m,20,6,26,x\n", [(0.0, 10, 5), (1.0, 20, 6)]),
+    "BurstGPT with dates": (f"{BURST}{DAY}1,m,10,5,15,x\n{DAY}3,m,20,6,26,x\n", PLAIN_ROWS),
+    # BurstGPT
+    "BurstGPT": (BURST_TWO, BURST_ROWS),
+    "BurstGPT of the second release": (
+        "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+        "5,x,1.2,GPT-4,10,20,30,API log\n",
+        [(0.0, 10, 20)],
+    ),
+    "BurstGPT with a comma in quotes": (BURST_TWO.replace("API log", '"API, log"'), BURST_ROWS),
+    "BurstGPT with an end of line in quotes": (BURST_TWO.replace("API log", '"API\nlog"'), BURST_ROWS),
+    "numbers of tokens as pandas writes them": (f"{HEAD}{DAY}1,10.0,5.0\n{DAY}3,2e1,6\n", PLAIN_ROWS),
+    "spaces around cells": (f"{HEAD}{DAY}1 , 10 , 5 \n{DAY}3 , 20, 6\n", PLAIN_ROWS),
+    "lengths of 10^12": (f"{HEAD}{DAY}1,1000000000000,5\n", [(0.0, 10**12, 5)]),
+    # T8, T10, T17: encodings and ends of lines
+    "byte order mark, Azure": ("\ufeff" + AZURE, AZURE_ROWS),
+    "byte order mark and quotes": ("\ufeff" + PLAIN.replace("TIMESTAMP", '"TIMESTAMP"'), PLAIN_ROWS),
+    "byte order mark, BurstGPT": ("\ufeff" + BURST_TWO, BURST_ROWS),
+    "byte order mark, Mooncake": ("\ufeff" + MOONCAKE, MOONCAKE_ROWS),
+    "byte order mark, Bailian": ("\ufeff" + BAILIAN, BAILIAN_ROWS),
+    "UTF-16 as PowerShell writes it": (AZURE.encode("utf-16"), AZURE_ROWS),
+    "UTF-16, big end first": (("\ufeff" + AZURE).encode("utf-16-be"), AZURE_ROWS),
+    "UTF-16 without a mark": (AZURE.encode("utf-16-le"), AZURE_ROWS),
+    "UTF-16 with CRLF": (AZURE.replace("\n", "\r\n").encode("utf-16"), AZURE_ROWS),
+    "UTF-16, Mooncake": (MOONCAKE.encode("utf-16"), MOONCAKE_ROWS),
+    "UTF-32": (AZURE.encode("utf-32"), AZURE_ROWS),
+    "CRLF, CSV": (PLAIN.replace("\n", "\r\n"), PLAIN_ROWS),
+    "CRLF, Mooncake": (MOONCAKE.replace("\n", "\r\n"), MOONCAKE_ROWS),
+    "carriage returns only, CSV": (PLAIN.replace("\n", "\r"), PLAIN_ROWS),
+    "carriage returns only, Mooncake": (MOONCAKE.replace("\n", "\r"), MOONCAKE_ROWS),
+    "no end of the last line, CSV": (PLAIN.rstrip(), PLAIN_ROWS),
+    "no end of the last line, Mooncake": (MOONCAKE.rstrip(), MOONCAKE_ROWS),
+    "gzip, Azure": (gzip.compress(AZURE.encode()), AZURE_ROWS),
+    "gzip, BurstGPT": (gzip.compress(BURST_TWO.encode()), BURST_ROWS),
+    "gzip, Mooncake": (gzip.compress(MOONCAKE.encode()), MOONCAKE_ROWS),
+    "gzip, Bailian": (gzip.compress(BAILIAN.encode()), BAILIAN_ROWS),
+    "gzip of two parts": (gzip.compress(HEAD.encode()) + gzip.compress(PLAIN[len(HEAD) :].encode()), PLAIN_ROWS),
+    "gzip with a byte order mark": (gzip.compress(("\ufeff" + PLAIN).encode()), PLAIN_ROWS),
+    "gzip of UTF-16": (gzip.compress(AZURE.encode("utf-16")), AZURE_ROWS),
+    "gzip with carriage returns only": (gzip.compress(PLAIN.replace("\n", "\r").encode()), PLAIN_ROWS),
+    # T9, T11: columns
+    "quoted cells": ('"TIMESTAMP","ContextTokens","GeneratedTokens"\n' + f'"{DAY}1","10","5"\n', ONE),
+    "another order": (f"ContextTokens,GeneratedTokens,TIMESTAMP\n10,5,{DAY}1\n20,6,{DAY}3\n", PLAIN_ROWS),
+    "the index of pandas": (f",{HEAD}0,{DAY}1,10,5\n1,{DAY}3,20,6\n", PLAIN_ROWS),
+    "semicolons": (PLAIN.replace(",", ";"), PLAIN_ROWS),
+    "tabs": (PLAIN.replace(",", "\t"), PLAIN_ROWS),
+    "bars": (PLAIN.replace(",", "|"), PLAIN_ROWS),
+    "tabs and spaces in names": (BURST_TWO.replace(",", "\t"), BURST_ROWS),
+    "empty lines before the header": ("\n\n" + PLAIN, PLAIN_ROWS),
+    "empty lines between rows": (PLAIN.replace("\n", "\n\n"), PLAIN_ROWS),
+    "empty lines with CRLF": (PLAIN.replace("\n", "\r\n\r\n"), PLAIN_ROWS),
+    "lines of spaces": (PLAIN + "   \n", PLAIN_ROWS),
+    "a header in lower case": (PLAIN.lower(), PLAIN_ROWS),
+    "BurstGPT's header in lower case": (BURST_TWO.replace(BURST, BURST.lower()), BURST_ROWS),
+    "a header with underscores": (BURST_TWO.replace(BURST, BURST.replace(" tokens", "_tokens")), BURST_ROWS),
+    "columns beside the known": (f"{HEAD.strip()},note\n{DAY}1,10,5,x\n{DAY}3,20,6,\n", PLAIN_ROWS),
+    "rows twice": (f"{HEAD}{DAY}1,10,5\n{DAY}1,10,5\n", [(0.0, 10, 5), (0.0, 10, 5)]),
+    "rows in disorder": (f"{HEAD}{DAY}3,20,6\n{DAY}1,10,5\n", PLAIN_ROWS),
+    "all at one time": (f"{HEAD}{DAY}1,10,5\n{DAY}1,20,6\n", [(0.0, 10, 5), (0.0, 20, 6)]),
+    "one row": (f"{HEAD}{DAY}1,10,5\n", ONE),
+    # T12, T13: rows of 0 tokens
+    "BurstGPT's failures are left out": (f"{BURST}1,m,0,0,0,C\n5,m,10,5,15,C\n6,m,0,18,18,C\n7,m,3,0,3,C\n", ONE),
+    "Azure's rows of 0 output tokens are left out": (f"{HEAD}{DAY}0,10,0\n{DAY}1,10,5\n", ONE),
+    "Mooncake's rows of 0 output tokens are left out": (lines(line(1, 9, 0), line(5)), ONE),
+    "Bailian's rows of 0 prompt tokens are left out": (lines(chat(1, 1.0, 0), chat(2, 1.5, 10)), ONE),
+    # Mooncake
+    "Mooncake": (MOONCAKE, MOONCAKE_ROWS),
+    "Mooncake without hashes": (lines(line(0), line(1500, 20, 6)), [(0.0, 10, 5), (1.5, 20, 6)]),
+    "Mooncake with null hashes": (lines(line(hash_ids=None)), ONE),
+    "Mooncake with other keys": (lines(line(model="m", nested={"a": [1]})), ONE),
+    "Mooncake with keys in another order": ('{"output_length": 5, "input_length": 10, "timestamp": 3}\n', ONE),
+    "Mooncake with empty lines": ("\n\n" + MOONCAKE.replace("\n", "\n\n"), MOONCAKE_ROWS),
+    "Mooncake in disorder": (lines(line(3000, 20, 6), line(1000)), PLAIN_ROWS),
+    "Mooncake with exponents and fractions": ('{"timestamp":1e3,"input_length":10,"output_length":5}\n', ONE),
+    "Mooncake with milliseconds since 1970": (lines(line(1715299200500), line(1715299202500, 20, 6)), PLAIN_ROWS),
+    "Mooncake with negative times": (lines(line(-3000), line(-1000, 20, 6)), PLAIN_ROWS),
+    "Mooncake with lengths of 10^12": (lines(line(0, 10**12)), [(0.0, 10**12, 5)]),
+    # T3: hashes
+    "hashes of 2^40": (
+        lines(*(line(1000 * i, 1024, 4, hash_ids=[BIG + 2 * i, BIG + 2 * i + 1]) for i in range(2))),
+        [(0.0, 1024, 4, (0, 1)), (1.0, 1024, 4, (2, 3))],
+    ),
+    "hashes of 64 bits": (lines(line(0, 600, 5, hash_ids=[2**64 - 1, 7])), [(0.0, 600, 5, (0, 1))]),
+    "hashes of 128 bits": (
+        '{"timestamp":0,"input_length":9,"output_length":5,"hash_ids":["ff0123456789abcdef"]}\n',
+        [(0.0, 9, 5, (0,))],
+    ),
+    "negative hashes": (lines(line(0, 600, 5, hash_ids=[-1, -2])), [(0.0, 600, 5, (0, 1))]),
+    "hashes are numbered as they come": (
+        lines(line(0, 600, 5, hash_ids=[9, 4]), line(1, 600, 5, hash_ids=[4, 9])),
+        [(0.0, 600, 5, (0, 1)), (0.001, 600, 5, (1, 0))],
+    ),
+    # T4: Bailian
+    "Bailian has seconds and blocks of 16 tokens": (BAILIAN, BAILIAN_ROWS),
+    "Bailian with hashes of 64 bits": (lines(chat(1, 0.0, 32, hash_ids=[2**63, 2**63 + 1])), [(0.0, 32, 5, (0, 1))]),
+    "Bailian without hashes": (lines(chat(1, 0.25, 10), chat(2, 2.25, 20, 6)), PLAIN_ROWS),
+    "a later turn of Bailian is a request of its own": (
+        lines(chat(1, 1.0, 16, hash_ids=[5]), chat(2, 3.0, 32, hash_ids=[5, 6], parent_chat_id=1, turn=2)),
+        [(0.0, 16, 5, (0,)), (2.0, 32, 5, (0, 1))],
+    ),
+    # T15: sessions
+    "sessions grow by question and answer": (
+        lines(
+            line(1000, 30, 5, session_id="a"),
+            {"session_id": "a", "delay": 2500, "input_length": 10, "output_length": 7},
+        ),
+        [TraceRow(0.0, 30, 5, session="a"), TraceRow(0.0, 45, 7, session="a", think_s=2.5)],
+    ),
+    "a later turn with a time of its own is not sent before": (
+        lines(line(0, 30, 5, session_id="a"), line(60_000, 10, 7, session_id="a")),
+        [TraceRow(0.0, 30, 5, session="a"), TraceRow(0.0, 45, 7, session="a", offset_s=60.0)],
+    ),
+    "a later turn may have both time and delay": (
+        lines(line(500, 30, 5, session_id="a"), line(1500, 10, 7, session_id="a", delay=250)),
+        [TraceRow(0.0, 30, 5, session="a"), TraceRow(0.0, 45, 7, session="a", think_s=0.25, offset_s=1.0)],
+    ),
+    "a session's hashes are kept": (
+        lines(line(0, 600, 5, session_id="a", hash_ids=[8, 9]), line(9, 512, 5, session_id="b", hash_ids=[8])),
+        [TraceRow(0.0, 600, 5, (0, 1), "a"), TraceRow(0.009, 512, 5, (0,), "b")],
+    ),
+    "a session's number may be a number": (lines(line(0, session_id=7)), [TraceRow(0.0, 10, 5, session="7")]),
+    "sessions may begin after requests without one": (
+        lines(line(0), line(1000, 20, 6), line(2000, 30, 7, session_id="a")),
+        [TraceRow(0.0, 10, 5), TraceRow(1.0, 20, 6), TraceRow(2.0, 30, 7, session="a")],
+    ),
+    # WEKA
+    "WEKA's calls are requests at their times": (
+        lines(agent(call(0.0, 128, 9, [1, 2]), call(2.5, 192, 5, [1, 2, 3]))),
+        [(0.0, 128, 9, (0, 1)), (2.5, 192, 5, (0, 1, 2))],
+    ),
+    "WEKA as one object over lines": (
+        json.dumps(agent(call(0.0, 128, 9, [1, 2])), indent=1),
+        [(0.0, 128, 9, (0, 1))],
+    ),
+    "WEKA's local hashes mean nothing in another conversation": (
+        lines(agent(call(0.0, 64, 9, [1])), agent(call(1.0, 64, 5, [1]), id="two")),
+        [(0.0, 64, 9, (0,)), (1.0, 64, 5, (1,))],
+    ),
+    "WEKA's global hashes are shared": (
+        lines(
+            agent(call(0.0, 64, 9, [1]), hash_id_scope="global"), agent(call(1.0, 64, 5, [1]), hash_id_scope="global")
+        ),
+        [(0.0, 64, 9, (0,)), (1.0, 64, 5, (0,))],
+    ),
+    "WEKA's subagents with times of their own": (
+        lines(agent(call(1.0, 64, 9), {"t": 5.0, "type": "subagent", "requests": [call(0.5, 32, 5)]})),
+        [(0.0, 64, 9), (4.5, 32, 5)],
+    ),
+    "WEKA's subagents with the conversation's times": (
+        lines(agent(call(1.0, 64, 9), {"t": 5.0, "type": "subagent", "requests": [call(5.5, 32, 5)]})),
+        [(0.0, 64, 9), (4.5, 32, 5)],
+    ),
+    # OpenTelemetry
+    "OpenTelemetry's spans": (
+        lines(
+            spans(
+                span(10**18, input_tokens=10, output_tokens=5),
+                span(10**18 + 2 * 10**9, input_tokens=20, output_tokens=6),
+            )
+        ),
+        PLAIN_ROWS,
+    ),
+    "OpenTelemetry's former names": (lines(spans(span(5, prompt_tokens=10, completion_tokens=5))), ONE),
+    "OpenTelemetry over lines": (json.dumps(spans(span(5, input_tokens=10, output_tokens=5)), indent=2), ONE),
+    "OpenTelemetry, an export a line": (
+        lines(*(spans(span(at * 10**9, input_tokens=10 * at, output_tokens=5)) for at in (1, 2))),
+        [(0.0, 10, 5), (1.0, 20, 5)],
+    ),
+}
+
+NOTED = {
+    "0 output tokens are told": (f"{BURST}1,m,3,0,3,C\n5,m,10,5,15,C\n", "1 of 2 requests dropped: 0 output tokens"),
+    "0 prompt tokens are told": (f"{BURST}1,m,0,9,9,C\n5,m,10,5,15,C\n", "1 of 2 requests dropped: 0 prompt tokens"),
+    "milliseconds since 1970 are told": (f"{HEAD}1715299200500,10,5\n", "times were taken for milliseconds since 1970"),
+    "too few hashes are told": (
+        lines(line(0, 2000, 8, hash_ids=[1]), line(0, 20, 3, hash_ids=[1, 2, 3])),
+        "2 of 2 requests have not the hash_ids of their length, at 512 tokens each: line 1 has 1 for 2000 tokens",
+    ),
+    "too many hashes are told": (
+        lines(line(), line(0, 20, 8, hash_ids=[1, 2, 3]), line(0, 600, 8, hash_ids=[1, 2])),
+        "line 2 has 3 for 20 tokens",
+    ),
+    "Bailian's blocks under Mooncake's keys are told": (
+        lines(line(61.114, 521, hash_ids=[*range(33)]), line(70, 33, hash_ids=[1, 2, 3])),
+        "blocks of 16 tokens, as lengths and hash_ids agree on; 512 is usual",
+    ),
+    "seconds under Mooncake's keys are told": (
+        lines(line(61.114, 521, hash_ids=[*range(33)]), line(70, 33, hash_ids=[1, 2, 3])),
+        "they may be seconds",
+    ),
+    "conversations that begin at once are told": (
+        lines(agent(call(0, 64, 9)), agent(call(0, 64, 9))),
+        "2 conversations, which all begin at once",
+    ),
+    "spans that call no model are told": (
+        lines(spans(span(1), span(5, input_tokens=10, output_tokens=5))),
+        "1 of 2 requests dropped: spans without gen_ai.usage",
+    ),
+    "ticks are told": (lines(*(line(3000 * (i // 8)) for i in range(40))), "ticks of about 3.00 s"),
+}
+
+REFUSED = {
+    # T6
+    "nan as a time": (f"{BURST}nan,ChatGPT,472,18,490,C\n", 2, "Timestamp is 'nan', which is not a time"),
+    "nan as a later time": (BURST_TWO + "nan,ChatGPT,472,18,490,C\n", 4, "Timestamp is 'nan', which is not a time"),
+    "inf as a time": (BURST_TWO + "inf,ChatGPT,472,18,490,C\n", 4, "Timestamp is 'inf', which is not a time"),
+    "-inf as a time": (BURST_TWO + "-inf,ChatGPT,472,18,490,C\n", 4, "which is not a time"),
+    "nan as tokens": (BURST_TWO + "50,ChatGPT,nan,18,490,C\n", 4, "both must be whole numbers"),
+    "inf as tokens": (f"{HEAD}{DAY}1,inf,5\n", 2, "both must be whole numbers"),
+    "NaN in JSON": (MOONCAKE + '{"timestamp":NaN,"input_length":1,"output_length":1}\n', 3, "JSON is malformed"),
+    "Infinity in JSON": ('{"timestamp":Infinity,"input_length":1,"output_length":1}\n', 1, "JSON is malformed"),
+    "a number too large for JSON": ('{"timestamp":1e999,"input_length":1,"output_length":1}\n', 1, "out of range"),
+    # T7
+    "a cell of 200,000 digits, Azure": (HEAD + "9" * 200_000 + ",10,5\n", 2, "which is not a time"),
+    "a later cell of 200,000 digits, Azure": (PLAIN + "9" * 200_000 + ",10,5\n", 4, "which is not a time"),
+    "a cell of 200,000 digits, BurstGPT": (BURST_TWO + "9" * 200_000 + ",m,10,5,15,C\n", 4, "which is not a time"),
+    "tokens of 200,000 digits": (f"{HEAD}{DAY}1,{'9' * 200_000},5\n", 2, "both must be whole numbers"),
+    # Cells
+    "words as tokens": (PLAIN + f"{DAY}5,many,3\n", 4, "'many' and '3': both must be whole numbers"),
+    "a part of a token": (PLAIN + f"{DAY}5,1.5,3\n", 4, "'1.5' and '3': both must be whole numbers"),
+    "a comma for thousands": (PLAIN + f"{DAY}5,1,234,3\n", 4, "4 cells, but the header names 3 columns"),
+    "negative tokens, CSV": (PLAIN + f"{DAY}5,-7,3\n", 4, "both must be whole numbers, of 0 or more"),
+    "negative tokens, JSON": (MOONCAKE + lines(line(0, 9, -3)), 3, "a negative length"),
+    "tokens beyond 2^53": (f"{HEAD}{DAY}1,1{'0' * 20},5\n", 2, "both must be whole numbers"),
+    "tokens beyond 2^53 in JSON": (lines(line(0, 10**17)), 1, "a length of more than 2^53 tokens"),
+    "a missing cell": (PLAIN + f"{DAY}5,5\n", 4, "no GeneratedTokens: the row is cut off or lacks a cell"),
+    "an empty cell": (PLAIN + f"{DAY}5,,5\n", 4, "no ContextTokens"),
+    "a quoted empty cell": (PLAIN + f'{DAY}5,"",5\n', 4, "no ContextTokens"),
+    "a last line that is cut off": (PLAIN + "2024-05-10 00:0", 4, "no ContextTokens: the row is cut off"),
+    "NUL in a number": (PLAIN + f"{DAY}5,1\0,5\n", 4, "both must be whole numbers"),
+    "NUL in a time": (PLAIN + f"{DAY}\0,1,5\n", 4, "which is not a time"),
+    "hexadecimal tokens": (PLAIN + f"{DAY}5,0x10,5\n", 4, "both must be whole numbers"),
+    "a time that is a word": (PLAIN + "yesterday,1,5\n", 4, "'yesterday', which is not a time such as 2024-05-10"),
+    "the 30th of February": (PLAIN + "2024-02-30 00:00:00,1,5\n", 4, "which is not a time"),
+    "the day before the month": (f"{HEAD}10/05/2024 00:00,1,5\n", 2, "which is not a time such as 2024-05-10"),
+    "a date without a time": (f"{HEAD}2024-05-10,1,5\n", 2, "which is not a time"),
+    "a zone in one row only": (PLAIN + f"{DAY}5+00:00,1,5\n", 4, "with a time zone, but the first row's is without a"),
+    "no zone in one row only": (AZURE + f"{DAY}9,1,5\n", 4, "without a time zone, but the first row's is with a time"),
+    "a number among dates": (PLAIN + "1715299200,1,5\n", 4, "as a number, but the first row's is without a time zone"),
+    "a line after empty lines": ("\n\n" + PLAIN + f"\n{DAY}5,x,5\n", 7, "both must be whole numbers"),
+    "a line after an end of line in quotes": (f'{BURST}5,m,10,5,15,"a\nb"\n6,m,x,5,15,C\n', 4, "whole numbers"),
+    "a quote that is never closed": (PLAIN + f'"{DAY}5,1,5\n', 4, "a quote that is never closed"),
+    "a column twice": ("TIMESTAMP,ContextTokens,ContextTokens,GeneratedTokens\n1,2,3,4\n", 1, "names a column twice"),
+    "a header repeated in the middle": (PLAIN + HEAD, 4, "'TIMESTAMP', which is not a time"),
+    "a gzip file's line": (gzip.compress(f"{PLAIN}{DAY}5,x,5\n".encode()), 4, "both must be whole numbers"),
+    "a UTF-16 file's line": (f"{PLAIN}{DAY}5,x,5\n".encode("utf-16"), 4, "both must be whole numbers"),
+    "too many cells beside the known": (f"{BURST_TWO}6,m,1,234,18,490,C\n", 4, "7 cells, but the header names 6"),
+    "too many empty cells": (BURST_TWO + "6,m,1,2,3,C,,\n", 4, "8 cells, but the header names 6 columns"),
+    "a last line that is cut off within a number": (BURST_TWO + "50,m,10,1", 4, "fewer cells than the 6"),
+    "a quote inside a cell": (BURST_TWO + '6,m"x,1,2,3,C\n', 4, "a quote inside a cell"),
+    "seconds and milliseconds": (
+        f"{BURST}5,m,1,1,2,C\n1715299200500,m,1,1,2,C\n",
+        None,
+        "years from the first",
+    ),
+    "dates of another age": (PLAIN + "0001-01-01 00:00:00,1,1\n", None, "2.02e+03 years from the first arrival"),
+    "endless times in JSON": (
+        '{"timestamp":1e308,"input_length":1,"output_length":1}\n' + lines(line()),
+        None,
+        "years",
+    ),
+    "brackets without end": (MOONCAKE + '{"timestamp":1,"x":' + "[" * 100_000 + "}\n", 3, "recursion"),
+    "turns whose sums cannot be": (lines(line(0, 2**53, 5, session_id=1), line(0, 9, 5, session_id=1)), 2, "2^53"),
+    "a WEKA call of 10^23 tokens": (lines(agent(call(0, 10**23, 9))), 1, "a length of more than 2^53 tokens"),
+    "WEKA's blocks of no tokens": (lines(agent(call(0, 9, 9), block_size=0)), 1, "block_size is 0"),
+    "WEKA's subagents without end": (
+        '{"block_size":64,"requests":' + '[{"t":1,"type":"subagent","requests":' * 9999,
+        1,
+        "recursion",
+    ),
+    "a span of 10^23 tokens": (lines(spans(span(1, input_tokens=10**23, output_tokens=5))), 1, "more than 2^53 tokens"),
+    # Files
+    "an empty file": ("", None, "holds no request: it is empty"),
+    "a file of empty lines": ("\n\n  \n", None, "holds no request: it is empty"),
+    "a file with a byte order mark alone": ("\ufeff", None, "holds no request: it is empty"),
+    "a header alone": (HEAD, None, "holds no request: it has a header and nothing else"),
+    "a header and empty lines": (HEAD + "\n\n", None, "holds no request"),
+    "rows that had all failed": (f"{HEAD}{DAY}1,10,0\n", None, "holds no request (1 dropped: 0 output tokens"),
+    "no header": (PLAIN[len(HEAD) :], 1, "begins none of the formats that are read: Azure CSV (columns TIMESTAMP"),
+    "words": ("\nhello\n", 2, "'hello' begins none of the formats that are read"),
+    "a CSV of other columns": ("a,b,c\n1,2,3\n", 1, "'a,b,c' begins none of the formats"),
+    "a number": ("5\n", 1, "begins none of the formats"),
+    "objects with other keys": ('{"a": 1}\n', 1, "begins none of the formats that are read"),
+    "bytes that are not UTF-8, CSV": (PLAIN.encode() + b"2024,1,\xff\n", 4, "byte 0xff is not UTF-8: save the file as"),
+    "bytes that are not UTF-8, JSON": (MOONCAKE.encode() + b'{"\xe9": 1}\n', 3, "byte 0xe9 is not UTF-8"),
+    "bytes that are not UTF-8, gzip": (gzip.compress(PLAIN.encode() + b"2024,1,\xff\n"), 4, "byte 0xff is not UTF-8"),
+    "a gzip file that is cut off": (gzip.compress(AZURE.encode())[:-20], None, "is a damaged gzip file"),
+    "a gzip file that is altered": (gzip.compress(AZURE.encode())[:20] + b"\0" * 20, None, "is a damaged gzip file"),
+    "Parquet": (b"PAR1....", None, "is a Parquet file: write it as CSV"),
+    "zip or Excel": (b"PK\x03\x04....", None, "a zip archive or an Excel file"),
+    "bzip2": (b"BZh91AY", None, "compressed by bzip2: unpack it"),
+    "xz": (b"\xfd7zXZ\0", None, "compressed by xz: unpack it"),
+    "a pointer of Git LFS": (b"version https://git-lfs.github.com/spec/v1\n", None, "run git lfs pull"),
+    # JSON lines
+    "a line that is no JSON": (MOONCAKE + "nonsense\n", 3, "JSON is malformed"),
+    "a last line of JSON that is cut off": (MOONCAKE + '{"timestamp": 1, "inp', 3, "Input data was truncated"),
+    "a line without lengths": (MOONCAKE + '{"timestamp": 1}\n', 3, "missing required field `input_length`"),
+    "a line without a time": (MOONCAKE + lines({"input_length": 1, "output_length": 1}), 3, "no timestamp: give one"),
+    "a time that is text": (MOONCAKE + lines(line("2024-05-10")), 3, "Expected `float | null`, got `str`"),
+    "a length that is text": (MOONCAKE + lines(line(0, "10")), 3, "Expected `int`, got `str` - at `$.input_length`"),
+    "a length with a fraction": (MOONCAKE + lines(line(0, 1.5)), 3, "Expected `int`, got `float`"),
+    "a length that is null": (MOONCAKE + lines(line(0, None)), 3, "Expected `int`, got `null`"),
+    "hashes that are no list": (MOONCAKE + lines(line(hash_ids=5)), 3, "at `$.hash_ids`"),
+    "hashes with fractions": (MOONCAKE + lines(line(hash_ids=[0.5])), 3, "at `$.hash_ids[0]`"),
+    "NUL between lines": (MOONCAKE + "\0\n", 3, "JSON is malformed"),
+    "a list among lines": (MOONCAKE + "[1]\n", 3, "Expected `object`, got `array`"),
+    "an array of requests": (json.dumps([line(), line()]), 1, "write one a line, for instance by jq"),
+    "a request over several lines": (json.dumps(line(), indent=1), 1, "write one a line, for instance by jq -c ."),
+    "a Bailian line without a time": (
+        BAILIAN + lines({"chat_id": 1, "input_length": 1, "output_length": 1}),
+        3,
+        "timestamp",
+    ),
+    # Sessions
+    "a session's first turn without a time": (
+        lines(line(session_id="a"), {"session_id": "b", "input_length": 1, "output_length": 1}),
+        2,
+        "the first turn of session b needs a timestamp",
+    ),
+    "a negative delay": (lines(line(session_id="a"), line(session_id="a", delay=-1)), 2, "its delay is 0 or more"),
+    "a turn that adds nothing": (lines(line(0, 0, 5, session_id="a")), 1, "at least 1 input and 1 output token"),
+    "turns in disorder": (
+        lines(line(5000, session_id="a"), line(1000, session_id="a")),
+        2,
+        "this turn of session a is earlier than the one before: sort them",
+    ),
+    # WEKA and OpenTelemetry
+    "blocks of two sizes": (
+        lines(agent(call(0, 64, 9)), agent(call(0, 64, 9), block_size=16)),
+        None,
+        "blocks of 16, 64 tokens",
+    ),
+    "a WEKA call without a time": (lines(agent({"type": "n", "in": 1, "out": 1})), 1, "missing required field `t`"),
+    "a WEKA object that is cut off": (json.dumps(agent(call(0, 64, 9)), indent=1)[:-9], 14, "truncated"),
+    "a span of strange tokens": (lines(spans(span(1, input_tokens="x", output_tokens=5))), 1, "invalid literal"),
+    "spans that all call no model": (lines(spans(span(1))), None, "holds no request (1 dropped: spans without"),
+}
+
+
+@pytest.fixture
+def words_are_tokens(monkeypatch):
+    def encode(texts, **_):
+        return {"input_ids": [text.split() for text in texts]}
+
+    monkeypatch.setattr(sharegpt, "load_tokenizer", lambda _: encode)
+
+
+def a_file(folder, content) -> str:
+    path = folder / "trace"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return str(path)
+
+
+def rows_of(expected) -> list[TraceRow]:
+    return [each if isinstance(each, TraceRow) else TraceRow(*each) for each in expected]
+
+
+def assert_rows(found, expected):
+    wanted = rows_of(expected)
+    assert [row.arrival_s for row in found] == pytest.approx([row.arrival_s for row in wanted], abs=1e-9)
+    plain = [(row.input_tokens, row.output_tokens, row.prefix_ids, row.session) for row in found]
+    assert plain == [(row.input_tokens, row.output_tokens, row.prefix_ids, row.session) for row in wanted]
+    assert [(row.think_s, row.offset_s) for row in found] == [(row.think_s, row.offset_s) for row in wanted]
+
+
+@pytest.mark.parametrize("sentence", READ)
+def test_a_file_is_read_right(tmp_path, sentence):
+    content, expected = READ[sentence]
+    assert_rows(load_trace(a_file(tmp_path, content)).rows, expected)
+
+
+@pytest.mark.parametrize("sentence", NOTED)
+def test_what_is_not_as_it_should_be_is_told(tmp_path, sentence):
+    content, note = NOTED[sentence]
+    assert any(note in each for each in load_trace(a_file(tmp_path, content)).notes)
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_a_file_is_refused_with_its_line_and_the_cause(tmp_path, sentence):
+    content, number, cause = REFUSED[sentence]
+    name = a_file(tmp_path, content)
+    with pytest.raises(TraceError) as caught:
+        load_trace(name)
+    assert cause in str(caught.value)
+    assert f"{name}, line {number}: " in str(caught.value) if number else name in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("sentence", [each for each in READ if isinstance(READ[each][0], str)][::4])
+def test_the_same_is_read_from_zstandard(tmp_path, sentence):
+    content, expected = READ[sentence]
+    frame = pl.DataFrame({"line": content.rstrip("\n").split("\n")})
+    frame.write_csv(
+        tmp_path / "trace", include_header=False, quote_style="never", compression="zstd", check_extension=False
+    )
+    assert (tmp_path / "trace").read_bytes().startswith(b"\x28\xb5\x2f\xfd")
+    assert_rows(load_trace(str(tmp_path / "trace")).rows, expected)
+
+
+@pytest.mark.parametrize("content", [b"\x28\xb5\x2f\xfd", b"\x28\xb5\x2f\xfd" + b"x" * 50])
+def test_a_damaged_zstandard_file_is_refused(tmp_path, content):
+    with pytest.raises(TraceError, match="trace"):
+        load_trace(a_file(tmp_path, content))
+
+
+def test_a_folder_is_refused(tmp_path):
+    with pytest.raises(TraceError, match="cannot be read: Is a directory"):
+        load_trace(str(tmp_path))
+
+
+def test_a_file_name_with_an_asterisk_is_no_pattern(tmp_path):
+    (tmp_path / "a*.csv").write_text(PLAIN)
+    (tmp_path / "ab.csv").write_text("x,y\n")
+    assert_rows(load_trace(str(tmp_path / "a*.csv")).rows, PLAIN_ROWS)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        json.dumps(TALKS),
+        json.dumps(TALKS, indent=1),
+        "\ufeff" + json.dumps(TALKS),
+        lines(*TALKS),
+        lines(*TALKS).encode("utf-16"),
+        gzip.compress(json.dumps(TALKS).encode()),
+        gzip.compress(lines(*TALKS).encode()),
+    ],
+    ids=["array", "array over lines", "byte order mark", "JSONL", "UTF-16", "gzip", "gzip of JSONL"],
+)
+def test_sharegpt_is_read_as_an_array_and_as_lines(tmp_path, words_are_tokens, content):
+    trace = load_trace(a_file(tmp_path, content), "words")
+    assert [(row.input_tokens, row.output_tokens) for row in trace.rows] == TALK_SIZES
+    assert trace.notes == ("first exchanges of conversations, which have no times: Poisson arrivals of 1 request/s",)
+
+
+@pytest.mark.parametrize("as_lines", [False, True])
+def test_one_bad_conversation_is_left_out_and_counted(tmp_path, words_are_tokens, as_lines):
+    bad = [{"conversations": None}, {"conversations": [{"from": "human", "value": None}]}, {"text": 1}]
+    others = [talk("a b c d", "1 2"), talk("a b c d"), {"conversations": []}]
+    found = [*bad, *TALKS, *others]
+    content = lines(*found) if as_lines else json.dumps(found)
+    content += content and '{"conversations":[{"from":"human","value":"\\ud800"}]}\n' * as_lines
+    trace = load_trace(a_file(tmp_path, content), "words")
+    assert [(row.input_tokens, row.output_tokens) for row in trace.rows] == TALK_SIZES
+    read = 8 + as_lines
+    assert set(trace.notes[1:]) == {
+        f"{3 + as_lines} of {read} requests dropped: conversations that are not lists of messages with from and value",
+        f"2 of {read} requests dropped: conversations that do not begin with a question and its answer",
+        f"1 of {read} requests dropped: questions or answers of fewer than 4 tokens",
+    }
+
+
+def test_an_array_that_is_cut_off_names_its_line(tmp_path, words_are_tokens):
+    name = a_file(tmp_path, json.dumps(TALKS, indent=1)[:-9])
+    with pytest.raises(TraceError, match="line 23: Input data was truncated"):
+        load_trace(name, "words")
+
+
+def test_sharegpt_with_a_limit_is_not_tokenised_beyond(tmp_path, monkeypatch):
+    seen = []
+
+    def encode(texts, **_):
+        seen.extend(texts)
+        return {"input_ids": [text.split() for text in texts]}
+
+    monkeypatch.setattr(sharegpt, "load_tokenizer", lambda _: encode)
+    name = a_file(tmp_path, lines(*TALKS * 2000))
+    assert len(load_trace(name, "words", 10).rows) == 10
+    assert len(seen) == 2 * sharegpt.BATCH
+
+
+@pytest.mark.parametrize(
+    "spec", ["rate=nan", "rate=inf", "n=nan", "input=inf", "n=0", "output=0", "input=-1", "rate=-1"]
+)
+def test_a_poisson_trace_of_no_numbers_is_refused(spec):
+    with pytest.raises(TraceError, match=f"the trace 'poisson:{spec}' is not understood"):
+        load_trace(f"poisson:{spec}")
+
+
+def test_different_large_hashes_make_different_prompts(tmp_path):
+    requests = (line(1000 * i, 1024, 4, hash_ids=[BIG + 2 * i, BIG + 2 * i + 1]) for i in range(4))
+    trace = load_trace(a_file(tmp_path, lines(*requests)))
+    maker = PromptMaker(TextWindows(tuple(range(5000)), 1), trace, 2)
+    begins = {tuple(maker.prompt(index, number)[:16]) for index in range(4) for number in range(50)}
+    assert len(begins) == 200
+
+
+def test_blocks_of_16_tokens_differ_however_many_there_are():
+    windows = TextWindows(tuple(range(1000)), 3)
+    ordinals = [*range(3000), *range(10**6, 10**6 + 3000), *range(5 * 10**8, 5 * 10**8 + 3000)]
+    assert len({tuple(windows.window(ordinal, 16)) for ordinal in ordinals}) == 9000
+
+
+def test_a_turn_of_a_session_has_its_shared_blocks_where_its_own_tokens_begin(tmp_path):
+    turns = (
+        line(0, 600, 8, session_id="a", hash_ids=[70, 71]),
+        line(5, 600, 8, session_id="b", hash_ids=[70, 72]),
+        line(9, 512, 8, session_id="a", hash_ids=[90]),
+        line(9, 512, 8, session_id="b", hash_ids=[90]),
+    )
+    trace = load_trace(a_file(tmp_path, lines(*turns)))
+    maker = PromptMaker(TextWindows(tuple(range(5000)), 1), trace, 0)
+    first_a, later_a, first_b, later_b = (maker.prompt(index, 0) for index in range(4))
+    assert [len(each) for each in (first_a, later_a, first_b, later_b)] == [600, 1120, 600, 1120]
+    assert first_a[:512] == first_b[:512]
+    assert first_a[512:] != first_b[512:]
+    assert later_a[:600] == first_a
+    assert later_a[608:] == later_b[608:]
+    assert later_a[600:608] != later_b[600:608]
+
+
+def test_a_limit_reads_no_more_of_a_large_file_than_it_takes(tmp_path):
+    rows = [f"{second},10,{5 + second % 3}" for second in range(40_000)]
+    name = a_file(tmp_path, HEAD + "\n".join([*rows, "nonsense"]))
+    with pytest.raises(TraceError, match="line 40002"):
+        load_trace(name)
+    plan = ReplayPlan(trace=name, limit=7)
+    trace = load_trace(name, limit=rows_wanted(plan))
+    assert "no more than the first 30,000 rows of the file were read" in trace.notes
+    assert_rows(shape_trace(trace, plan).rows, [(float(second), 10, 5 + second % 3) for second in range(7)])
+
+
+def test_a_limit_reads_all_sessions_since_their_later_turns_may_be_anywhere(tmp_path):
+    first, later = line(0, session_id="a"), line(99_000, session_id="a")
+    name = a_file(tmp_path, lines(first, *(line(at) for at in range(1, 30_001)), later))
+    trace = load_trace(name, limit=2)
+    assert [row.session for row in trace.rows[:2]] == ["a", "a"]
+    assert trace.notes == ()
+
+
+def test_a_limit_that_others_are_dropped_for_reads_the_whole_file():
+    for changes in ({"too_long": "drop", "max_input_tokens": 9}, {"spread_ticks": True}, {"jitter_s": 1.0}):
+        assert rows_wanted(ReplayPlan(limit=7, **changes)) is None
+
+
+def test_a_small_file_in_disorder_is_sorted_before_the_limit(tmp_path):
+    name = a_file(tmp_path, HEAD + "".join(f"{100 - second},10,{second + 1}\n" for second in range(100)))
+    trace = load_trace(name, limit=2)
+    assert [row.output_tokens for row in trace.rows[:2]] == [100, 99]
+
+
+def test_a_file_that_has_changed_is_read_again(tmp_path):
+    name = a_file(tmp_path, PLAIN)
+    assert len(load_trace(name).rows) == 2
+    a_file(tmp_path, PLAIN + f"{DAY}9,1,1\n")
+    assert len(load_trace(name).rows) == 3
