@@ -4,8 +4,7 @@ summary.py        computes figures under vLLM bench's names
 rounds.py         makes summary.json of a comparison
 rates.py          makes summary.json, table and page of a search for the maximum goodput rate
 wording.py        says the outcome in sentences
-pools.py          computes intensity, MFU and MBU of each pool
-devices.py        divides figures by cores or GPUs, and computes cost
+pools.py          computes intensity, MFU and MBU of each pool, and figures per core or GPU with cost
 tables.py         prints tables on the terminal
 plots.py          makes the plots of the page
 page.py           writes report.html

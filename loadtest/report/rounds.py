@@ -8,12 +8,13 @@ from typing import Any, get_args
 import msgspec
 
 from ridgeline.loadtest.plan import DISAGGREGATED, ComparePlan
-from ridgeline.loadtest.report.devices import DEVICE_FORMULAS, per_device
 from ridgeline.loadtest.report.pools import (
+    DEVICE_FORMULAS,
     POOL_FORMULAS,
     describe_pools,
     disaggregated_fraction,
     latency_parts,
+    per_device,
     recomputes,
     stage_seconds,
 )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ridgeline.loadtest.report.devices import per_device
+from ridgeline.loadtest.report.pools import per_device
 from ridgeline.loadtest.variants import Devices
 
 ARM = {
