@@ -78,7 +78,7 @@ hostile: model   ## a hostile client beside a polite one, without a model, then 
 	@$(BIN)/pytest -q -s tests/hostile
 	@$(BIN)/pytest -q -s tests/engines/test_hostile_grammars.py
 
-test: starts model   ## the quick check that all works: lint, unit, components, conformance, real engines in both modes, a kill, a drain
+test: starts model   ## the quick check that all works: lint, unit, components, conformance, real engines in all modes, a kill, a drain
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint unit
 	@$(PARTS) -m "not slow"
 	@$(BIN)/pytest -v --durations=10 -m core tests/engines

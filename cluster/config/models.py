@@ -160,12 +160,14 @@ class PoolsConfig(Section):
         """Return the settings of the workers in mode adaptive, where each does what is asked of it."""
         if self.adaptive is not None:
             return self.adaptive
+        max_num_seqs = max(self.prefill.max_num_seqs, self.decode.max_num_seqs)
         return self.prefill.model_copy(
             update={
                 "workers": self.prefill.workers + self.decode.workers,
                 "step_target_ms": 0.0,
-                "max_num_seqs": max(self.prefill.max_num_seqs, self.decode.max_num_seqs),
-                "max_num_batched_tokens": max(self.prefill.max_num_batched_tokens, self.decode.max_num_seqs),
+                "max_num_seqs": max_num_seqs,
+                # Decodes count in a step's budget: without room for them, a prompt as long as it takes two steps.
+                "max_num_batched_tokens": self.prefill.max_num_batched_tokens + max_num_seqs,
             }
         )
 

@@ -29,12 +29,12 @@ from ridgeline.router.scheduler.traffic import Seen, Traffic, arrival_of
 
 SIMULATED: Final = 50
 """The latest requests that are simulated, for each worker."""
-FIRST_COMPARISON: Final = 8
-"""Requests before the first comparison of policies; the next one is due when half as many more have come."""
-MOST_BETWEEN_COMPARISONS: Final = 15
-"""The most requests between two comparisons, for each worker."""
 MARGIN: Final = 0.03
 """By how much of the requests another policy must be better."""
+FIRST_COMPARISON: Final = 8
+"""Requests before the first comparison; later ones are due after half as many as the policy has served."""
+MOST_BETWEEN_COMPARISONS: Final = 15
+"""The most requests between two comparisons, for each worker."""
 ERROR: Final = 0.1
 """The standard deviation of a prediction's relative error (as tolerated by `ridgeline.decode_worker.pacing.model`)."""
 HEADROOM_WEIGHT: Final = 1e-3
@@ -158,9 +158,8 @@ class Adaptive:
             return
         if self._traffic.listeners:
             self._traffic.tell(Compared(self._traffic.clock(), fleet, self._serves_since))
-        self._next_comparison = arrived + max(
-            FIRST_COMPARISON, min(MOST_BETWEEN_COMPARISONS * len(fleet.workers), arrived // 2)
-        )
+        most, half = MOST_BETWEEN_COMPARISONS * len(fleet.workers), (arrived - self._serves_since) // 2
+        self._next_comparison = arrived + max(FIRST_COMPARISON, min(most, half))
         workers = fleet.workers[:MOST_MODELLED]
         seen = self._latest(len(fleet.workers), len(workers))
         slowdown = yield from self._slowdown(fleet, workers, seen)
@@ -211,7 +210,7 @@ class Adaptive:
         self.advised = max(scores, key=scores.__getitem__)
         allowed = [name for name in scores if self._rebalance == "act" or not _divides(name)]
         best = max(allowed, key=scores.__getitem__)
-        if scores[best] > scores.get(self.name, -math.inf) + MARGIN:
+        if scores[best] > scores[self.name] + MARGIN:
             self.serve_by(best)
         if self._traffic.listeners:
             self._traffic.tell(Chose(self._traffic.clock(), self.name, scores))

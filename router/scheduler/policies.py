@@ -32,7 +32,7 @@ SHORTLIST: Final = 2
 
 
 class Policy(Protocol):
-    """Chooses the workers of one request."""
+    """Chooses the workers of one request. One that divides the workers has a `shape` (`Shape`) as well."""
 
     @property
     def paced(self) -> bool:

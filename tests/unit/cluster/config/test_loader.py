@@ -175,7 +175,7 @@ def test_a_lease_of_milliseconds_or_of_days_is_refused():
 
 
 def test_what_this_mode_does_not_use_is_not_judged_unless_both_modes_will_run():
-    overrides = {"pools.colocated.max_num_batched_tokens": "8", "router.prefill_window_tokens": "1024"}
+    overrides = {"pools.colocated.max_num_batched_tokens": "8", "router.prefill_window_tokens": "2048"}
     assert load_config(None, overrides).config.mode == "disaggregated"
     with pytest.raises(ConfigError) as caught:
         load_config(None, overrides, both_modes=True)
