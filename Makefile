@@ -57,7 +57,7 @@ t: setup         ## the tests in one file, or those of one module: make t F=rout
 	[ -n "$$tests" ] || { echo "no unit test of $(F); give a file of tests/"; exit 1; }; $(BIN)/pytest -q $$tests
 
 unit: setup      ## tests of pure logic, under a minute
-	@$(BIN)/pytest -q -n 2 --dist worksteal --durations=10 tests/unit
+	@$(BIN)/pytest -q -n 2 --dist worksteal --durations=10 -m "not long" tests/unit
 
 components: setup ## router, workers and commands with vLLM's code and engines without a model (about four minutes)
 	@$(BIN)/pytest -q -n 2 --dist worksteal --durations=10 tests/components
@@ -100,7 +100,7 @@ test-all: starts model ## all of `make test`, and faults, chaos, hostile clients
 	@$(BIN)/python -m tests.engines.other_format
 
 long: model      ## what asks for milliseconds of a quiet machine, and the longest cases of tests that `make test-all` has shorter ones of (about 15 minutes)
-	@$(BIN)/pytest -v -m long tests/engines
+	@$(BIN)/pytest -v -m long tests/unit tests/engines
 
 bench-decision: setup ## what a decision of mode adaptive costs the router at 32 workers and 2,000 streams, without engines (10 s)
 	@$(BIN)/python -m tools.bench.decision_cost $(BENCH)
