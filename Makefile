@@ -49,7 +49,7 @@ lint: setup      ## ruff, mypy strict, import rules
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
 
 check: lint      ## lint, then the unit tests of what differs from main, under a minute (BASE=origin/main)
-	@tests=$$($(BIN)/python -m tools.changed_tests $(BASE)) || exit 1; [ -z "$$tests" ] || $(BIN)/pytest -q -n 2 --dist worksteal $$tests
+	@tests=$$($(BIN)/python -m tools.changed_tests $(BASE)) || exit 1; [ -z "$$tests" ] || $(BIN)/pytest -q -n 2 --dist worksteal -m "not long" $$tests
 
 t: setup         ## the tests in one file, or those of one module: make t F=router/fleet/policy.py
 	@[ -e "$(F)" ] || { echo "there is no file '$(F)': make t F=router/fleet/policy.py"; exit 1; }

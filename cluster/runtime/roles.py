@@ -17,7 +17,15 @@ from ridgeline.contracts.vocabulary import Mode, Pool
 from ridgeline.contracts.workers import Role
 
 MODES: tuple[Mode, ...] = get_args(Mode)
-KEPT = ("cores_per_worker", "gpus_per_worker", "tensor_parallel", "kv_cache_bytes", "resources", "engine_args")
+KEPT = (
+    "cores_per_worker",
+    "gpus_per_worker",
+    "tensor_parallel",
+    "kv_cache_bytes",
+    "mps_active_thread_percent",
+    "resources",
+    "engine_args",
+)
 """What a worker cannot change while it serves. The limits of its steps it can."""
 
 

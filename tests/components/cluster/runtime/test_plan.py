@@ -212,7 +212,7 @@ def test_workers_have_a_role_in_every_mode_and_engines_that_hold_the_larger_limi
         } == {
             "disaggregated": {"worker-0": ("prefill", 32, 512), "worker-1": ("decode", 90, 512)},
             "colocated": {"worker-0": ("colocated", 72, 900), "worker-1": ("colocated", 72, 900)},
-            "adaptive": {"worker-0": ("adaptive", 90, 512), "worker-1": ("adaptive", 90, 512)},
+            "adaptive": {"worker-0": ("adaptive", 90, 602), "worker-1": ("adaptive", 90, 602)},
         }
         for worker in plan.workers:
             engine = plan.engine_config(worker, "10.0.0.1")
@@ -242,7 +242,8 @@ def test_a_deployment_that_cannot_become_colocated_says_which_setting_is_in_the_
     router = plan.router_settings()
     assert "colocated" not in router.roles
     assert why in router.why_not["colocated"]
-    assert [plan.engine_config(worker, "h").max_num_batched_tokens for worker in plan.workers][-1] == 512
+    largest = 512 + 80 if "adaptive" in router.roles else 512
+    assert [plan.engine_config(worker, "h").max_num_batched_tokens for worker in plan.workers][-1] == largest
 
 
 def test_workers_with_different_caches_have_one_mode_and_pools_that_hand_over_may_still_become_adaptive(planned):
@@ -378,7 +379,7 @@ def test_a_number_of_routers_that_cannot_be_is_refused_with_what_can(wrong):
 def test_a_worker_has_two_steps_of_prompts_at_a_time_whatever_its_pools_step_is(planned):
     steps = {"pools__prefill__max_num_batched_tokens": "700"}
     windows = planned(**steps).router_settings().prefill_window_tokens
-    assert windows == {"prefill": 1400, "decode": 1024, "colocated": 4096, "adaptive": 1400}
+    assert windows == {"prefill": 1400, "decode": 1024, "colocated": 4096, "adaptive": 1560}
 
 
 async def test_each_process_of_a_router_is_told_its_name_and_which_start_it_is(planned):
