@@ -44,7 +44,7 @@ class OneEngine:
 
         own = {
             "model": str(model_path),
-            "dtype": "float32",
+            "dtype": _dtype(model_path),
             "max_model_len": longest_tokens,
             "max_num_batched_tokens": STEP_TOKENS,
             "kv_cache_memory_bytes": 32 << 20,
@@ -122,6 +122,14 @@ class OneEngine:
     def close(self) -> None:
         """End its threads."""
         self._engine.engine_core.shutdown()
+
+
+def _dtype(model_path: Path) -> str:
+    """Return float32, but for MLA on a CPU with AMX, whose kernel in vLLM packs weights of 16 bits only."""
+    import torch
+
+    has_latent_kv = "kv_lora_rank" in json.loads((model_path / "config.json").read_text())
+    return "bfloat16" if has_latent_kv and torch.cpu._is_amx_tile_supported() else "float32"
 
 
 def compare(model_path: Path, longest_tokens: int) -> list[dict[str, Any]]:
