@@ -164,12 +164,13 @@ class Adaptive:
         seen = self._latest(len(fleet.workers), len(workers))
         slowdown = yield from self._slowdown(fleet, workers, seen)
         requests = _requests(seen, SIMULATED * len(workers))
-        results: dict[str, list[ModelledRequest]] = {}
-        scores: Mapping[str, float] = {}
+        scores: dict[str, float] = {}
+        scale_s = 0.0
         while (name := self._next(len(workers), scores)) is not None:
-            results[name] = served = [make() for make in requests]
+            served = [make() for make in requests]
             yield from Simulation(modelled(workers, slowdown), make_policy(name, {}), fleet.handover_s).steps(served)
-            scores = self._scores(results, fleet.outside_s)
+            scale_s = scale_s or _mean_latency_s(served)  # of what serves, which comes first
+            scores[name] = _score(served, scale_s, fleet.outside_s)
         self._choose(scores)
 
     def _latest(self, of_workers: int, workers: int) -> list[Seen]:
@@ -199,10 +200,6 @@ class Adaptive:
             off = median((served[index].latency_s + fleet.outside_s) / latency_s for index, latency_s in known)
             slowdown = min(MOST_SLOWDOWN, max(1 / MOST_SLOWDOWN, slowdown / math.sqrt(off)))
         return slowdown
-
-    def _scores(self, results: Mapping[str, Sequence[ModelledRequest]], outside_s: float) -> Mapping[str, float]:
-        scale_s = _mean_latency_s(results[self.name])
-        return {name: _score(requests, scale_s, outside_s) for name, requests in results.items()}
 
     def _choose(self, scores: Mapping[str, float]) -> None:
         """Serve by the best policy, if it is better enough than what serves now."""
