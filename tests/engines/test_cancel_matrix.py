@@ -38,7 +38,8 @@ LONG_PROMPT_TOKENS = 1500
 """Three engine steps of prefill."""
 STEP_TOKENS = 512
 SHORT_PROMPT_TOKENS = 50
-IN_PREFILL_S = 0.3
+SHARE_OF_PREFILL = 0.4
+"""Of the time that a long prompt takes unloaded: that long after its begin it is cancelled."""
 ABORT_PATH = "/inference/v1/abort_requests"
 starts = count(90_000, 2_000)
 
@@ -78,28 +79,49 @@ async def test_a_cancelled_request_frees_its_blocks_and_stops_its_engine(
 
 async def in_state(engines: Engines, fresh: Callable[[int], list[int]], state: State, cause: Cause) -> Freed:
     """One request, cancelled there."""
+    # A longer deadline finds an answer still decoding, but a prompt computed.
+    share_of_prefill_s = 0.0 if state == "decoding" else SHARE_OF_PREFILL * await _prefill_s(engines, fresh)
 
     async def attempt(number: int) -> Freed:
-        # A longer deadline finds an answer still decoding, but a prompt computed.
-        deadline_s = DEADLINE_S * (2**number if state == "decoding" else 1)
+        if state == "prefilling":
+            return await _prefilling(engines, fresh, cause, share_of_prefill_s)
+        deadline_s = share_of_prefill_s if state == "queued" else DEADLINE_S * 2**number
         return await _in_state(engines, fresh, state, cause, deadline_s if cause == "deadline" else None)
 
     return await in_time(engines, attempt)
 
 
+async def _prefill_s(engines: Engines, fresh: Callable[[int], list[int]]) -> float:
+    """How long a long prompt takes to its first token on the idle server."""
+    began_s = time.monotonic()
+    request = {"model": engines.model, **body(fresh(LONG_PROMPT_TOKENS)), "max_tokens": 1}
+    (await engines.http.post("/v1/completions", json=request)).raise_for_status()
+    took_s = time.monotonic() - began_s
+    assert await engines.becomes_idle() == {}
+    return took_s
+
+
+async def _prefilling(engines: Engines, fresh: Callable[[int], list[int]], cause: Cause, after_s: float) -> Freed:
+    """A long prompt, cancelled so long after it was sent, or had begun. Raises TooLate if it was computed by then."""
+    target, watch = Target(f"cancel-{next(starts)}"), Watch(engines)
+    target.start(engines, body(fresh(LONG_PROMPT_TOKENS)), after_s if cause == "deadline" else None)
+    await watch.until(lambda: any(name.endswith(".tasks") for name in watch.held), target)
+    if cause == "client disconnect":
+        await asyncio.sleep(after_s)
+    freed = await cancelled(engines, target, cause, lambda held: not held, in_step=True)
+    if freed.tokens_seen:
+        raise TooLate
+    return freed
+
+
 async def _in_state(
     engines: Engines, fresh: Callable[[int], list[int]], state: State, cause: Cause, deadline_s: float | None
 ) -> Freed:
-    """One request, cancelled there. Raises TooLate."""
+    """One request, cancelled in the router's queue or while it decodes. Raises TooLate."""
     target = Target(f"cancel-{next(starts)}")
     watch = Watch(engines)
     if state == "queued":
         return await _queued(engines, fresh, target, cause, deadline_s)
-    if state == "prefilling":
-        target.start(engines, body(fresh(LONG_PROMPT_TOKENS)), deadline_s)
-        await watch.until(lambda: any(name.endswith(".tasks") for name in watch.held), target)
-        await asyncio.sleep(IN_PREFILL_S)
-        return await cancelled(engines, target, cause, lambda held: not held, in_step=True)
     target.start(engines, body(fresh(SHORT_PROMPT_TOKENS)), deadline_s)
     await watch.until(lambda: target.tokens >= 5, target)
     return await cancelled(engines, target, cause, lambda held: not held)
