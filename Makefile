@@ -40,10 +40,10 @@ $(CLIENTS_READY): tests/clients/requirements.txt deploy/setup.sh
 	@bash deploy/setup.sh "$(PYTHON)" "$(CLIENTS)" clients
 	@touch $@
 
-DEMO_S ?= 352
-demo: model      ## colocated against disaggregated at 80 % of what this machine can prefill; writes runs/demo/, then demo-2 (DEMO_S=352)
+DEMO_S ?= 285
+demo: model      ## all modes over rates that fit this machine, in about five minutes; writes runs/demo/, then demo-2 (DEMO_S=285)
 	@$(BIN)/ridgeline doctor
-	@$(BIN)/ridgeline compare --config deploy/local.yaml --trace demo --length-scale 0.5 --settle-s 0.5 --rate auto --slo auto --slo-gap-ms 1000 --budget-s $(DEMO_S) --out runs/demo
+	@$(BIN)/ridgeline compare --config deploy/local.yaml --trace demo --length-scale 0.5 --settle-s 0.3 --slo auto --budget-s $(DEMO_S) --out runs/demo
 
 lint: setup      ## ruff, mypy strict, import rules
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports

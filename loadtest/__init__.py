@@ -10,12 +10,12 @@ tuning.py        runs the candidates of both variants before the pairs that are 
 valid_rounds.py  runs rounds of variants until they are valid
 run_folder.py    the folder of a comparison while it runs
 compare.py       judges pairs of rounds until the variants can be told apart or cannot
-find_rate.py     measures rates by pairs of rounds until the maximum goodput rate of each variant is known
-rate_search.py   chooses the rates to measure, and says between which a maximum lies
+find_rate.py     measures variants over rates until the highest one that each holds is known
 trace/           what is replayed: arrivals, lengths, prompts
 run/             one replay, from the plan to the records
 statistics/      from pairs of rounds to an outcome
 slo_maps.py      what other SLOs would have said of the same requests
+saved.py         shows runs again from their folders
 report/          figures, sentences and page
 export/          rounds in the formats of other load generators
 errors.py        errors whose messages the command line prints

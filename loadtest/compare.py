@@ -4,20 +4,18 @@ Both rounds of a pair have the same arrivals and lengths, and each pair has anot
 No two rounds share a prompt's beginning, so prefix caches are cold.
 """
 
-import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from rich.console import Console
 
-from ridgeline.loadtest.errors import LoadTestError, ServerError
+from ridgeline.loadtest.errors import ServerError
 from ridgeline.loadtest.plan import ComparePlan
-from ridgeline.loadtest.preparation import Prepared, prepare
+from ridgeline.loadtest.preparation import Prepared, prepare, prepared_before
 from ridgeline.loadtest.report.page import write_report
 from ridgeline.loadtest.report.record_table import write_record_table
 from ridgeline.loadtest.report.rounds import Interruption, interruptions_summary, summarise_comparison
@@ -31,16 +29,14 @@ from ridgeline.loadtest.run_folder import (
     TUNING,
     Past,
     RunFolder,
-    Settled,
-    Setup,
     new_folder,
+    saying_how_to_go_on,
 )
 from ridgeline.loadtest.statistics.looks import looks_until
 from ridgeline.loadtest.statistics.outcome import Conclusion, conclude
 from ridgeline.loadtest.statistics.pairs import PairDifference, pair_difference
-from ridgeline.loadtest.trace.windows import PairTraces
 from ridgeline.loadtest.tuning import Candidates, tune
-from ridgeline.loadtest.valid_rounds import RoundRunner, new_runner
+from ridgeline.loadtest.valid_rounds import RoundRunner, new_runner, taken_up
 from ridgeline.loadtest.variants import Variant
 
 
@@ -81,7 +77,7 @@ async def compare(
     if not isinstance(variants, tuple):
         tuned = await tune(variants, prepared, folder.path / TUNING, console, is_alone=is_alone, began_s=began_s)
         variants, prepared, tuning = tuned.variants, tuned.prepared, tuned.summary
-    folder.start(_settled(plan, prepared, folder.setup, tuning))
+    folder.start(prepared.settled(plan, folder.setup, tuning))
     runner = new_runner(
         variants, prepared, folder.path / RECORDS, console, is_alone=is_alone, began_s=began_s, folder=folder
     )
@@ -100,21 +96,9 @@ async def resume(
 
     The budget counts the time that it ran, and not the interruption.
     """
-    began_s = (time.monotonic() if began_s is None else began_s) - past.spent_s
-    prepared, folder = _as_it_was(past), RunFolder(past.folder, past.settled.setup)
-    interruption = Interruption(past.stopped, datetime.now(UTC))
-    folder.add_resumed(interruption)
-    valid = sum(each.is_kept for each in past.rounds)
-    console.print(
-        f"going on after {valid} valid {'round' if valid == 1 else 'rounds'}; it was interrupted at "
-        f"{past.stopped:%Y-%m-%d %H:%M:%S} UTC",
-        highlight=False,
-    )
-    runner = new_runner(
-        variants, prepared, folder.path / RECORDS, console, is_alone=is_alone, began_s=began_s, folder=folder
-    )
-    runner.take_up(past)
-    return await _to_the_end(prepared, runner, folder, (*past.interruptions, interruption), past.settled.tuning)
+    runner, folder, interruption = taken_up(variants, past, console, is_alone=is_alone, began_s=began_s)
+    interruptions = (*past.interruptions, interruption)
+    return await _to_the_end(prepared_before(past), runner, folder, interruptions, past.settled.tuning)
 
 
 async def _to_the_end(
@@ -124,12 +108,8 @@ async def _to_the_end(
     interruptions: tuple[Interruption, ...],
     tuning: dict[str, Any] | None,
 ) -> Comparison:
-    try:
+    with saying_how_to_go_on(folder.path, runner.console):
         judged = await _judge_pairs(prepared, runner)
-    except (asyncio.CancelledError, LoadTestError):
-        how = f"ridgeline compare --resume {folder.path}"
-        runner.console.print(f"stopped before the end; to go on: {how}", style="yellow", highlight=False, markup=False)
-        raise
     return _finish(judged, prepared, runner, folder, interruptions, tuning)
 
 
@@ -198,33 +178,6 @@ def _finish(
     write_record_table(out / RECORD_TABLE, folder.record_lines(), runner.rounds, prepared.plan.slos)
     print_comparison(summary, runner.console)
     return Comparison(summary, judged.conclusion, report)
-
-
-def _settled(plan: ComparePlan, prepared: Prepared, setup: Setup, tuning: dict[str, Any] | None) -> Settled:
-    return Settled(
-        given=plan.model_dump(mode="json", exclude_unset=True),
-        plan=prepared.plan.model_dump(mode="json"),
-        load=prepared.load,
-        setup=dict(setup),
-        max_model_tokens=prepared.max_model_tokens,
-        ordinals_per_round=prepared.ordinals_per_round,
-        first_round_index=prepared.first_round_index,
-        tuning=tuning,
-    )
-
-
-def _as_it_was(past: Past) -> Prepared:
-    settled, plan = past.settled, past.settled.settled_plan()
-    traces = PairTraces(plan, settled.max_model_tokens)
-    return Prepared(
-        plan=plan,
-        load=settled.load,
-        traces=traces,
-        max_model_tokens=settled.max_model_tokens,
-        ordinals_per_round=settled.ordinals_per_round,
-        first_round_index=settled.first_round_index,
-        is_a_cold=True,
-    )
 
 
 def _pairs(count: int) -> str:

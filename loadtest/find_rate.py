@@ -1,13 +1,13 @@
-"""Finds the maximum goodput rate at which a share of requests meets the SLOs, in every variant, by pairs of rounds.
+"""Measures variants over rates, and finds the highest one at which a share of requests meets the SLOs in each.
 
-All rounds have the same number of requests, so each says as much of attainment as another; a round at a higher rate is
-shorter. A request that has taken twice as long as its limits allow is given up, so a round beyond what a variant can
-hold ends soon; its requests are gone from the server before the next round begins.
+All rounds take about as long, so that a queue has time to grow at any rate. A request that has taken twice as long as
+its limits allow is given up, so a round beyond what a variant can hold ends soon; its requests are gone from the server
+before the next round begins.
 """
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,25 @@ from rich.console import Console
 
 from ridgeline.loadtest.errors import ServerError
 from ridgeline.loadtest.plan import MOST_PAIRS_OF_A_SEARCH, ComparePlan
-from ridgeline.loadtest.preparation import Prepared, prepare
-from ridgeline.loadtest.rate_search import Bounds, Round, least_requests, search
-from ridgeline.loadtest.report.rates import print_rates, summarise_rates, write_rate_report
+from ridgeline.loadtest.preparation import Prepared, prepare, prepared_before
+from ridgeline.loadtest.report.rates import summarise_rates
+from ridgeline.loadtest.report.rates_page import print_rates, write_rate_report
 from ridgeline.loadtest.report.record_table import write_record_table
-from ridgeline.loadtest.run.calibration import Workers
+from ridgeline.loadtest.run.calibration import LEAST_REQUESTS, Workers
 from ridgeline.loadtest.run.replay import ReplayResult
-from ridgeline.loadtest.run_folder import RECORD_TABLE, RECORDS, REPORT, SUMMARY, RunFolder, new_folder
-from ridgeline.loadtest.trace.windows import PairTraces
-from ridgeline.loadtest.valid_rounds import RoundRunner, new_runner
+from ridgeline.loadtest.run_folder import (
+    RECORD_TABLE,
+    RECORDS,
+    REPORT,
+    SUMMARY,
+    Past,
+    RunFolder,
+    new_folder,
+    saying_how_to_go_on,
+)
+from ridgeline.loadtest.statistics.attainment_curve import Round
+from ridgeline.loadtest.statistics.next_rate import Bounds, next_rate
+from ridgeline.loadtest.valid_rounds import RoundRunner, new_runner, taken_up
 from ridgeline.loadtest.variants import Variant
 
 GIVEN_UP_AFTER = 2.0
@@ -51,41 +61,56 @@ async def find_rate(
     is_alone: bool = True,
     began_s: float | None = None,
 ) -> FoundRates:
-    """Measure two or three variants, write summary.json, records and report.html into `out`, and print the rates.
+    """Measure up to four variants, write summary.json, records and report.html into `out`, and print the rates.
 
-    A search cannot be resumed. The parameters are those of `ridgeline.loadtest.compare.compare`. Without a rate the
-    search starts at 80 % of what the unloaded server is calculated to hold. Raises LoadTestError.
+    The parameters are those of `ridgeline.loadtest.compare.compare`. Without a rate the search starts at 80 % of what
+    the unloaded server is calculated to hold. Raises LoadTestError.
     """
     began_s = time.monotonic() if began_s is None else began_s
-    bounds = Bounds(attainment=plan.attainment, most_pairs=MOST_PAIRS_OF_A_SEARCH)
     folder = new_folder(out if isinstance(out, RunFolder) else RunFolder(out), console)
-    prepared = await prepare(
-        variants[0], plan.of_search(), console, workers, notes, began_s, least_requests(plan.attainment)
-    )
+    prepared = await prepare(variants[0], plan.of_search(), console, workers, notes, began_s)
     if prepared.load.rate is None:
         raise ServerError("all requests of this trace arrive at once, so there is no rate to start from: give --rate")
     deadline_s = bounded_deadline_s(prepared)
     console.print(f"a request is given up after {deadline_s:.3g} s", highlight=False)
-    given_up = prepared.plan.model_copy(update={"deadline_s": deadline_s})
+    prepared = dataclasses.replace(prepared, plan=prepared.plan.model_copy(update={"deadline_s": deadline_s}))
+    folder.start(prepared.settled(plan, folder.setup))
     runner = new_runner(
-        variants,
-        dataclasses.replace(prepared, plan=given_up),
-        folder.path / RECORDS,
-        console,
-        is_alone=is_alone,
-        began_s=began_s,
+        variants, prepared, folder.path / RECORDS, console, is_alone=is_alone, began_s=began_s, folder=folder
     )
+    return await _to_the_end(prepared, runner, folder)
+
+
+async def resume_rates(
+    variants: Sequence[Variant], past: Past, console: Console, *, is_alone: bool = True, began_s: float | None = None
+) -> FoundRates:
+    """Go on with an interrupted search after its valid rounds; the parameters are those of `compare.resume`."""
+    runner, folder, _ = taken_up(variants, past, console, is_alone=is_alone, began_s=began_s)
+    return await _to_the_end(prepared_before(past), runner, folder)
+
+
+async def _to_the_end(prepared: Prepared, runner: RoundRunner, folder: RunFolder) -> FoundRates:
     pairs = _Pairs(prepared, runner)
-    found = await search(pairs.measure, prepared.load.rate, bounds, pairs.is_over)
+    with saying_how_to_go_on(folder.path, runner.console):
+        found = await pairs.search()
     if not found:
         raise ServerError("no pair of rounds was finished, so no rate was found: give a larger --budget-s")
     devices = {side: variant.devices for side, variant in runner.variants.items()}
-    summary = summarise_rates(found, pairs.rates, runner.rounds, runner.labels, runner.plan, prepared.load, devices)
+    summary = summarise_rates(
+        found,
+        pairs.rates,
+        runner.rounds,
+        runner.labels,
+        runner.plan,
+        prepared.load,
+        devices,
+        time.monotonic() - runner.began_s,
+    )
     summary["setup"] = dict(folder.setup)
     (folder.path / SUMMARY).write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
     report = write_rate_report(folder.path / REPORT, summary)
     write_record_table(folder.path / RECORD_TABLE, folder.record_lines(), runner.rounds, runner.plan.slos)
-    print_rates(summary, console)
+    print_rates(summary, runner.console)
     return FoundRates(summary, report)
 
 
@@ -98,19 +123,33 @@ def bounded_deadline_s(prepared: Prepared) -> float:
 
 @dataclass
 class _Pairs:
-    """Runs pairs of rounds at the rates that the search asks for."""
+    """Runs pairs of rounds at the rates that say most."""
 
     prepared: Prepared
     runner: RoundRunner
     rates: list[float] = field(default_factory=list)
     """The rate of each pair."""
 
-    async def measure(self, rate: float) -> Mapping[str, Round]:
+    async def search(self) -> dict[str, list[Round]]:
+        """Measure rates until every interval is as narrow as asked for, or pairs or time are used up.
+
+        After an interruption the same pairs come first, and those that were valid are not run again.
+        """
+        start_rate = self.prepared.load.rate
+        assert start_rate is not None, "checked before the first round"
+        bounds = Bounds(attainment=self.prepared.plan.attainment, most_pairs=MOST_PAIRS_OF_A_SEARCH)
+        found: dict[str, list[Round]] = {}
+        rate: float | None = start_rate
+        while rate is not None and len(self.rates) < bounds.most_pairs and not self._is_over():
+            for side, one in (await self._measure(rate)).items():
+                found.setdefault(side, []).append(one)
+            rate = next_rate(found, start_rate, bounds)
+        return found
+
+    async def _measure(self, rate: float) -> dict[str, Round]:
         """Run a pair at this rate, with requests of its own, and count those that met the SLOs."""
-        pair, plan = len(self.rates), self.prepared.plan
-        same_length = {"rate": rate, "limit": self.prepared.traces.requests, "duration_s": None}
-        traces = PairTraces(plan.model_copy(update=same_length), self.prepared.max_model_tokens)
-        trace = traces.at_rate(pair, rate)
+        pair = len(self.rates)
+        trace = self.prepared.traces.at_rate(pair, rate, self._requests_at(rate))
         self.rates.append(rate)
         results = await self.runner.pair(pair, trace, f"pair {pair + 1}, {rate:.3g} requests/s")
         found = {side: self._counted(rate, result) for side, result in results.items()}
@@ -122,10 +161,20 @@ class _Pairs:
         )
         return {str(side): one for side, one in found.items()}
 
-    def is_over(self) -> bool:
+    def _requests_at(self, rate: float) -> int:
+        """Return the requests with which a round takes as long as one at the first rate.
+
+        A fixed number would arrive at a high rate before the first answer ends, and never make a queue.
+        """
+        traces, start_rate = self.prepared.traces, self.prepared.load.rate
+        assert start_rate is not None, "checked before the first round"
+        wanted = round((traces.requests - 1) * rate / start_rate) + 1
+        return max(min(traces.requests, LEAST_REQUESTS), min(traces.most_at_a_rate, wanted))
+
+    def _is_over(self) -> bool:
         """Return whether another round of every variant, as long as the longest, would end after the budget."""
         budget_s = self.prepared.plan.budget_s
-        if budget_s is None:
+        if budget_s is None or self.runner.has_begun(len(self.rates)):
             return False
         next_s = len(self.runner.variants) * self.runner.longest_s
         return time.monotonic() - self.runner.began_s + next_s > budget_s

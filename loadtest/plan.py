@@ -19,8 +19,10 @@ BASELINE: Final = "baseline"
 """The kind of a variant that somebody else runs."""
 LEAST_PAIRS = 6
 """The fewest pairs that a conclusion takes; `ridgeline.loadtest.statistics.looks` says why."""
-LEAST_PAIRS_OF_A_SEARCH, MOST_PAIRS_OF_A_SEARCH = 18, 36
-"""Three pairs at each of six rates, or of twelve."""
+LEAST_PAIRS_OF_A_SEARCH, MOST_PAIRS_OF_A_SEARCH = 4, 36
+"""Two that bracket the rates and two within; a search ends before the most if all is known."""
+OF_ONE_RATE: Final = frozenset({"rate", "time_scale", "pairs", "margin", "duration_s", "grid", "tuning_rounds"})
+"""Options that ask for pairs of rounds at a single rate."""
 AUTO: Final = "auto"
 Endpoint = Literal["completions", "chat"]
 Positive = Annotated[float, Field(gt=0)]
@@ -133,6 +135,11 @@ class ReplayPlan(BaseModel):
         return AUTO in (self.rate, self.slo)
 
     @classmethod
+    def completed(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options with those that follow from which were given."""
+        return dict(given)
+
+    @classmethod
     def current_names(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields, each by its name now."""
         return {cls.renamed.get(name, name): value for name, value in fields.items()}
@@ -189,8 +196,8 @@ class ComparePlan(ReplayPlan):
     }
 
     variants: str = f"{COLOCATED},{DISAGGREGATED}"
-    """the two modes to compare, of colocated, disaggregated and adaptive, separated by a comma; the same one twice is
-    an A/A run; with --baseline, a single mode, or with --find-rate one or two"""
+    """the modes to compare, of colocated, disaggregated and adaptive, separated by commas: by default all three over
+    rates, the first two at one rate; the same one twice is an A/A run; one at one rate is for a --baseline"""
     pairs: Count = 16
     """most pairs of rounds; the result is looked at after 6, 9, 12, 16 and the last"""
     round_s: Positive = 60.0
@@ -221,8 +228,8 @@ class ComparePlan(ReplayPlan):
     """seconds that the whole comparison may take, starts included; the number of pairs and of requests in a round
     follow from it and from the rate"""
     find_rate: bool = False
-    """find the maximum goodput rate of every variant, at which enough requests meet the SLOs; --rate is then the first
-    rate"""
+    """find the highest rate at which enough requests meet the SLOs, in every variant; the default unless an option asks
+    for one rate (--rate, --time-scale, --pairs, --margin, --duration-s, --grid), and --rate is then the first one"""
     grid: str | None = None
     """YAML file with candidates of each mode, named sets of settings; the best of each mode, found in rounds of their
     own, is compared"""
@@ -231,9 +238,19 @@ class ComparePlan(ReplayPlan):
     attainment: Share = 0.9
     """with --find-rate: the share of requests that must meet the SLOs at a rate"""
 
+    @classmethod
+    def completed(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options; without one that asks for a single rate, all modes are measured over rates."""
+        given = cls.current_names(given)
+        if "find_rate" not in given and not given.keys() & OF_ONE_RATE:
+            given["find_rate"] = True
+        if given.get("find_rate") and "variants" not in given:
+            given["variants"] = ",".join(MODES)
+        return given
+
     @property
     def modes(self) -> tuple[Mode, ...]:
-        """The modes of Ridgeline's own variants, one or two; a baseline comes after them."""
+        """The modes of Ridgeline's own variants; a baseline comes after them."""
         return tuple(cast(Mode, mode) for mode in self.variants.split(","))
 
     @property
@@ -283,8 +300,8 @@ class ComparePlan(ReplayPlan):
     @classmethod
     def _known_modes(cls, value: str) -> str:
         modes = [mode.strip() for mode in value.split(",")]
-        if len(modes) > 2 or not set(modes) <= {*MODES}:
-            raise ValueError(f"must be two of {', '.join(MODES)}, separated by a comma, not {value!r}")
+        if len(modes) > len(MODES) or not set(modes) <= {*MODES}:
+            raise ValueError(f"must be two of {', '.join(MODES)}, separated by a comma, or all three, not {value!r}")
         return ",".join(modes)
 
     @field_validator("baseline")
@@ -325,12 +342,12 @@ class ComparePlan(ReplayPlan):
         if self.baseline is not None and len(self.modes) != 1 and not self.find_rate:
             yield (
                 f"a baseline is variant b: name the one mode to compare with it, such as variants {DISAGGREGATED}; "
-                "only a search (find_rate) takes both modes and a baseline"
+                "only a search (find_rate) takes several modes and a baseline"
             )
-        if self.baseline is None and len(self.modes) != 2:
+        if self.baseline is None and (len(self.modes) < 2 or (len(self.modes) > 2 and not self.find_rate)):
             yield (
                 f"variants must be two of {', '.join(MODES)}, separated by a comma, not {self.variants!r}; one is for "
-                "a comparison with a baseline"
+                "a comparison with a baseline, and three are for one over rates: leave --rate out"
             )
         if self.baseline is None and (
             unused := self._chosen(*(name for name in type(self).model_fields if name.startswith("baseline_")))

@@ -5,6 +5,7 @@ What the plan leaves to be measured is measured once, at variant a's server, and
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -17,6 +18,7 @@ from ridgeline.loadtest.run.calibration import (
     beside_arrivals_s,
     fit_budget,
     given_load,
+    least_requests,
     minutes_text,
     settle,
     workers_of,
@@ -24,6 +26,7 @@ from ridgeline.loadtest.run.calibration import (
 from ridgeline.loadtest.run.server import as_servers, first_model
 from ridgeline.loadtest.run.unloaded import measure_unloaded, sizes_of
 from ridgeline.loadtest.run.warm_up import MOST_REQUESTS, MOST_WAVES
+from ridgeline.loadtest.run_folder import Past, Settled, Setup
 from ridgeline.loadtest.trace.windows import PairTraces
 from ridgeline.loadtest.variants import Variant
 
@@ -48,6 +51,33 @@ class Prepared:
     is_a_cold: bool
     """Whether variant a's server has only just started."""
 
+    def settled(self, given: ComparePlan, setup: Setup, tuning: dict[str, Any] | None = None) -> Settled:
+        """Return what the folder of this comparison keeps, so that it can go on after an interruption."""
+        return Settled(
+            given=given.model_dump(mode="json", exclude_unset=True),
+            plan=self.plan.model_dump(mode="json"),
+            load=self.load,
+            setup=dict(setup),
+            max_model_tokens=self.max_model_tokens,
+            ordinals_per_round=self.ordinals_per_round,
+            first_round_index=self.first_round_index,
+            tuning=tuning,
+        )
+
+
+def prepared_before(past: Past) -> Prepared:
+    """Return what an interrupted comparison had prepared."""
+    settled, plan = past.settled, past.settled.settled_plan()
+    return Prepared(
+        plan=plan,
+        load=settled.load,
+        traces=PairTraces(plan, settled.max_model_tokens),
+        max_model_tokens=settled.max_model_tokens,
+        ordinals_per_round=settled.ordinals_per_round,
+        first_round_index=settled.first_round_index,
+        is_a_cold=True,
+    )
+
 
 async def prepare(
     variant: Variant,
@@ -56,11 +86,10 @@ async def prepare(
     workers: Workers | None,
     notes: tuple[str, ...],
     began_s: float,
-    least_requests: int = 1,
 ) -> Prepared:
     """Reach variant a, measure it if the plan asks for it, and settle rate, SLOs and what fits the budget.
 
-    `least_requests` are what a round should have. Raises LoadTestError.
+    Raises LoadTestError.
     """
     if plan.budget_s is not None:
         console.print(f"this comparison takes about {minutes_text(plan.budget_s)}", highlight=False)
@@ -78,10 +107,11 @@ async def prepare(
         beside_s = beside_arrivals_s(plan.of_warm_round(), trace, unloaded)
         schedule = Schedule(STARTS_IN_A_PAIR, variant.start_s, beside_s, rounds=len(plan.kinds))
         requests = PairTraces(plan, card.max_model_len).requests
-        plan, load = fit_budget(plan, load, requests, schedule, time.monotonic() - began_s, least_requests)
+        least = least_requests(load.rate, trace, unloaded) if plan.find_rate and load.rate else 1
+        plan, load = fit_budget(plan, load, requests, schedule, time.monotonic() - began_s, least)
     traces = PairTraces(plan, card.max_model_len)
     load = msgspec.structs.replace(load, notes=(*notes, *load.notes, traces.note))
-    most = traces.prefix_ids + 1 + traces.most_requests
+    most = traces.prefix_ids + 1 + max(traces.most_requests, traces.most_at_a_rate)
     ordinals = most + max(plan.warmup_requests, MOST_WAVES * MOST_REQUESTS)
     for sentence in load.sentences(plan.slos):
         console.print(sentence, highlight=False, markup=False)

@@ -4,8 +4,10 @@ run.json holds what was settled before the first round, rounds.jsonl a line for 
 each time that the run was resumed. A line is whole or is not read: whoever stops the process may cut the last one.
 """
 
+import asyncio
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,9 @@ class _Replayed(msgspec.Struct, frozen=True):
     counters: _Samples | None
     gauges: _Samples
     wall_s: float
+    rate: float | None = None
+    """Mean arrivals a second; with the number of requests, what differs between the pairs of a search."""
+    requests: int = 0
 
 
 class _Began(msgspec.Struct, frozen=True, tag="began"):
@@ -154,6 +159,8 @@ class RunFolder:
                 _as_samples(result.metrics.counters) if result.metrics else None,
                 _as_samples(result.metrics.gauges) if result.metrics else [],
                 result.metrics.wall_s if result.metrics else 0.0,
+                result.trace.mean_rate,
+                len(result.trace.rows),
             )
         )
         self._append(
@@ -196,7 +203,7 @@ class RunFolder:
         traces = PairTraces(plan, settled.max_model_tokens)
         lines = list(_whole_lines(self.path / ROUNDS, _Line))
         records = self.records_by_round()
-        rounds = [_as_round(line, records, traces) for line in lines if isinstance(line, _Ended)]
+        rounds = [_as_round(line, records, traces, plan) for line in lines if isinstance(line, _Ended)]
         began = [line for line in lines if isinstance(line, _Began)]
         files = [file for name in (RUN, ROUNDS, RECORDS) if (file := self.path / name).exists()]
         return Past(
@@ -269,10 +276,12 @@ def _whole_lines(path: Path, kind: Any) -> Iterator[Any]:
             continue  # cut when the process was killed
 
 
-def _as_round(line: _Ended, records: Mapping[int, list[RequestRecord]], traces: PairTraces) -> Round:
+def _as_round(line: _Ended, records: Mapping[int, list[RequestRecord]], traces: PairTraces, plan: ComparePlan) -> Round:
     result, replayed = None, line.replayed
     if replayed is not None:
         trace = traces.of_pair(line.pair)
+        if plan.find_rate and replayed.rate is not None:
+            trace = traces.at_rate(line.pair, replayed.rate, replayed.requests)
         kept = tuple(records.get(line.number, ()))
         metrics = (
             None
@@ -314,3 +323,14 @@ def new_folder(wanted: RunFolder, console: Console) -> RunFolder:
     if path != wanted.path:
         console.print(f"{wanted.path} holds a run, which is kept: this one goes to {path}", markup=False)
     return RunFolder(path, wanted.setup)
+
+
+@contextmanager
+def saying_how_to_go_on(folder: Path, console: Console) -> Iterator[None]:
+    """Print the command that goes on with a comparison if it is stopped before its end."""
+    try:
+        yield
+    except (asyncio.CancelledError, LoadTestError):
+        how = f"ridgeline compare --resume {folder}"
+        console.print(f"stopped before the end; to go on: {how}", style="yellow", highlight=False, markup=False)
+        raise

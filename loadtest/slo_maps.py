@@ -20,11 +20,12 @@ import msgspec
 import numpy as np
 
 from ridgeline.loadtest.plan import Slo
-from ridgeline.loadtest.rate_search import MaxGoodputRate, Round, max_goodput_rate, ratio_of
 from ridgeline.loadtest.run.records import RequestRecord
 from ridgeline.loadtest.run.unloaded import Unloaded
+from ridgeline.loadtest.statistics.attainment_curve import AttainmentCurve, MaxGoodputRate, Round
 from ridgeline.loadtest.statistics.outcome import Conclusion
 from ridgeline.loadtest.statistics.pairs import PairDifference, attainment_difference
+from ridgeline.loadtest.statistics.rate_verdict import judge_rates
 
 TTFT_FACTORS = (1.5, 2.0, 3.0, 5.0, 8.0, 12.0)
 TPOT_FACTORS = (1.1, 1.25, 1.5, 2.0, 2.5, 4.0)
@@ -173,8 +174,8 @@ def rate_map(
         ttft_s, tpot_s, gap_s = slo.in_seconds()
         if ttft_s + tpot_s * longest_tokens > deadline_s * (1 + 1e-9):
             return Cell(ttft_ms=slo.ttft_ms, tpot_ms=slo.tpot_ms, winner=UNMEASURED)
-        found = {
-            name: max_goodput_rate(
+        curves = {
+            name: AttainmentCurve(
                 [
                     Round(rate, sum(one.meets(ttft_s, tpot_s, gap_s) for one in records), len(records))
                     for rate, records in of_one
@@ -183,11 +184,14 @@ def rate_map(
             )
             for name, of_one in rounds.items()
         }
-        return Cell(ttft_ms=slo.ttft_ms, tpot_ms=slo.tpot_ms, winner=_winner_of_rates(found), max_goodput_rates=found)
+        found = {name: curve.max_goodput_rate() for name, curve in curves.items()}
+        winner = _winner_of_rates(curves, found)
+        return Cell(ttft_ms=slo.ttft_ms, tpot_ms=slo.tpot_ms, winner=winner, max_goodput_rates=found)
 
     cells = tuple(map(cell, grid.slos()))
     words = {
         **{name: f"{label} holds the maximum goodput rate at {{}}" for name, label in labels.items()},
+        EQUIVALENT: "{} alike for all variants",
         UNCLEAR: "{} unclear",
         UNREACHABLE: "{} held by no variant at any rate measured",
         UNMEASURED: "{} not measured, since a request within them could have been given up",
@@ -207,13 +211,15 @@ def _winner_of_pairs(found: Mapping[tuple[str, str], Conclusion], variants: Sequ
     return EQUIVALENT if outcomes == {"equivalent"} else UNCLEAR
 
 
-def _winner_of_rates(found: Mapping[str, MaxGoodputRate]) -> str:
+def _winner_of_rates(curves: Mapping[str, AttainmentCurve], found: Mapping[str, MaxGoodputRate]) -> str:
     if all(one.outcome == "below" for one in found.values()):
         return UNREACHABLE
-    for name, own in found.items():
-        if all(ratio_of(one, own).is_above_one for other, one in found.items() if other != name):
-            return name
-    return UNCLEAR
+    if len({one.outcome for one in found.values()} - {"found"}) > 1 or all(one.rate is None for one in found.values()):
+        return UNCLEAR
+    verdict = judge_rates(curves)
+    if not verdict.behind:
+        return EQUIVALENT
+    return verdict.leader if not verdict.alike and verdict.evidence == "strong" else UNCLEAR
 
 
 def _sentence(cells: Sequence[Cell], words: Mapping[str, str], beside: str = "") -> str:

@@ -17,9 +17,9 @@ from rich.console import Console
 
 from ridgeline.loadtest.errors import NotDisaggregatedError, RestartedError, ServerError
 from ridgeline.loadtest.plan import ADAPTIVE, DISAGGREGATED, ComparePlan
-from ridgeline.loadtest.preparation import Prepared
+from ridgeline.loadtest.preparation import Prepared, prepared_before
 from ridgeline.loadtest.report.pools import disaggregated_fraction, recomputes
-from ridgeline.loadtest.report.rounds import Round, VariantLabel, labels_of
+from ridgeline.loadtest.report.rounds import Interruption, Round, VariantLabel, labels_of
 from ridgeline.loadtest.run.machine import Disturbance, disturbance, read_cpu
 from ridgeline.loadtest.run.records import RecordFile
 from ridgeline.loadtest.run.replay import ReplayResult, RoundRequests, run_replay
@@ -27,7 +27,7 @@ from ridgeline.loadtest.run.server import Servers, with_slo_headers
 from ridgeline.loadtest.run.server_metrics import until_whole
 from ridgeline.loadtest.run.validity import discard_reasons
 from ridgeline.loadtest.run.warm_up import warm_up_workers
-from ridgeline.loadtest.run_folder import Past, RunFolder
+from ridgeline.loadtest.run_folder import RECORDS, Past, RunFolder
 from ridgeline.loadtest.statistics.outcome import Side
 from ridgeline.loadtest.trace.trace import Trace
 from ridgeline.loadtest.variants import Variant
@@ -213,7 +213,7 @@ def new_runner(
     began_s: float,
     folder: RunFolder | None = None,
 ) -> RoundRunner:
-    """Return a runner of the prepared rounds of two or three variants, none of which has run."""
+    """Return a runner of the prepared rounds of the variants, none of which has run."""
     return RoundRunner(
         variants=dict(zip(get_args(Side), variants, strict=False)),
         plan=prepared.plan,
@@ -226,6 +226,35 @@ def new_runner(
         folder=folder,
         began_s=began_s,
     )
+
+
+def taken_up(
+    variants: Sequence[Variant], past: Past, console: Console, *, is_alone: bool, began_s: float | None
+) -> tuple[RoundRunner, RunFolder, Interruption]:
+    """Return a runner that goes on after the valid rounds of an interrupted run, its folder, and the interruption.
+
+    The budget counts the time that it ran, and not the interruption.
+    """
+    folder = RunFolder(past.folder, past.settled.setup)
+    interruption = Interruption(past.stopped, datetime.now(UTC))
+    folder.add_resumed(interruption)
+    valid = sum(each.is_kept for each in past.rounds)
+    console.print(
+        f"going on after {valid} valid {'round' if valid == 1 else 'rounds'}; it was interrupted at "
+        f"{past.stopped:%Y-%m-%d %H:%M:%S} UTC",
+        highlight=False,
+    )
+    runner = new_runner(
+        variants,
+        prepared_before(past),
+        folder.path / RECORDS,
+        console,
+        is_alone=is_alone,
+        began_s=(time.monotonic() if began_s is None else began_s) - past.spent_s,
+        folder=folder,
+    )
+    runner.take_up(past)
+    return runner, folder, interruption
 
 
 def order_of(variants: Sequence[Side], seed: int, pair: int) -> tuple[Side, ...]:

@@ -25,7 +25,7 @@ from ridgeline.contracts.vocabulary import Mode
 from ridgeline.loadtest.baseline import BaselineVariant, baseline_of
 from ridgeline.loadtest.compare import Comparison, compare, resume
 from ridgeline.loadtest.errors import LoadTestError
-from ridgeline.loadtest.find_rate import FoundRates, find_rate
+from ridgeline.loadtest.find_rate import FoundRates, find_rate, resume_rates
 from ridgeline.loadtest.plan import COLOCATED, DISAGGREGATED, ComparePlan
 from ridgeline.loadtest.run.calibration import Workers
 from ridgeline.loadtest.run.machine import busy_note
@@ -79,7 +79,7 @@ async def compare_command(
     async with ray_runtime(config) as ray_messages:
         console.print(f"[dim]what Ray itself says goes to {ray_messages}[/]", highlight=False)
         first = config if grid is None else both_variants(grid[COLOCATED][0], grid[DISAGGREGATED][0])
-        workers = split_workers(first) if plan.modes == (COLOCATED, DISAGGREGATED) else None
+        workers = split_workers(first) if plan.modes[:2] == (COLOCATED, DISAGGREGATED) else None
         async with Deployments(partial(_serving, config, console)) as deployments:
             candidates: Candidates | None = None
             variants: tuple[Variant, ...]
@@ -94,7 +94,8 @@ async def compare_command(
             is_alone = config.ray.address is None
             found: FoundRates | Comparison
             if past is not None:
-                found = await resume(_two(variants), past, console, is_alone=is_alone, began_s=began_s)
+                go_on = partial(resume_rates, variants) if plan.find_rate else partial(resume, _two(variants))
+                found = await go_on(past, console, is_alone=is_alone, began_s=began_s)
             else:
                 folder = RunFolder(out, await asyncio.to_thread(setup_of, config))
                 find = (

@@ -23,7 +23,10 @@ def with_plan(kind: type[ReplayPlan], refuse: Refuse) -> Callable[[Callable[...,
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         def call(context: typer.Context, **values: Any) -> None:
             chosen = {name: values.pop(name) for name in (*kind.model_fields, *kind.renamed)}
-            command(**values, plan=_checked(kind, _given(context, chosen), refuse))
+            given = _given(context, chosen)
+            # A run that goes on has its own plan, and what was given must not differ from it.
+            completed = given if values.get("resume") is not None else kind.completed(given)
+            command(**values, plan=_checked(kind, completed, refuse, given))
 
         hints = get_type_hints(command, include_extras=True)
         own = [
@@ -66,12 +69,12 @@ def _given(context: typer.Context, chosen: dict[str, Any]) -> dict[str, Any]:
     return {name: chosen[name] for name, source in sources.items() if source and source.name != "DEFAULT"}
 
 
-def _checked(kind: type[ReplayPlan], given: dict[str, Any], refuse: Refuse) -> ReplayPlan:
+def _checked(kind: type[ReplayPlan], completed: dict[str, Any], refuse: Refuse, given: dict[str, Any]) -> ReplayPlan:
     for name in given:
         if name in kind.renamed:
             warn_of_former_name(_as_option(name), _as_option(kind.renamed[name]))
     try:
-        return kind(**given)
+        return kind(**completed)
     except ValidationError as error:
         refuse([_sentence(str(one["loc"][0]) if one["loc"] else "plan", one) for one in error.errors()])
         raise

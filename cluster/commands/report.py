@@ -8,7 +8,7 @@ from rich.console import Console
 
 from ridgeline.loadtest.errors import LoadTestError
 from ridgeline.loadtest.export.saved_export import ExportFormat, export_rounds
-from ridgeline.loadtest.report.saved import print_side_by_side, report_again
+from ridgeline.loadtest.saved import print_side_by_side, report_again
 
 
 def report(folders: list[Path], console: Console, export: ExportFormat | None = None) -> None:

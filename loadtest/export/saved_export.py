@@ -9,8 +9,8 @@ import msgspec
 from ridgeline.loadtest.errors import LoadTestError
 from ridgeline.loadtest.export.vllm_bench import RoundHead, vllm_bench_result
 from ridgeline.loadtest.plan import Slo
-from ridgeline.loadtest.report.saved import saved_summary
 from ridgeline.loadtest.run_folder import RECORDS, RunFolder
+from ridgeline.loadtest.saved import saved_summary
 
 ExportFormat = Literal["vllm-bench"]
 

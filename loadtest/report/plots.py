@@ -11,7 +11,7 @@ from ridgeline.loadtest.report.summary import attainment, latency_series
 from ridgeline.loadtest.report.wording import NAMES
 from ridgeline.loadtest.run.records import RequestRecord
 
-VARIANT_COLORS = ("#d9730d", "#1f6feb", "#2da44e")
+VARIANT_COLORS = ("#d9730d", "#1f6feb", "#2da44e", "#8250df")
 STAGE_COLORS = {
     "preprocess": "#dfe4ea",
     "queue": "#b8c0cc",
@@ -217,14 +217,14 @@ def attainment_curve(summary: Mapping[str, Any], records: Records, slo: Slo) -> 
 
 
 def attainment_against_rate(rates: Mapping[str, Any]) -> go.Figure:
-    """Plot each variant's attainment at each rate with its band, a dot for each round, and the max_goodput_rates."""
+    """Plot each variant's curve of attainment with its band, a dot for each round, and the maximum goodput rates."""
     figure = go.Figure()
-    for place, (variant, color) in enumerate(zip(rates["variants"].values(), VARIANT_COLORS, strict=False)):
-        bands, label, found = variant["bands"], variant["label"], variant["max_goodput_rate"]
-        at = [band["rate"] for band in bands]
+    for variant, color in zip(rates["variants"].values(), VARIANT_COLORS, strict=False):
+        curve, label, found = variant["curve"], variant["label"], variant["max_goodput_rate"]
+        at = [band["rate"] for band in curve]
         figure.add_scatter(
             x=[*at, *reversed(at)],
-            y=[*(band["high"] for band in bands), *(band["low"] for band in reversed(bands))],
+            y=[*(band["high"] for band in curve), *(band["low"] for band in reversed(curve))],
             mode="lines",
             fill="toself",
             line={"width": 0, "color": color},
@@ -234,7 +234,7 @@ def attainment_against_rate(rates: Mapping[str, Any]) -> go.Figure:
         )
         figure.add_scatter(
             x=at,
-            y=[band["share"] for band in bands],
+            y=[band["share"] for band in curve],
             name=label,
             mode="lines",
             line={"color": color, "width": 2.5},
@@ -242,7 +242,7 @@ def attainment_against_rate(rates: Mapping[str, Any]) -> go.Figure:
         )
         rounds = [each for each in rates["rounds"] if each["valid"] and each["label"] == label]
         figure.add_scatter(
-            x=[each["rate"] * (0.985, 1.015, 1.0)[place] for each in rounds],
+            x=[each["rate"] for each in rounds],
             y=[each["attainment"] for each in rounds],
             mode="markers",
             marker={"size": 8, "color": color, "opacity": 0.75, "line": {"color": "white", "width": 1}},
@@ -251,39 +251,68 @@ def attainment_against_rate(rates: Mapping[str, Any]) -> go.Figure:
             hovertemplate="pair %{text}: %{y:.0%}<extra>" + label + "</extra>",
         )
         if found["rate"] is not None:
-            figure.add_vline(x=found["rate"], line={"color": color, "width": 1.5, "dash": "dash"})
             figure.add_scatter(
                 x=[found["rate"]],
                 y=[rates["attainment"]],
+                error_x={
+                    "type": "data",
+                    "symmetric": False,
+                    "array": [(found["high"] or at[-1]) - found["rate"]],
+                    "arrayminus": [found["rate"] - (found["low"] or at[0])],
+                    "thickness": 3,
+                },
                 mode="markers",
                 marker={"size": 13, "symbol": "diamond", "color": color, "line": {"color": "white", "width": 1}},
                 showlegend=False,
-                hovertemplate="%{x:.3g} requests/s<extra>maximum goodput rate, " + label + "</extra>",
-            )
-        ends = [end or rate for end, rate in ((found["low"], min(at)), (found["high"], max(at)))]
-        if found["low"] is not None or found["high"] is not None:
-            figure.add_scatter(
-                x=ends,
-                y=[0.03 + 0.045 * place] * 2,
-                mode="lines",
-                line={"color": color, "width": 5},
-                showlegend=False,
-                hovertemplate="%{x:.3g} requests/s<extra>end of the interval, " + label + "</extra>",
+                hovertemplate="%{x:.3g} requests/s<extra>highest rate, " + label + "</extra>",
             )
     figure.add_hline(y=rates["attainment"], line={"color": MUTED, "dash": "dot"})
     style_figure(
         figure,
-        "Attainment against rate",
+        "Requests within the SLOs against rate",
         "requests/s",
         "requests within the SLOs",
-        note="Dots: rounds. Shaded: the 95 % band at each rate. Diamonds: the maximum goodput rates at "
-        "the share (dotted line). Bars at the bottom: their intervals; an open one goes to the last rate measured.",
+        note="Dots: rounds. Shaded: the 95 % band of the curve. Diamonds with bars: the highest rates and their "
+        "intervals; an open end goes to the last rate measured.",
     )
-    ticks = sorted({band["rate"] for variant in rates["variants"].values() for band in variant["bands"]})
-    figure.update_xaxes(type="log", tickvals=ticks, ticktext=[f"{tick:.3g}" for tick in ticks])
+    _rate_axis(figure, rates)
     figure.update_yaxes(range=[0, 1.04], tickformat=".0%")
-    figure.update_layout(height=430)
+    figure.update_layout(height=400)
     return figure
+
+
+def against_rate(
+    rates: Mapping[str, Any], name: str, title: str, unit: str, limit: float | None = None
+) -> go.Figure | None:
+    """Plot a figure of each variant against the rate, with its SLO; None if no rate has it."""
+    figure = go.Figure()
+    for variant, color in zip(rates["variants"].values(), VARIANT_COLORS, strict=False):
+        points = [point for point in variant["points"] if point[name] is not None]
+        figure.add_scatter(
+            x=[point["rate"] for point in points],
+            y=[point[name] for point in points],
+            name=variant["label"],
+            mode="lines+markers",
+            line={"color": color, "width": 2.5},
+            hovertemplate="%{x:.3g} requests/s: %{y:.3g} " + unit + "<extra>" + variant["label"] + "</extra>",
+        )
+    if not any(len(trace.x) for trace in figure.data):
+        return None
+    if limit is not None:
+        figure.add_hline(y=limit, line={"color": MUTED, "dash": "dot"}, annotation_text="SLO")
+    style_figure(figure, title, "requests/s", unit)
+    _rate_axis(figure, rates)
+    figure.update_yaxes(rangemode="tozero")
+    return figure
+
+
+def _rate_axis(figure: go.Figure, rates: Mapping[str, Any]) -> None:
+    """Show the measured rates as ticks, but none so near to another that their texts would meet."""
+    ticks: list[float] = []
+    for rate in sorted({each["rate"] for each in rates["rounds"]}):
+        if not ticks or rate > 1.12 * ticks[-1]:
+            ticks.append(rate)
+    figure.update_xaxes(type="log", tickvals=ticks, ticktext=[f"{tick:.3g}" for tick in ticks])
 
 
 def stage_bars(variants: Mapping[str, Mapping[str, Any]]) -> go.Figure | None:
@@ -411,8 +440,8 @@ def style_figure(figure: go.Figure, title: str, x_title: str, y_title: str, note
         meta={"title": title, "note": note},
         showlegend=False,
         font={"family": "system-ui, -apple-system, 'Segoe UI', sans-serif", "color": INK, "size": 13},
-        plot_bgcolor="white",
-        paper_bgcolor="white",
+        plot_bgcolor="rgba(0,0,0,0)",
+        paper_bgcolor="rgba(0,0,0,0)",
         height=330,
         margin={"l": 70, "r": 24, "t": 16, "b": 56},
         hoverlabel={"font": {"size": 13}},

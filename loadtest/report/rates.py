@@ -1,41 +1,54 @@
-"""Reports which rate each variant holds: summary.json, page and tables of a search."""
+"""Makes summary.json of a comparison over rates: which rate each variant holds. Called at the end of `find_rate`."""
 
-import html
-from collections.abc import Mapping, Sequence
-from itertools import combinations
-from pathlib import Path
-from string import Template
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
-from plotly.offline import get_plotlyjs
-from rich.console import Console
+import numpy as np
 
 from ridgeline.loadtest.plan import ComparePlan, Slo
-from ridgeline.loadtest.rate_search import MaxGoodputRate, Ratio, bands, max_goodput_rate, ratio_of
-from ridgeline.loadtest.rate_search import Round as Counted
-from ridgeline.loadtest.report import plots
-from ridgeline.loadtest.report.page import TEMPLATE_FILE, html_table, limits_table, plot_card
+from ridgeline.loadtest.report.pools import describe_pools, stage_seconds
 from ridgeline.loadtest.report.rounds import Round, VariantLabel
-from ridgeline.loadtest.report.summary import SCHEMA
-from ridgeline.loadtest.report.tables import format_figure, print_table
+from ridgeline.loadtest.report.summary import FORMULAS, SCHEMA, summarise
+from ridgeline.loadtest.report.wording import say_rates
 from ridgeline.loadtest.run.calibration import Load
 from ridgeline.loadtest.run.machine import describe_machine
 from ridgeline.loadtest.run.records import RequestRecord
+from ridgeline.loadtest.run.replay import ReplayResult
+from ridgeline.loadtest.run.server_metrics import add_up
 from ridgeline.loadtest.slo_maps import grid_of, rate_map
+from ridgeline.loadtest.statistics.attainment_curve import AttainmentCurve, MaxGoodputRate
+from ridgeline.loadtest.statistics.attainment_curve import Round as Counted
+from ridgeline.loadtest.statistics.next_rate import curves_of
 from ridgeline.loadtest.statistics.outcome import Side
+from ridgeline.loadtest.statistics.rate_verdict import judge_rates
 from ridgeline.loadtest.variants import Devices
 
 RATE_FORMULAS = {
-    "max_goodput_rate": "rate at which the share of requests within every SLO falls to the target, on the line through "
-    "the shares at the two measured rates around it (logarithm of the rate); shares that rise with the rate are pooled",
-    "interval of max_goodput_rate": "from the highest measured rate that exceeds the share to the lowest that misses "
-    "it, each by the score test at 5 %, with the scatter between rounds of one rate; open where no measured rate does",
-    "ratio": "the maximum goodput rate of one variant / another's; its interval joins both (Zou and Donner 2008)",
+    "max_goodput_rate": "rate at which the share of requests within every SLO falls to the target: the median of the "
+    "posterior of a logistic curve through the logarithm of the rate, with beta-binomial rounds (Schütt et al. 2016, "
+    "summed on a grid; beta-binomial by scipy)",
+    "interval of max_goodput_rate": "the central 95 % of that posterior; an end outside the measured rates is open",
+    "ratio": "the maximum goodput rate of one variant / another's: median and central 95 % of both posteriors",
+    "evidence": "strong: one rate is the higher with a probability of 0.975 or more; some: 0.9 or more; no difference "
+    "that matters: the ratio's interval lies within x 1/1.1 and x 1.1",
+    "output_tokens_per_s": "maximum goodput rate x mean output tokens of a request",
     "rate_per_device": "maximum goodput rate / devices",
     "cost_per_million_output_tokens": "price of a device's hour x devices / 3600 / (rate x mean output tokens of a "
     "request) x 1,000,000; of all requests, met SLOs or not",
 }
+POINT_FIGURES = (
+    "attainment",
+    "request_goodput",
+    "output_throughput",
+    "median_ttft_ms",
+    "p90_ttft_ms",
+    "median_tpot_ms",
+    "p90_tpot_ms",
+    "max_itl_ms",
+)
+"""What is told of each rate."""
+CURVE_POINTS = 49
 Summary = Mapping[str, Any]
 
 
@@ -47,46 +60,101 @@ def summarise_rates(
     plan: ComparePlan,
     load: Load,
     devices: Mapping[Side, Devices | None],
+    took_s: float,
 ) -> dict[str, Any]:
     """Return the content of summary.json; `rates` has that of each pair, `found` the valid rounds of each variant."""
-    max_goodput_rates = {side: max_goodput_rate(found[side], plan.attainment) for side in labels}
-    ratios = {
-        (one, other): ratio_of(max_goodput_rates[one], max_goodput_rates[other])
-        for one, other in combinations(labels, 2)
-    }
+    curves = curves_of({side: found[side] for side in labels}, plan.attainment)
+    verdict = judge_rates(curves) if len(curves) > 1 else None
     traces = [each.result.trace for each in rounds if each.result is not None]
     output_tokens = [row.output_tokens for trace in traces for row in trace.rows]
     mean_output_tokens = sum(output_tokens) / len(output_tokens)
+    variants = {}
+    for side, label in labels.items():
+        of_side = [each for each in rounds if each.side == side]
+        variants[side] = {
+            "label": label,
+            **_rate_figures(curves[side].max_goodput_rate(), devices[side], mean_output_tokens, plan.price_per_hour),
+            "curve": _curve(curves[side], curves.values()),
+            "points": _points(of_side, rates, plan.slos),
+            **_pools(of_side),
+        }
+    names: dict[str, str] = {str(side): label for side, label in labels.items()}
+    held = {side: curves[side].max_goodput_rate() for side in names}
+    pauses_s = _longest_pauses_s(rounds, rates, names, held)
     return {
         "schema": SCHEMA,
         "rates": {
             "attainment": plan.attainment,
-            "sentences": [
-                *(_max_rate_sentence(labels[side], max_goodput_rates[side], plan) for side in labels),
-                *(_ratio_sentence(f"{labels[b]} / {labels[a]}", found) for (a, b), found in ratios.items()),
-            ],
-            "variants": {
-                side: {
-                    "label": label,
-                    "max_goodput_rate": msgspec.to_builtins(max_goodput_rates[side]),
-                    "bands": [msgspec.to_builtins(band) | {"share": band.share} for band in bands(found[side])],
-                    "per_device": _per_device(
-                        max_goodput_rates[side], devices[side], mean_output_tokens, plan.price_per_hour
-                    ),
-                }
-                for side, label in labels.items()
-            },
-            "ratios": {f"{b} / {a}": msgspec.to_builtins(found) for (a, b), found in ratios.items()},
+            "sentences": say_rates(names, held, verdict, took_s, pauses_s),
+            "verdict": None if verdict is None else msgspec.to_builtins(verdict) | {"evidence": verdict.evidence},
+            "variants": variants,
             "map": _map(rates, rounds, labels, plan, load, devices),
             "rounds": [_round(each, rates[each.pair], labels[each.side], plan.slos) for each in rounds],
+            "took_s": took_s,
         },
         "slo": plan.slos.model_dump(),
         "load": load.as_summary(plan.slos),
         "trace": {"name": traces[0].name, "requests": len(traces[0].rows), "changes": traces[0].notes},
         "plan": plan.model_dump(),
         "machine": describe_machine(),
-        "formulas": RATE_FORMULAS,
+        "formulas": RATE_FORMULAS | FORMULAS,
     }
+
+
+def _rate_figures(
+    found: MaxGoodputRate, devices: Devices | None, mean_output_tokens: float, price_per_hour: float | None
+) -> dict[str, Any]:
+    """Return the maximum goodput rate of a variant, the tokens a second there, and both per device."""
+    return {
+        "max_goodput_rate": msgspec.to_builtins(found),
+        "output_tokens_per_s": None if found.rate is None else found.rate * mean_output_tokens,
+        "per_device": _per_device(found, devices, mean_output_tokens, price_per_hour),
+    }
+
+
+def _curve(curve: AttainmentCurve, all_curves: Collection[AttainmentCurve]) -> list[dict[str, Any]]:
+    """Return the attainment with its band over all rates that were measured."""
+    lowest, highest = min(one.lowest_rate for one in all_curves), max(one.highest_rate for one in all_curves)
+    rates = np.geomspace(lowest, highest, CURVE_POINTS) if highest > lowest else [lowest]
+    return [msgspec.to_builtins(curve.band(float(rate))) for rate in rates]
+
+
+def _points(of_side: Sequence[Round], rates: Sequence[float], slo: Slo) -> list[dict[str, Any]]:
+    """Return the figures at each rate, of all valid rounds there together."""
+    by_rate: dict[float, list[ReplayResult]] = {}
+    for each in of_side:
+        if each.is_kept and each.result is not None:
+            by_rate.setdefault(rates[each.pair], []).append(each.result)
+    points = []
+    for rate, results in sorted(by_rate.items()):
+        records = [record for result in results for record in result.records]
+        figures = summarise(records, sum(result.window_s for result in results), slo)
+        points.append({"rate": rate, "rounds": len(results), **{name: figures[name] for name in POINT_FIGURES}})
+    return points
+
+
+def _pools(of_side: Sequence[Round]) -> dict[str, Any]:
+    """Return what the pools did in all valid rounds of a variant; nothing for a server that counts nothing."""
+    counted = [each.result.metrics for each in of_side if each.is_kept and each.result and each.result.metrics]
+    delta = add_up(counted) if counted else None
+    return {
+        "pools": {} if delta is None else describe_pools(delta),
+        "stage_seconds": {} if delta is None else stage_seconds(delta),
+    }
+
+
+def _longest_pauses_s(
+    rounds: Sequence[Round], rates: Sequence[float], labels: Mapping[str, str], held: Mapping[str, MaxGoodputRate]
+) -> dict[str, float]:
+    """Return the longest gap between two tokens of one answer in each variant, at rates that all variants hold."""
+    limit = min((one.rate for one in held.values() if one.rate is not None), default=0.0)
+    found: dict[str, float] = {}
+    for each in rounds:
+        if each.is_kept and each.result is not None and rates[each.pair] <= max(limit, min(rates)):
+            label = labels[each.side]
+            gaps_s = [gap_s for one in each.result.records if one.ok and (gap_s := one.largest_gap_s) is not None]
+            found[label] = max([found.get(label, 0.0), *gaps_s])
+    return found
 
 
 def _map(
@@ -150,178 +218,3 @@ def _per_device(
         **{name: None if rate is None else rate / devices.count for name, rate in ends.items()},
         "cost_per_million_output_tokens": cost,
     }
-
-
-def _max_rate_sentence(label: VariantLabel, found: MaxGoodputRate, plan: ComparePlan) -> str:
-    head = f"{label}: {plan.attainment:.0%} of requests within the SLOs"
-    if found.outcome == "above":
-        return f"{head} at every rate measured; {_ends(found.low, found.high)}."
-    if found.outcome == "below":
-        return f"{head} at no rate measured; {_ends(found.low, found.high)}."
-    return f"{head} up to about {found.rate:.3g} requests/s; {_ends(found.low, found.high)}."
-
-
-def _ends(low: float | None, high: float | None) -> str:
-    if low is None and high is None:
-        return "too few rounds for an interval"
-    if high is None:
-        return f"at least {low:.3g}, no upper end was shown"
-    if low is None:
-        return f"below {high:.3g}, no lower end was shown"
-    return f"95 % interval {low:.3g} to {high:.3g}"
-
-
-def _ratio_sentence(names: str, found: Ratio) -> str:
-    if found.low is None and found.high is None:
-        return f"{names}: the rounds give no interval of the ratio, so no difference was shown."
-    about = "" if found.ratio is None else f"x {found.ratio:.2f}; "
-    ends = _ends(found.low, found.high).replace("95 % interval", "95 % interval x").replace(" to ", " to x ")
-    said = (
-        "which excludes x 1"
-        if found.is_above_one or found.is_below_one
-        else "which includes x 1, so no difference was shown"
-    )
-    return f"{names}: {about}{ends}, {said}."
-
-
-def round_rows(summary: Summary) -> list[list[str]]:
-    """Return a row for each round, discarded ones too, in the order in which they ran."""
-    return [
-        [
-            str(each["pair"] + 1),
-            f"{each['rate']:.3g}",
-            each["label"],
-            f"{each['met']} of {each['total']}",
-            format_figure(each["attainment"], ".0%"),
-            ("" if each["valid"] else "discarded: ") + "; ".join(each["reasons"]),
-        ]
-        for each in summary["rates"]["rounds"]
-    ]
-
-
-def max_rate_rows(summary: Summary) -> list[list[str]]:
-    """Return a row for each figure of the maximum rates, with a column for each variant."""
-    variants = list(summary["rates"]["variants"].values())
-    rows = [
-        [
-            "maximum goodput rate, requests/s",
-            *(_with_ends(variant["max_goodput_rate"], "rate", "low", "high") for variant in variants),
-        ],
-    ]
-    if all(variant["per_device"] for variant in variants):
-        owned = [variant["per_device"] for variant in variants]
-        rows.append(["devices", *(f"{one['devices']} {one['unit']}" for one in owned)])
-        ends = ("rate_per_device", "low_per_device", "high_per_device")
-        rows.append(["maximum goodput rate per device", *(_with_ends(one, *ends) for one in owned)])
-        costs = [one["cost_per_million_output_tokens"] for one in owned]
-        if any(cost is not None for cost in costs):
-            rows.append(["cost of a million output tokens there", *(format_figure(cost, ".3g") for cost in costs)])
-    return rows
-
-
-def _with_ends(found: Summary, rate: str, low: str, high: str) -> str:
-    return f"{format_figure(found[rate], '.3g')} ({_short_ends(found[low], found[high])})"
-
-
-def _short_ends(low: float | None, high: float | None) -> str:
-    if low is None and high is None:
-        return "no interval"
-    if high is None:
-        return f"at least {low:.3g}"
-    return f"below {high:.3g}" if low is None else f"{low:.3g} to {high:.3g}"
-
-
-def _rate_map(summary: Summary) -> str:
-    """Return the map of rates as a table; empty for a run that has none."""
-    found = summary["rates"].get("map")
-    if found is None:
-        return ""
-    labels = {side: variant["label"] for side, variant in summary["rates"]["variants"].items()}
-
-    def figures(cell: Summary) -> list[str]:
-        return [
-            _max_rate_text(cell["max_goodput_rates"][side], found["measured"][side])
-            for side in cell["max_goodput_rates"]
-        ]
-
-    return limits_table(
-        "Which variant holds the maximum goodput rate within which SLOs",
-        f"In each cell: the maximum goodput rate at an attainment of {summary['rates']['attainment']:.0%}, "
-        f"{found['unit']}",
-        found,
-        labels,
-        figures,
-    )
-
-
-def _max_rate_text(found: Summary, measured: Sequence[float]) -> str:
-    if found["outcome"] == "below":
-        return f"< {measured[0]:.3g}"
-    return f"{found['rate']:.3g}" if found["outcome"] == "found" else f"> {measured[1]:.3g}"
-
-
-def print_rates(summary: Summary, console: Console) -> None:
-    """Print what was found on the terminal."""
-    variants = summary["rates"]["variants"].values()
-    labels = [variant["label"] for variant in variants]
-    by_rate = [{band["rate"]: band for band in variant["bands"]} for variant in variants]
-    shares = [
-        [f"{rate:.3g}", *(_share_cell(of_variant.get(rate)) for of_variant in by_rate)]
-        for rate in sorted({rate for of_variant in by_rate for rate in of_variant})
-    ]
-    print_table("Within the SLOs", ["requests/s", *labels], shares, console)
-    print_table("", ["", *labels], max_rate_rows(summary), console)
-    if (found := summary["rates"].get("map")) is not None:
-        console.print(found["sentence"], highlight=False, markup=False)
-    for sentence in summary["rates"]["sentences"]:
-        console.print(sentence, style="bold", highlight=False, markup=False)
-
-
-def _share_cell(band: Summary | None) -> str:
-    if band is None:
-        return "-"
-    rounds = f"{band['rounds']} round{'' if band['rounds'] == 1 else 's'}"
-    return f"{band['share']:.0%} ({band['low']:.0%} to {band['high']:.0%}, {rounds})"
-
-
-def write_rate_report(path: Path, summary: Summary) -> Path:
-    """Write the page of a search; return the path."""
-    rates, machine = summary["rates"], summary["machine"]
-    labels = [variant["label"] for variant in rates["variants"].values()]
-    max_goodput_rates, ratios = rates["sentences"][: len(labels)], rates["sentences"][len(labels) :]
-    discarded = sum(not each["valid"] for each in rates["rounds"])
-    disturbed = sum(each["valid"] and bool(each["reasons"]) for each in rates["rounds"])
-    warning = f"{disturbed} rounds were kept although they were disturbed, since their repeats were disturbed too"
-    method = [
-        f"The rounds of a pair have the same {summary['trace']['requests']} requests at the same rate, in an order "
-        f"drawn at random; each pair has requests of its own. Rounds "
-        f"that were discarded and repeated: {discarded}.",
-        "Rates are doubled or halved until each variant holds the share at one and misses it at another, then "
-        "bisected, with three pairs at a rate; then pairs go where an interval is open.",
-        "The maximum is that of rounds of this length: a queue that grows slowly is only seen by longer ones. "
-        f"A request was given up after {summary['plan']['deadline_s']:.3g} s.",
-        *(f"{sentence[0].upper()}{sentence[1:]}." for sentence in summary["load"]["sentences"]),
-        *(f"Trace: {change}." for change in summary["trace"]["changes"]),
-    ]
-    body = Template(TEMPLATE_FILE.with_name("rates.html.template").read_text(encoding="utf-8")).substitute(
-        headline=html.escape(" ".join(max_goodput_rates)),
-        ratio=html.escape(" ".join(ratios)),
-        setting=html.escape(
-            f"SLOs: {Slo(**summary['slo'])} · trace '{summary['trace']['name']}' · {machine['processor']}, "
-            f"{machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB"
-        ),
-        warnings=f'<p class="warning">{html.escape(warning)}</p>' if disturbed else "",
-        max_goodput_rates=html_table(["", *labels], max_rate_rows(summary)),
-        rate_map=_rate_map(summary),
-        plot=plot_card(plots.attainment_against_rate(rates)),
-        rounds=html_table(
-            ["pair", "requests/s", "variant", "within the SLOs", "share", "discarded or disturbed"], round_rows(summary)
-        ),
-        method="".join(f"<li>{html.escape(line)}</li>" for line in method),
-        formulas=html_table(["figure", "formula"], [[name, text] for name, text in summary["formulas"].items()]),
-    )
-    whole = TEMPLATE_FILE.read_text(encoding="utf-8")
-    head, _ = whole.split("<main>")
-    page = Template(head).substitute(title=html.escape(" against ".join(labels)), plotly_js=get_plotlyjs())
-    path.write_text(page + body, encoding="utf-8")
-    return path

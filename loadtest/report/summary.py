@@ -11,8 +11,8 @@ from ridgeline.loadtest.run.records import RequestRecord
 from ridgeline.loadtest.statistics.looks import ALPHA
 from ridgeline.loadtest.statistics.proportions import wilson_interval
 
-SCHEMA = "urn:ridgeline:summary:1"
-"""The `$id` of docs/reference/summary.schema.json. A field removed or of another meaning makes it :2."""
+SCHEMA = "urn:ridgeline:summary:2"
+"""The `$id` of docs/reference/summary.schema.json. A field removed or of another meaning makes it :3."""
 PERCENTILES = (50, 90, 99)
 FORMULAS = {
     "window": "seconds in which requests arrived, to the last arrival and one mean gap more, added over rounds",

@@ -9,10 +9,12 @@ import numpy as np
 
 from ridgeline.loadtest.plan import Slo
 from ridgeline.loadtest.run.records import RequestRecord
+from ridgeline.loadtest.statistics.attainment_curve import MaxGoodputRate
 from ridgeline.loadtest.statistics.looks import ALPHA, LEAST_PAIRS
 from ridgeline.loadtest.statistics.outcome import Conclusion, Secondary, Side
 from ridgeline.loadtest.statistics.paired_tests import Estimate
 from ridgeline.loadtest.statistics.pairs import Latency
+from ridgeline.loadtest.statistics.rate_verdict import ALIKE, Verdict
 
 NAMES: Final[dict[Latency, str]] = {
     "ttft": "TTFT",
@@ -20,6 +22,9 @@ NAMES: Final[dict[Latency, str]] = {
     "tpot": "TPOT",
     "largest_gap": "largest gap between tokens",
 }
+
+MOST_FACTOR: Final = 20.0
+"""A longer run is not foretold from the scatter of a short one."""
 
 
 class GapTail(msgspec.Struct, frozen=True):
@@ -146,3 +151,74 @@ def _tails_text(tails: Mapping[str, GapTail]) -> str:
 
 def _ms(value_s: float) -> str:
     return f"{value_s:.2f} s" if value_s >= 1 else f"{value_s * 1e3:.0f} ms"
+
+
+def say_rates(
+    labels: Mapping[str, str],
+    held: Mapping[str, MaxGoodputRate],
+    verdict: Verdict | None,
+    took_s: float,
+    pauses_s: Mapping[str, float],
+) -> list[str]:
+    """Say which rate each variant holds and which one holds most, and the longest pause of a stream, a sentence each.
+
+    Variants are in the order of `labels`; `pauses_s` is by label.
+    """
+    first, *others = held
+    rates = [f"{_upper(labels[first])} holds {_rate_text(held[first], ' requests/s')}"]
+    rates += [f"{labels[name]} {_rate_text(held[name])}" for name in others]
+    told = "." if verdict is None else f": {_verdict_text(labels, held, verdict, took_s)}"
+    sentences = [", ".join(rates) + told]
+    if len(pauses_s) > 1:
+        longest = ", ".join(f"{label} {_ms(pauses_s[label])}" for label in labels.values() if label in pauses_s)
+        sentences.append(f"Longest pause of a stream at rates that all of them hold: {longest}.")
+    return sentences
+
+
+def _rate_text(found: MaxGoodputRate, unit: str = "") -> str:
+    if found.low is None and found.high is None:
+        return {"above": "every rate measured", "below": "no rate measured"}.get(
+            found.outcome, f"{found.rate:.3g}{unit}"
+        )
+    if found.high is None:
+        ends = f"at least {found.low:.3g}"
+    elif found.low is None:
+        ends = f"at most {found.high:.3g}"
+    else:
+        ends = f"{found.low:.3g} to {found.high:.3g}"
+    return ends + unit if found.rate is None else f"{found.rate:.3g}{unit} ({ends})"
+
+
+def _verdict_text(
+    labels: Mapping[str, str], held: Mapping[str, MaxGoodputRate], verdict: Verdict, took_s: float
+) -> str:
+    """Name the variant that holds most, with the evidence, or say that it cannot be told yet."""
+    outcomes = {one.outcome for one in held.values()}
+    if outcomes == {"below"}:
+        return "out of reach, no rate was low enough for these SLOs."
+    if outcomes == {"above"}:
+        return "not told apart, no rate was high enough."
+    leaders = _listed([labels[name] for name in (verdict.leader, *verdict.alike)], "and")
+    if not verdict.behind:
+        return f"no difference that matters, all within {ALIKE - 1:.0%}."
+    unclear = [name for name, evidence in verdict.behind.items() if evidence == "none"]
+    if unclear:
+        others = _listed([labels[name] for name in unclear], "or")
+        most = max(verdict.over(name).high for name in unclear)
+        return (
+            f"cannot tell yet between {leaders} and {others}; the former may hold up to x {most:.2f}. "
+            f"{_more_time(verdict, took_s)}"
+        )
+    alike = f" alike within {ALIKE - 1:.0%}" if verdict.alike else ""
+    return f"{leaders}{alike}, {verdict.evidence} evidence."
+
+
+def _more_time(verdict: Verdict, took_s: float) -> str:
+    if verdict.factor is None or verdict.factor > MOST_FACTOR:
+        return f"More than {MOST_FACTOR:g} times this run's time would be needed to tell."
+    minutes = math.ceil((verdict.factor - 1) * took_s / 60)
+    return f"About {minutes} more {'minute' if minutes == 1 else 'minutes'} would tell."
+
+
+def _listed(words: Sequence[str], conjunction: str) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {conjunction} {words[-1]}"

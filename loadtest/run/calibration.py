@@ -6,6 +6,7 @@ Machines differ by a factor of ten, so a fixed load is too light for one and too
 are met by all or by none. One prefill worker is saturated when a prompt arrives every mean TTFT.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ TTFT_FACTOR, TPOT_FACTOR = 5.0, 2.5
 MOST_TIMES_THE_BATCH = 8
 """A step with more sequences than this many times the measured batch is not extrapolated to."""
 LONG_ANSWER_QUANTILE = 0.9
+ROUND_ANSWERS = 2.0
 LEAST_REQUESTS = 10
 """The fewest requests that a budget leaves to a round."""
 Plan = TypeVar("Plan", bound=ReplayPlan)
@@ -171,10 +173,22 @@ def beside_arrivals_s(plan: ReplayPlan, trace: Trace, unloaded: Unloaded) -> flo
     Workers are busy when the last requests arrive, and the round ends with a long answer rather than a mean one.
     """
     warm_up_s = plan.warmup_requests * (unloaded.mean_ttft_s + WARMUP_OUTPUT_TOKENS * unloaded.median_tpot_s)
+    return warm_up_s + 4 * plan.settle_s + unloaded.mean_ttft_s + _long_answer_s(trace, unloaded)
+
+
+def least_requests(rate: float, trace: Trace, unloaded: Unloaded) -> int:
+    """Return the fewest requests of a round over rates.
+
+    A batch fills while the first answers are made, and a queue shows only after that: a round is `ROUND_ANSWERS` long
+    answers long.
+    """
+    return math.ceil(ROUND_ANSWERS * _long_answer_s(trace, unloaded) * rate) + 1
+
+
+def _long_answer_s(trace: Trace, unloaded: Unloaded) -> float:
     lengths = sorted(row.output_tokens for row in trace.rows)
     long_tokens = lengths[round(LONG_ANSWER_QUANTILE * (len(lengths) - 1))]
-    last_answers_s = 2 * unloaded.mean_ttft_s + long_tokens * unloaded.median_batch_gap_s
-    return warm_up_s + 4 * plan.settle_s + last_answers_s
+    return unloaded.mean_ttft_s + long_tokens * unloaded.median_batch_gap_s
 
 
 def fit_budget(
@@ -207,11 +221,6 @@ def fit_budget(
         f"at most {pairs} {'pair' if pairs == 1 else 'pairs'} of rounds of {requests} requests, "
         f"{(requests - 1) / load.rate:.0f} s each: about {minutes_text(pairs * pair_s)}"
     )
-    if plan.find_rate and requests < least_requests:
-        notes.append(
-            f"rounds of {requests} requests cannot show that a rate is held: it takes {least_requests} for "
-            f"{plan.attainment:.0%} (a longer --round-s, --limit, or n of a poisson: trace)"
-        )
     if plan.budget_s is not None and fitting < plan.wanted_pairs <= plan.pairs:
         notes.append(
             f"the {plan.wanted_pairs} pairs that a conclusion takes need about "

@@ -14,16 +14,16 @@ from statistics import NormalDist
 from typing import Literal
 
 import msgspec
+from scipy.stats import t
 
 from ridgeline.loadtest.statistics.looks import ALPHA, LEAST_PAIRS, levels
 from ridgeline.loadtest.statistics.paired_tests import Estimate, estimate, holm
 from ridgeline.loadtest.statistics.pairs import LATENCIES, Latency, PairDifference
 from ridgeline.loadtest.statistics.proportions import PairedCounts, paired_score_interval, wilson_interval
-from ridgeline.loadtest.statistics.student import critical_t
 
 Outcome = Literal["better", "equivalent", "inconclusive", "slo_unreachable"]
-Side = Literal["a", "b", "c"]
-"""A variant; only a search for rates has a third."""
+Side = Literal["a", "b", "c", "d"]
+"""A variant; only a search for rates has more than two."""
 POWER = 0.8
 MOST_PAIRS = 1_000
 REACHED_SHARE = 0.05
@@ -118,7 +118,7 @@ def smallest_seen(scatter: float, pairs: int, level: float) -> float:
 
     S. A. Julious, Sample sizes for clinical trials with Normal data, Statistics in Medicine 23 (2004) 1921-1986.
     """
-    return (critical_t(level, pairs - 1) + critical_t(2 * (1 - POWER), pairs - 1)) * scatter / math.sqrt(pairs)
+    return float(t.isf(level / 2, pairs - 1) + t.isf(1 - POWER, pairs - 1)) * scatter / math.sqrt(pairs)
 
 
 def pairs_to_see(difference: float, scatter: float) -> int | None:

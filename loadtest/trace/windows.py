@@ -12,6 +12,9 @@ from ridgeline.loadtest.trace.readers import load_trace
 from ridgeline.loadtest.trace.shape import fit_context, shape_trace
 from ridgeline.loadtest.trace.trace import Trace
 
+MOST_TIMES_LONGER = 4
+"""A round at a higher rate has at most so many times the requests of one at the first rate."""
+
 
 class PairTraces:
     """The trace of each pair; all have the same number of requests. Raises TraceError as reading the trace does."""
@@ -31,29 +34,35 @@ class PairTraces:
         self.prefix_ids = max((max(row.prefix_ids, default=0) for row in whole.rows), default=0)
         self.longest_output_tokens = max(row.output_tokens for row in whole.rows)
         self.most_requests = len(load_trace(plan.trace, plan.tokenizer).rows)
+        self._usable_requests = len(whole.rows)
+
+    @property
+    def most_at_a_rate(self) -> int:
+        """The most requests of a round whose number follows from its rate."""
+        return MOST_TIMES_LONGER * self.requests if self._is_generated else self._usable_requests
 
     def of_pair(self, pair: int) -> Trace:
         """Return the requests of a pair, the first at 0 s."""
-        return self._window(pair, pair % self.windows)
+        return self._window(pair, pair % self.windows, self.requests)
 
-    def at_rate(self, pair: int, rate: float) -> Trace:
-        """Return the requests of a pair, with their own mean rate made the one asked for, in requests/s.
+    def at_rate(self, pair: int, rate: float, requests: int) -> Trace:
+        """Return so many requests for a pair, with their own mean rate made the one asked for, in requests/s.
 
         Without that, the bursts of a recorded trace would make rounds at one rate differ by more than variants do.
         """
-        trace = self.of_pair(pair)
+        trace = self._window(pair, pair % self.windows, requests)
         return shape_trace(trace, ReplayPlan.model_validate({"rate": rate})) if trace.mean_rate else trace
 
     def of_tuning(self, number: int) -> Trace:
         """Return the requests of a round that tunes a variant, which no pair has; the first at 0 s."""
-        return self._window(self._plan.pairs + number, self.windows + number)
+        return self._window(self._plan.pairs + number, self.windows + number, self.requests)
 
-    def _window(self, pair: int, window: int) -> Trace:
-        shaped = self._shaped(pair)
+    def _window(self, pair: int, window: int, requests: int) -> Trace:
         if self._is_generated:
-            return shaped
-        first = window * self.requests
-        rows = shaped.rows[first : first + self.requests]
+            return self._shaped(pair, requests)
+        shaped = self._shaped(pair)
+        first = min(window * self.requests, len(shaped.rows) - requests)
+        rows = shaped.rows[first : first + requests]
         start_s = rows[0].arrival_s
         moved = tuple(replace(row, arrival_s=row.arrival_s - start_s) for row in rows)
         return replace(shaped, rows=moved)
@@ -77,10 +86,12 @@ class PairTraces:
     def _is_generated(self) -> bool:
         return self._plan.trace.startswith(GENERATED)
 
-    def _shaped(self, pair: int) -> Trace:
+    def _shaped(self, pair: int, requests: int | None = None) -> Trace:
         plan = self._plan.model_copy(update={"seed": self._plan.seed + pair})
         if self._is_generated:
-            read = load_trace(f"{plan.trace},seed={_seed_of(plan.trace) + pair}")
+            number = "" if requests is None else f",n={requests}"
+            plan = plan if requests is None else plan.model_copy(update={"limit": None, "duration_s": None})
+            read = load_trace(f"{plan.trace}{number},seed={_seed_of(plan.trace) + pair}")
         else:
             read = load_trace(plan.trace, plan.tokenizer)
             plan = plan.model_copy(update={"limit": None, "duration_s": None})

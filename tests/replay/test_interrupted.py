@@ -12,10 +12,11 @@ from rich.console import Console
 
 from ridgeline.loadtest.compare import compare, resume
 from ridgeline.loadtest.errors import LoadTestError
+from ridgeline.loadtest.find_rate import find_rate, resume_rates
 from ridgeline.loadtest.plan import ComparePlan
-from ridgeline.loadtest.report.saved import print_side_by_side, report_again
 from ridgeline.loadtest.run import replay as replay_module
 from ridgeline.loadtest.run_folder import RunFolder
+from ridgeline.loadtest.saved import print_side_by_side, report_again
 from ridgeline.loadtest.variants import Reached
 from tests.support.openai_server import Behaviour, running
 from tests.support.patience import eventually
@@ -115,6 +116,31 @@ async def test_a_comparison_that_was_stopped_goes_on_after_its_valid_rounds_and_
             arrivals.setdefault((record["variant"], record["pair"]), []).append(record["scheduled_s"])
     assert all(sorted(arrivals["a", pair]) == sorted(arrivals["b", pair]) for pair in range(2))
     assert sorted(arrivals["a", 0]) != sorted(arrivals["a", 1])
+
+
+async def test_a_comparison_over_rates_that_was_stopped_goes_on_with_the_same_rates(tmp_path, console):
+    behaviour = Behaviour(ttft_s=0.05, tpot_s=0.005, mode="colocated")
+    folder = tmp_path / "run"
+    fields = {name: value for name, value in PLAN.items() if name != "pairs"}
+    plan = ComparePlan(**fields, find_rate=True, rate=20)
+    with running(behaviour) as url:
+        variants = _Arm(url), _Arm(url)
+        behaviour.faults = dict.fromkeys(range(2 * REQUESTS + 2, 3 * REQUESTS), "hang")
+        task = asyncio.create_task(find_rate(variants, plan, RunFolder(folder, SETUP), console, is_alone=False))
+        await asyncio.to_thread(behaviour.wait_for_requests, 2 * REQUESTS + 3)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        behaviour.faults = {}
+        assert f"to go on: ridgeline compare --resume {folder}" in console.export_text()
+        result = await resume_rates(variants, RunFolder(folder).past(), console, is_alone=False)
+    rounds = result.summary["rates"]["rounds"]
+    assert [each["round"] for each in rounds[:4]] == [0, 1, 3, 4], "round 2 was cut, and is run again"
+    assert rounds[0]["rate"] == rounds[1]["rate"] == 20
+    assert rounds[2]["rate"] == rounds[3]["rate"] == 30
+    assert [each["total"] for each in rounds[:4]] == [6, 6, 8, 8] or rounds[2]["total"] == rounds[3]["total"] > 6
+    assert all(each["attainment"] == 1 for each in rounds)
+    assert result.summary["rates"]["variants"]["a"]["max_goodput_rate"]["outcome"] == "above"
 
 
 async def test_what_was_measured_is_not_measured_again_when_a_comparison_goes_on(tmp_path, console):

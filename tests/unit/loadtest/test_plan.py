@@ -91,3 +91,23 @@ def test_a_trace_without_spread_cannot_have_a_measured_rate_and_that_is_said_bef
 def test_a_client_that_this_machine_cannot_run_is_refused_before_anything_starts(fields, sentence):
     with pytest.raises(LoadTestError, match=sentence):
         check_client(ReplayPlan(**fields))
+
+
+def test_without_an_option_that_asks_for_one_rate_all_modes_are_measured_over_rates():
+    assert ComparePlan(**ComparePlan.completed({"budget_s": 300})).find_rate
+    assert ComparePlan(**ComparePlan.completed({})).modes == ("colocated", "disaggregated", "adaptive")
+    with_baseline = ComparePlan(**ComparePlan.completed({"baseline": "http://127.0.0.1:9000"}))
+    assert with_baseline.kinds == ("colocated", "disaggregated", "adaptive", "baseline")
+    two = ComparePlan(**ComparePlan.completed({"variants": "colocated,adaptive"}))
+    assert (two.find_rate, two.modes) == (True, ("colocated", "adaptive"))
+
+
+@pytest.mark.parametrize("given", [{"rate": "auto"}, {"time_scale": 1.0}, {"pairs": 9}, {"margin": 0.1}, {"grid": "g"}])
+def test_an_option_that_asks_for_one_rate_compares_two_modes_in_pairs(given):
+    plan = ComparePlan(**ComparePlan.completed(given))
+    assert (plan.find_rate, plan.modes) == (False, ("colocated", "disaggregated"))
+
+
+def test_three_modes_at_one_rate_are_refused_with_the_way_out():
+    with pytest.raises(ValueError, match="leave --rate out"):
+        ComparePlan(rate=1.0, variants="colocated,disaggregated,adaptive")

@@ -13,11 +13,11 @@ from ridgeline.loadtest.compare import compare, resume
 from ridgeline.loadtest.errors import LoadTestError, ServerError
 from ridgeline.loadtest.plan import ComparePlan
 from ridgeline.loadtest.preparation import Prepared
-from ridgeline.loadtest.report.saved import report_again
 from ridgeline.loadtest.run.calibration import Load
 from ridgeline.loadtest.run.replay import ReplayResult
 from ridgeline.loadtest.run.server_metrics import MetricsDelta
 from ridgeline.loadtest.run_folder import RunFolder
+from ridgeline.loadtest.saved import report_again
 from ridgeline.loadtest.trace.windows import PairTraces
 from ridgeline.loadtest.tuning import Candidate, Score, best_of, order_of
 from ridgeline.loadtest.variants import Reached

@@ -161,18 +161,13 @@ def test_a_machine_too_slow_for_six_pairs_plans_seven_and_is_told_that_it_may_en
     assert _budget(300.0, pairs=3)[0].pairs == 3
 
 
-def test_a_search_rather_has_fewer_pairs_than_rounds_too_short_to_show_that_a_rate_is_held():
-    asked = ComparePlan(rate=1.0, budget_s=300.0, find_rate=True, attainment=0.8).of_search()
-    plan, load = fit_budget(asked, given_load(asked, TRACE), 60, COURSE, 60.0, 21)
-    assert plan.limit == 21, "18 pairs in 240 s would leave 10 requests to a round"
-    assert not any("cannot show" in note for note in load.notes)
-    assert fit_budget(asked, given_load(asked, TRACE), 60, COURSE, 60.0, 3)[0].limit == LEAST_REQUESTS
-    plan, load = fit_budget(asked, given_load(asked, TRACE), 14, COURSE, 60.0, 21)
-    assert plan.limit == 14
-    assert load.notes[1] == (
-        "rounds of 14 requests cannot show that a rate is held: it takes 21 for 80% (a longer --round-s, --limit, or n "
-        "of a poisson: trace)"
-    )
+def test_a_search_divides_its_budget_among_four_pairs_but_makes_no_round_shorter_than_two_long_answers():
+    asked = ComparePlan(rate=1.0, budget_s=300.0, find_rate=True).of_search()
+    three = dataclasses.replace(COURSE, starts=0.0, beside_arrivals_s=6.0, rounds=3)
+    plan, load = fit_budget(asked, given_load(asked, TRACE), 60, three, 12.0)
+    assert plan.limit == 19, "288 s are 24 s a round, of which 6 s have no arrivals"
+    assert "it may end without one" not in " ".join(load.notes)
+    assert fit_budget(asked, given_load(asked, TRACE), 60, three, 12.0, 31)[0].limit == 31
 
 
 def test_without_starts_as_when_modes_are_switched_six_pairs_fit_where_one_did():

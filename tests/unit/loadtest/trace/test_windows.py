@@ -53,10 +53,10 @@ def test_a_search_offers_each_window_at_the_rate_it_asks_for_however_bursty_the_
     traces = PairTraces(ComparePlan(trace=str(tmp_path / "bursts.jsonl"), rate=4.0, limit=10))
     assert traces.of_pair(1).mean_rate == pytest.approx(10 * traces.of_pair(0).mean_rate)
     for pair in range(2):
-        window = traces.at_rate(pair, 4.0)
+        window = traces.at_rate(pair, 4.0, 10)
         assert window.mean_rate == pytest.approx(4.0)
         assert [row.input_tokens for row in window.rows] == [row.input_tokens for row in traces.of_pair(pair).rows]
-    assert traces.at_rate(2, 4.0) == traces.of_pair(2), "all at once: no rate can be made of that"
+    assert traces.at_rate(2, 4.0, 10) == traces.of_pair(2), "all at once: no rate can be made of that"
 
 
 def test_what_the_model_cannot_hold_is_left_out_before_windows_are_cut():

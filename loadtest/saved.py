@@ -9,7 +9,7 @@ from rich.console import Console
 from ridgeline.loadtest.errors import LoadTestError
 from ridgeline.loadtest.plan import ComparePlan
 from ridgeline.loadtest.report.page import write_report
-from ridgeline.loadtest.report.rates import print_rates, write_rate_report
+from ridgeline.loadtest.report.rates_page import print_rates, write_rate_report
 from ridgeline.loadtest.report.tables import ROWS, figure_text, print_comparison, print_table
 from ridgeline.loadtest.run.records import RequestRecord
 from ridgeline.loadtest.run_folder import REPORT, RUN, SUMMARY, RunFolder, differences_of
@@ -33,6 +33,11 @@ def report_again(folder: Path, console: Console) -> Path:
     """Write report.html of a finished comparison or search again and print its tables. Raises LoadTestError."""
     summary = saved_summary(folder)
     if "rates" in summary:
+        if "verdict" not in summary["rates"]:
+            raise LoadTestError(
+                f"{folder} holds a search of a version before 0.2, which this one does not show: its {REPORT} is as it "
+                "was written"
+            )
         print_rates(summary, console)
         return write_rate_report(folder / REPORT, summary)
     _require_comparison(folder, summary)

@@ -1,0 +1,175 @@
+"""The attainment of a variant over the rate: a Bayesian curve through rounds, and the highest rate that it holds.
+
+A mixed logistic model (A. Agresti, Categorical Data Analysis, 3rd ed. 2013, chapter 13): the logit of attainment falls
+with the logarithm of the rate. Each round feels a rate of its own around the one asked for, since its requests share a
+moment of the machine. Attainment stays below 1 by the share of requests that no low rate helps.
+
+The posterior is summed on a grid, as H. H. Schuett et al. do it for psychometric curves (Vision Research 122 (2016)
+105-123), and what a round feels by Gauss-Hermite quadrature. Rounds of a pair share their arrivals, which makes the
+true interval of a ratio narrower, not wider. tests/unit/loadtest/statistics/test_attainment_curve.py simulates how
+often intervals are right.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Final, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import brentq
+from scipy.special import expit, gammaln
+from scipy.stats import beta, expon
+
+Floats = npt.NDArray[np.float64]
+RATE_REACH: Final = 8.0
+"""The rate may lie this many times above or below all that were measured."""
+RATES: Final = 240
+"""Points of the grid of rates: 3 % apart over a span of three doublings."""
+SLOPES: Final = np.geomspace(2.0, 64.0, 9)
+"""Logits by which attainment falls while the rate grows by e: between a load that hurts slowly and a cliff."""
+LAPSES: Final = np.array([0.0, 0.2, 0.5, 0.8])
+"""Requests that miss the SLOs at any rate, as a part of those that may."""
+LAPSE_PRIOR: Final = beta(1.0, 10.0)
+"""As that of Schuett et al."""
+SCATTERS: Final = np.array([0.05, 0.1, 0.2])
+"""Standard deviations of the logarithm of the rate that a round feels."""
+SCATTER_PRIOR: Final = expon(scale=0.1)
+"""Two-core machines change their speed by a quarter within minutes."""
+NODES: Final = 9
+"""Of the quadrature."""
+DISTANCES: Final = np.linspace(-24.0, 48.0, 361)
+"""Logits between a curve's highest rate and a round's at which the round's likelihood is tabulated."""
+LEAST_LIKELIHOOD: Final = 1e-300
+"""In place of 0, whose logarithm would exclude a curve for good."""
+LEVEL: Final = 0.95
+DRAWS, SEED = 20_000, 1
+"""With so many draws an end of an interval lies within half a percentile."""
+
+
+class Round(msgspec.Struct, frozen=True):
+    """How many requests of a round met the SLOs, at which rate."""
+
+    rate: float
+    met: int
+    total: int
+
+
+class Band(msgspec.Struct, frozen=True):
+    """The attainment of a variant at one rate, with its interval."""
+
+    rate: float
+    share: float
+    low: float
+    high: float
+
+
+class MaxGoodputRate(msgspec.Struct, frozen=True):
+    """The maximum goodput rate of one variant, and the interval that holds it.
+
+    An end outside the measured rates is None: it is open. `rate` is None if the rate itself is.
+    """
+
+    outcome: Literal["found", "above", "below"]
+    rate: float | None
+    low: float | None
+    high: float | None
+
+
+class AttainmentCurve:
+    """The posterior of one variant's curve. Needs one round at least."""
+
+    def __init__(self, rounds: Sequence[Round], attainment: float) -> None:
+        self.lowest_rate, self.highest_rate = min(one.rate for one in rounds), max(one.rate for one in rounds)
+        self._attainment = attainment
+        span = math.log(self.lowest_rate / RATE_REACH), math.log(self.highest_rate * RATE_REACH)
+        self._log_rates = np.linspace(*span, RATES)
+        log_posterior = np.zeros((len(SLOPES), len(SCATTERS), len(LAPSES), RATES))
+        log_posterior += SCATTER_PRIOR.logpdf(SCATTERS)[:, None, None]
+        log_posterior += LAPSE_PRIOR.logpdf(LAPSES * (1.0 - attainment))[:, None]
+        for one in rounds:
+            log_posterior += self._at(one.rate, _log_likelihoods(one.met, one.total, attainment))
+        self._posterior = np.exp(log_posterior - log_posterior.max())
+        self._posterior /= self._posterior.sum()
+        self._of_rate = self._posterior.sum(axis=(0, 1, 2))
+
+    def _at(self, rate: float, table: Floats) -> Floats:
+        """Look up a rate in a table whose last axis is the distance; that of the result is the highest rate."""
+        distances = SLOPES[:, None] * (math.log(rate) - self._log_rates)
+        places = np.searchsorted(DISTANCES, distances).clip(0, len(DISTANCES) - 1)
+        return np.take_along_axis(table, places[:, None, None, :], axis=3)
+
+    def rate_quantile(self, level: float) -> float:
+        """Return the rate below which the maximum goodput rate lies with this probability."""
+        return math.exp(float(np.interp(level, self._of_rate.cumsum() - self._of_rate / 2, self._log_rates)))
+
+    def draws(self, seed: int) -> Floats:
+        """Return `DRAWS` maximum goodput rates, drawn from the posterior; the same ones for the same seed."""
+        source = np.random.default_rng((SEED, seed))
+        step = self._log_rates[1] - self._log_rates[0]
+        drawn = source.choice(self._log_rates, DRAWS, p=self._of_rate) + step * source.uniform(-0.5, 0.5, DRAWS)
+        return np.asarray(np.exp(drawn))
+
+    def max_goodput_rate(self) -> MaxGoodputRate:
+        """Return the median with the interval of `LEVEL`."""
+        low, rate, high = (self.rate_quantile(level) for level in ((1 - LEVEL) / 2, 0.5, (1 + LEVEL) / 2))
+        outcome: Literal["found", "above", "below"] = "found"
+        if not self.lowest_rate <= rate <= self.highest_rate:
+            outcome = "below" if rate < self.lowest_rate else "above"
+        return MaxGoodputRate(
+            outcome,
+            rate if outcome == "found" else None,
+            low if low >= self.lowest_rate else None,
+            high if high <= self.highest_rate else None,
+        )
+
+    def band(self, rate: float) -> Band:
+        """Return the mean attainment at a rate over rounds, and the interval of `LEVEL` that holds it."""
+        shares = self._at(rate, _mean_shares(self._attainment)).ravel()
+        weights, order = self._posterior.ravel(), np.argsort(shares)
+        low, high = np.interp(((1 - LEVEL) / 2, (1 + LEVEL) / 2), weights[order].cumsum(), shares[order])
+        return Band(rate, float(shares @ weights), float(low), float(high))
+
+
+@lru_cache(maxsize=8)
+def _shares(attainment: float) -> tuple[Floats, Floats]:
+    """Return the share of a round by its effect, slope, scatter, lapse and distance, and the weight of each effect.
+
+    At distance 0 the mean over effects is `attainment`, whatever the scatter and the lapse.
+    """
+    nodes, weights = np.polynomial.hermite_e.hermegauss(NODES)
+    weights = weights / weights.sum()
+    found = np.empty((NODES, len(SLOPES), len(SCATTERS), len(LAPSES), len(DISTANCES)))
+    for place in np.ndindex(found.shape[1:-1]):
+        effects = SLOPES[place[0]] * SCATTERS[place[1]] * nodes
+        most = 1.0 - LAPSES[place[2]] * (1.0 - attainment)
+        level = brentq(_excess, -60.0, 60.0, args=(effects, weights, attainment / most))
+        found[:, *place] = most * expit(level + effects[:, None] - DISTANCES)
+    return found, weights
+
+
+def _excess(logit: float, effects: Floats, weights: Floats, share: float) -> float:
+    return float(weights @ expit(logit + effects)) - share
+
+
+@lru_cache(maxsize=8)
+def _mean_shares(attainment: float) -> Floats:
+    shares, weights = _shares(attainment)
+    return np.asarray(np.tensordot(weights, shares, axes=1))
+
+
+@lru_cache(maxsize=8)
+def _log_shares(attainment: float) -> tuple[Floats, Floats]:
+    """Return the logarithms of the shares, and of what is left of 1."""
+    shares = _shares(attainment)[0].clip(LEAST_LIKELIHOOD, 1.0 - np.finfo(float).eps)
+    return np.log(shares), np.log1p(-shares)
+
+
+@lru_cache(maxsize=4096)
+def _log_likelihoods(met: int, total: int, attainment: float) -> Floats:
+    """Return the likelihood of a round's count; by slope, scatter, lapse and distance."""
+    (logs, logs_of_rest), weights = _log_shares(attainment), _shares(attainment)[1]
+    log_ways = gammaln(total + 1) - gammaln(met + 1) - gammaln(total - met + 1)
+    of_effects = np.exp(log_ways + met * logs + (total - met) * logs_of_rest)
+    return np.asarray(np.log(np.tensordot(weights, of_effects, axes=1) + LEAST_LIKELIHOOD))

@@ -1,0 +1,71 @@
+"""Chooses the next rate at which all variants are measured, to find the maximum goodput rate of each.
+
+The first rates grow or fall by half until every variant's maximum lies between two of them. Later ones go where the
+widest interval is, once into its lower part and once into its upper. What ends a search are the widths of the intervals
+and never which variant is ahead, so looking after every pair makes no wrong answer more likely.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from ridgeline.loadtest.statistics.attainment_curve import AttainmentCurve, MaxGoodputRate, Round
+
+GROWTH: Final = 1.5
+"""Between rates until all maxima are bracketed: a round of twice the rate that is held takes twice as long to end."""
+LOWER_PART: Final = 0.3
+UPPER_PART: Final = 0.7
+"""Of a posterior; at the maximum itself a round says least of the slope."""
+
+
+class Bounds(msgspec.Struct, frozen=True):
+    """What ends a search."""
+
+    attainment: float = 0.9
+    precision: float = 0.2
+    """The upper end of every interval is at most this much above its lower end."""
+    least_pairs: int = 6
+    """Fewer say too little of how rounds scatter."""
+    most_pairs: int = 36
+    reach: float = 32.0
+    """Rates are at most so many times above or below the first one."""
+
+
+def curves_of(found: Mapping[str, Sequence[Round]], attainment: float) -> dict[str, AttainmentCurve]:
+    """Return the curve of each variant."""
+    return {variant: AttainmentCurve(rounds, attainment) for variant, rounds in found.items()}
+
+
+def next_rate(found: Mapping[str, Sequence[Round]], start_rate: float, bounds: Bounds) -> float | None:
+    """Return the rate to measure next; None if all is known well enough.
+
+    Upwards comes before downwards, since rounds of as many requests are the shorter, the higher the rate.
+    """
+    curves = curves_of(found, bounds.attainment)
+    rates = {variant: curve.max_goodput_rate() for variant, curve in curves.items()}
+    highest = max(curve.highest_rate for curve in curves.values())
+    lowest = min(curve.lowest_rate for curve in curves.values())
+    if any(one.outcome == "above" for one in rates.values()) and highest * GROWTH <= start_rate * bounds.reach:
+        return _three_digits(highest * GROWTH)
+    if any(one.outcome == "below" for one in rates.values()) and lowest / GROWTH >= start_rate / bounds.reach:
+        return _three_digits(lowest / GROWTH)
+    wide = {variant: width for variant, one in rates.items() if (width := _width(one)) > 1 + bounds.precision}
+    if not wide and (max(map(len, found.values())) >= bounds.least_pairs or not any(map(_width, rates.values()))):
+        return None
+    widths = wide or {variant: _width(one) for variant, one in rates.items()}
+    widest = max(widths, key=widths.__getitem__)
+    part = LOWER_PART if len(found[widest]) % 2 else UPPER_PART
+    return _three_digits(min(highest * GROWTH, max(lowest / GROWTH, curves[widest].rate_quantile(part))))
+
+
+def _width(found: MaxGoodputRate) -> float:
+    """Return the ratio of an interval's ends; 0 for a rate that lies outside of what may be measured."""
+    if found.outcome != "found":
+        return 0.0
+    return math.inf if found.low is None or found.high is None else found.high / found.low
+
+
+def _three_digits(rate: float) -> float:
+    return float(f"{rate:.3g}")

@@ -1,0 +1,196 @@
+"""The curve of attainment and the choice of rates, on simulated servers whose attainment over the rate is known.
+
+Simulated rounds scatter more than binomially: the rate that one feels differs from the one asked for.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+
+from ridgeline.loadtest.statistics.attainment_curve import AttainmentCurve, Round
+from ridgeline.loadtest.statistics.next_rate import Bounds, curves_of, next_rate
+from ridgeline.loadtest.statistics.rate_verdict import Verdict, judge_rates
+
+Curve = Callable[[float], float]
+BOUNDS = Bounds(most_pairs=12)
+RUNS = 40
+"""Of each simulation; `make long` has a thousand."""
+LONG_RUNS = 1_000
+
+
+def _logistic(max_rate: float, slope: float) -> Curve:
+    return lambda rate: 1 / (1 + math.exp(-(math.log(9) - slope * math.log(rate / max_rate))))
+
+
+def _shoulder(max_rate: float) -> Curve:
+    """Whole up to 5 % below the maximum, then falling with the rate: an open queue that no longer keeps up."""
+    start = max_rate * 0.95
+    return lambda rate: 1.0 if rate <= start else max(0.0, 1 - 0.1 * (rate / start - 1) / (1 / 0.95 - 1))
+
+
+def _lapsing(max_rate: float) -> Curve:
+    """A server that misses the SLOs of 3 % of the requests at any rate."""
+    within = _logistic(max_rate, 10)
+    return lambda rate: 0.97 * within(rate)
+
+
+def _searched(
+    seed: int, curves: Mapping[str, Curve], start: float, *, requests: int = 30, effect: float = 0.05
+) -> dict[str, list[Round]]:
+    """Run a simulated search to its end."""
+    draw = np.random.default_rng(seed)
+    found: dict[str, list[Round]] = {}
+    rate: float | None = start
+    for _ in range(BOUNDS.most_pairs):
+        if rate is None:
+            break
+        for name, curve in curves.items():
+            felt = rate * math.exp(effect * draw.standard_normal())
+            sent = max(10, round(requests * rate / start))
+            found.setdefault(name, []).append(Round(rate, int(draw.binomial(sent, curve(felt))), sent))
+        rate = next_rate(found, start, BOUNDS)
+    return found
+
+
+def _true_rate(curve: Curve, effect: float) -> float:
+    """Return the rate at which attainment, averaged over what rounds feel, is 90 %: what a search is asked for."""
+    felt = [math.exp(effect * NormalDist().inv_cdf((step + 0.5) / 99)) for step in range(99)]
+    low, high = 0.1, 10.0
+    for _ in range(30):
+        middle = math.sqrt(low * high)
+        holds = np.mean([curve(middle * one) for one in felt]) >= 0.9
+        low, high = (middle, high) if holds else (low, middle)
+    return low
+
+
+def _verdicts(curves: Mapping[str, Curve], runs: int) -> list[Verdict]:
+    return [
+        judge_rates(curves_of(_searched(seed, curves, (0.8, 1.6, 2.4)[seed % 3]), BOUNDS.attainment))
+        for seed in range(runs)
+    ]
+
+
+def check_interval(curve: Curve, effect: float, least: float, runs: int) -> None:
+    """Fail if the interval of the highest rate holds it in a smaller part of searches, or says nothing."""
+    truth, held, widths = _true_rate(curve, effect), 0, []
+    for seed in range(runs):
+        rounds = _searched(seed, {"a": curve}, (0.5, 3.0)[seed % 2], effect=effect)["a"]
+        found = AttainmentCurve(rounds, BOUNDS.attainment).max_goodput_rate()
+        held += (found.low or 0.0) <= truth <= (found.high or math.inf)
+        widths.append((found.high or math.inf) / (found.low or 1e-9))
+    assert held >= least * runs - 3 * math.sqrt(least * (1 - least) * runs)
+    assert np.median(widths) < 1.6, "an interval that holds everything says nothing"
+
+
+def check_equal_variants(runs: int) -> None:
+    """Fail if of two equal variants one is called better, with strong evidence, more often than 1 in 20 times."""
+    verdicts = _verdicts({"a": _logistic(2.0, 8), "b": _logistic(2.0, 8)}, runs)
+    wrong = sum(one.evidence == "strong" and bool(one.behind) for one in verdicts)
+    assert wrong <= 0.05 * runs + 3 * math.sqrt(0.05 * 0.95 * runs)
+
+
+CURVES = [_logistic(2.0, 4), _logistic(2.0, 10), _logistic(2.0, 30), _shoulder(2.0), _lapsing(2.0)]
+CURVE_NAMES = ["flat", "steep", "cliff", "shoulder", "lapsing"]
+
+
+@pytest.mark.parametrize("curve", CURVES, ids=CURVE_NAMES)
+@pytest.mark.parametrize(("effect", "least"), [(0.03, 0.95), (0.1, 0.9)])
+def test_the_interval_holds_the_true_rate_in_nineteen_of_twenty_simulated_searches(
+    curve: Curve, effect: float, least: float
+):
+    check_interval(curve, effect, least, RUNS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("curve", CURVES, ids=CURVE_NAMES)
+@pytest.mark.parametrize(("effect", "least"), [(0.03, 0.95), (0.1, 0.9)])
+def test_the_interval_holds_the_true_rate_in_a_thousand_simulated_searches(curve: Curve, effect: float, least: float):
+    check_interval(curve, effect, least, LONG_RUNS)
+
+
+def test_of_two_equal_variants_hardly_ever_one_is_called_better():
+    check_equal_variants(RUNS)
+
+
+@pytest.mark.long
+def test_of_a_thousand_times_two_equal_variants_hardly_ever_one_is_called_better():
+    check_equal_variants(LONG_RUNS)
+
+
+@pytest.mark.parametrize(("factor", "least"), [(1.25, 0.6), (1.5, 0.9), (2.0, 0.95)])
+def test_a_planted_difference_is_found_and_never_the_wrong_way_round(factor: float, least: float):
+    curves = {"a": _logistic(2.0, 8), "b": _logistic(2.0 * factor, 8), "c": _logistic(1.9, 8)}
+    verdicts = _verdicts(curves, RUNS)
+    assert sum(one.leader == "b" and one.evidence != "none" for one in verdicts) >= least * RUNS
+    assert sum(one.leader != "b" and one.behind.get("b") == "strong" for one in verdicts) <= 0.03 * RUNS
+
+
+def test_with_many_rounds_two_equal_variants_differ_by_nothing_that_matters():
+    rounds = [Round(rate, met, 100) for rate, met in ((1.0, 99), (1.8, 95), (2.0, 90), (2.2, 80), (3.0, 30))] * 6
+    verdict = judge_rates(curves_of({"a": rounds, "b": rounds}, 0.9))
+    assert verdict.behind == {}
+    assert verdict.alike
+
+
+def test_what_cannot_be_told_yet_says_how_much_longer_it_takes():
+    few = {"a": [Round(1.0, 28, 30), Round(2.0, 10, 30)], "b": [Round(1.0, 27, 30), Round(2.0, 13, 30)]}
+    verdict = judge_rates(curves_of(few, 0.9))
+    assert list(verdict.behind.values()) == ["none"]
+    assert verdict.factor is not None
+    assert verdict.factor > 1
+
+
+def test_a_rate_that_no_measured_rate_bounds_is_open():
+    always, never = [Round(1.0, 60, 60)] * 3, [Round(1.0, 6, 60)] * 3
+    above, below = AttainmentCurve(always, 0.9).max_goodput_rate(), AttainmentCurve(never, 0.9).max_goodput_rate()
+    assert (above.outcome, above.rate, above.high) == ("above", None, None)
+    assert (below.outcome, below.rate, below.low) == ("below", None, None)
+
+
+def test_one_bad_round_at_a_low_rate_widens_the_interval_and_moves_no_maximum_below_it():
+    good = [Round(rate, met, 40) for rate, met in ((1.0, 40), (2.0, 39), (3.0, 38), (4.0, 10))]
+    clean = AttainmentCurve(good, 0.9).max_goodput_rate()
+    disturbed = AttainmentCurve([*good, Round(1.0, 20, 40)], 0.9).max_goodput_rate()
+    assert clean.rate == pytest.approx(3.1, rel=0.1)
+    assert disturbed.rate is not None
+    assert disturbed.rate > 1.0
+    assert (disturbed.high or math.inf) / (disturbed.low or 1e-9) > (clean.high or math.inf) / (clean.low or 1e-9)
+
+
+def test_the_band_of_the_curve_holds_the_shares_of_its_rounds_and_falls_with_the_rate():
+    rounds = [Round(rate, met, 60) for rate, met in ((1.0, 59), (2.0, 54), (3.0, 30), (4.0, 6))] * 2
+    bands = [AttainmentCurve(rounds, 0.9).band(rate) for rate in (1.0, 2.0, 3.0, 4.0)]
+    shares = [band.share for band in bands]
+    assert shares == sorted(shares, reverse=True)
+    assert all(band.low <= one.met / 60 <= band.high for band, one in zip(bands, rounds, strict=False))
+
+
+def _outcome_rates(found: Mapping[str, Sequence[Round]]) -> float | None:
+    return next_rate(found, 1.0, Bounds())
+
+
+def test_upwards_comes_before_downwards_since_rounds_at_a_high_rate_are_short():
+    missed, held = [Round(1.0, 5, 60)] * 2, [Round(1.0, 60, 60)] * 2
+    assert _outcome_rates({"a": missed, "b": held}) == 1.5
+    assert _outcome_rates({"a": missed, "b": missed}) == 0.667
+
+
+def test_limits_that_even_the_lowest_rate_misses_end_the_search():
+    found: dict[str, list[Round]] = {}
+    rate: float | None = 1.0
+    while rate is not None:
+        found.setdefault("a", []).append(Round(rate, 3, 60))
+        rate = _outcome_rates(found)
+    assert 1 / 32 <= min(one.rate for one in found["a"]) < 1.5 / 32
+
+
+def test_a_search_goes_on_inside_the_widest_interval_and_ends_when_all_are_narrow():
+    wide = {"a": [Round(1.0, 60, 60), Round(4.0, 0, 60)], "b": [Round(1.0, 60, 60), Round(4.0, 0, 60)]}
+    rate = _outcome_rates(wide)
+    assert rate is not None
+    assert 1.0 < rate < 4.0
+    narrow = [Round(rate, met, 100) for rate, met in ((1.0, 99), (1.8, 95), (2.0, 90), (2.2, 80), (3.0, 30))] * 6
+    assert _outcome_rates({"a": narrow, "b": narrow}) is None
