@@ -219,7 +219,7 @@ def attainment_curve(summary: Mapping[str, Any], records: Records, slo: Slo) -> 
 def attainment_against_rate(rates: Mapping[str, Any]) -> go.Figure:
     """Plot each variant's curve of attainment with its band, a dot for each round, and the maximum goodput rates."""
     figure = go.Figure()
-    for variant, color in zip(rates["variants"].values(), VARIANT_COLORS, strict=False):
+    for place, (variant, color) in enumerate(zip(rates["variants"].values(), VARIANT_COLORS, strict=False)):
         curve, label, found = variant["curve"], variant["label"], variant["max_goodput_rate"]
         at = [band["rate"] for band in curve]
         figure.add_scatter(
@@ -254,17 +254,19 @@ def attainment_against_rate(rates: Mapping[str, Any]) -> go.Figure:
             figure.add_scatter(
                 x=[found["rate"]],
                 y=[rates["attainment"]],
-                error_x={
-                    "type": "data",
-                    "symmetric": False,
-                    "array": [(found["high"] or at[-1]) - found["rate"]],
-                    "arrayminus": [found["rate"] - (found["low"] or at[0])],
-                    "thickness": 3,
-                },
                 mode="markers",
                 marker={"size": 13, "symbol": "diamond", "color": color, "line": {"color": "white", "width": 1}},
                 showlegend=False,
                 hovertemplate="%{x:.3g} requests/s<extra>highest rate, " + label + "</extra>",
+            )
+        if found["low"] is not None or found["high"] is not None:
+            figure.add_scatter(
+                x=[found["low"] or at[0], found["high"] or at[-1]],
+                y=[0.03 + 0.045 * place] * 2,
+                mode="lines",
+                line={"color": color, "width": 5},
+                showlegend=False,
+                hovertemplate="%{x:.3g} requests/s<extra>end of the interval, " + label + "</extra>",
             )
     figure.add_hline(y=rates["attainment"], line={"color": MUTED, "dash": "dot"})
     style_figure(
@@ -272,8 +274,8 @@ def attainment_against_rate(rates: Mapping[str, Any]) -> go.Figure:
         "Requests within the SLOs against rate",
         "requests/s",
         "requests within the SLOs",
-        note="Dots: rounds. Shaded: the 95 % band of the curve. Diamonds with bars: the highest rates and their "
-        "intervals; an open end goes to the last rate measured.",
+        note="Dots: rounds. Shaded: the 95 % band of the curve. Diamonds: the highest rates at the share (dotted "
+        "line). Bars at the bottom: their intervals; an open end goes to the last rate measured.",
     )
     _rate_axis(figure, rates)
     figure.update_yaxes(range=[0, 1.04], tickformat=".0%")

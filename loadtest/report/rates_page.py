@@ -191,7 +191,7 @@ def write_rate_report(path: Path, summary: Summary) -> Path:
 def _figures(summary: Summary) -> list[go.Figure | None]:
     rates, slo = summary["rates"], Slo(**summary["slo"])
     return [
-        plots.against_rate(rates, "output_throughput", "Throughput", "output tokens/s"),
+        plots.against_rate(rates, "request_goodput", "Goodput", "requests/s within the SLOs"),
         plots.against_rate(rates, "median_ttft_ms", "Time to first token, median", "ms", slo.ttft_ms),
         plots.against_rate(rates, "median_tpot_ms", "Time per output token, median", "ms", slo.tpot_ms),
         plots.roofline(rates["variants"]),

@@ -204,9 +204,9 @@ def _verdict_text(
     unclear = [name for name, evidence in verdict.behind.items() if evidence == "none"]
     if unclear:
         others = _listed([labels[name] for name in unclear], "or")
-        most = max(verdict.over(name).high for name in unclear)
+        most = max(end for name in unclear for one in (verdict.over(name),) for end in (one.high, 1 / one.low))
         return (
-            f"cannot tell yet between {leaders} and {others}; the former may hold up to x {most:.2f}. "
+            f"cannot tell yet between {leaders} and {others}, which differ by x {most:.2f} at most. "
             f"{_more_time(verdict, took_s)}"
         )
     alike = f" alike within {ALIKE - 1:.0%}" if verdict.alike else ""
@@ -215,7 +215,7 @@ def _verdict_text(
 
 def _more_time(verdict: Verdict, took_s: float) -> str:
     if verdict.factor is None or verdict.factor > MOST_FACTOR:
-        return f"More than {MOST_FACTOR:g} times this run's time would be needed to tell."
+        return f"To tell takes more than {MOST_FACTOR:g} times as long."
     minutes = math.ceil((verdict.factor - 1) * took_s / 60)
     return f"About {minutes} more {'minute' if minutes == 1 else 'minutes'} would tell."
 

@@ -33,7 +33,7 @@ LAPSES: Final = np.array([0.0, 0.2, 0.5, 0.8])
 """Requests that miss the SLOs at any rate, as a part of those that may."""
 LAPSE_PRIOR: Final = beta(1.0, 10.0)
 """As that of Schuett et al."""
-SCATTERS: Final = np.array([0.05, 0.1, 0.2])
+SCATTERS: Final = np.array([0.07, 0.14, 0.28])
 """Standard deviations of the logarithm of the rate that a round feels."""
 SCATTER_PRIOR: Final = expon(scale=0.1)
 """Two-core machines change their speed by a quarter within minutes."""

@@ -97,8 +97,8 @@ CURVE_NAMES = ["flat", "steep", "cliff", "shoulder", "lapsing"]
 
 
 @pytest.mark.parametrize("curve", CURVES, ids=CURVE_NAMES)
-@pytest.mark.parametrize(("effect", "least"), [(0.03, 0.95), (0.1, 0.9)])
-def test_the_interval_holds_the_true_rate_in_nineteen_of_twenty_simulated_searches(
+@pytest.mark.parametrize(("effect", "least"), [(0.03, 0.95), (0.1, 0.85)])
+def test_the_interval_holds_the_true_rate_as_often_as_it_says_in_simulated_searches(
     curve: Curve, effect: float, least: float
 ):
     check_interval(curve, effect, least, RUNS)
@@ -106,7 +106,7 @@ def test_the_interval_holds_the_true_rate_in_nineteen_of_twenty_simulated_search
 
 @pytest.mark.long
 @pytest.mark.parametrize("curve", CURVES, ids=CURVE_NAMES)
-@pytest.mark.parametrize(("effect", "least"), [(0.03, 0.95), (0.1, 0.9)])
+@pytest.mark.parametrize(("effect", "least"), [(0.03, 0.95), (0.1, 0.85)])
 def test_the_interval_holds_the_true_rate_in_a_thousand_simulated_searches(curve: Curve, effect: float, least: float):
     check_interval(curve, effect, least, LONG_RUNS)
 
