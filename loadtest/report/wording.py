@@ -14,7 +14,7 @@ from ridgeline.loadtest.statistics.looks import ALPHA, LEAST_PAIRS
 from ridgeline.loadtest.statistics.outcome import Conclusion, Secondary, Side
 from ridgeline.loadtest.statistics.paired_tests import Estimate
 from ridgeline.loadtest.statistics.pairs import Latency
-from ridgeline.loadtest.statistics.rate_verdict import ALIKE, Verdict
+from ridgeline.loadtest.statistics.rate_verdict import ALIKE, RateVerdict
 
 NAMES: Final[dict[Latency, str]] = {
     "ttft": "TTFT",
@@ -156,7 +156,7 @@ def _ms(value_s: float) -> str:
 def say_rates(
     labels: Mapping[str, str],
     held: Mapping[str, MaxGoodputRate],
-    verdict: Verdict | None,
+    verdict: RateVerdict | None,
     took_s: float,
     pauses_s: Mapping[str, float],
 ) -> list[str]:
@@ -190,7 +190,7 @@ def _rate_text(found: MaxGoodputRate, unit: str = "") -> str:
 
 
 def _verdict_text(
-    labels: Mapping[str, str], held: Mapping[str, MaxGoodputRate], verdict: Verdict, took_s: float
+    labels: Mapping[str, str], held: Mapping[str, MaxGoodputRate], verdict: RateVerdict, took_s: float
 ) -> str:
     """Name the variant that holds most, with the evidence, or say that it cannot be told yet."""
     outcomes = {one.outcome for one in held.values()}
@@ -213,7 +213,7 @@ def _verdict_text(
     return f"{leaders}{alike}, {verdict.evidence} evidence."
 
 
-def _more_time(verdict: Verdict, took_s: float) -> str:
+def _more_time(verdict: RateVerdict, took_s: float) -> str:
     if verdict.factor is None or verdict.factor > MOST_FACTOR:
         return f"To tell takes more than {MOST_FACTOR:g} times as long."
     minutes = math.ceil((verdict.factor - 1) * took_s / 60)

@@ -47,7 +47,7 @@ class Ratio(msgspec.Struct, frozen=True):
         return "strong" if self.probability >= STRONG else "some" if self.probability >= SOME else "none"
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class RateVerdict(msgspec.Struct, frozen=True):
     """What the rates of all variants say together."""
 
     leader: str
@@ -73,7 +73,7 @@ class Verdict(msgspec.Struct, frozen=True):
         return min(self.behind.values(), key=order.index, default="strong")
 
 
-def judge_rates(curves: Mapping[str, AttainmentCurve]) -> Verdict:
+def judge_rates(curves: Mapping[str, AttainmentCurve]) -> RateVerdict:
     """Compare the maximum goodput rates of two variants or more."""
     drawn = {name: curve.draws(place) for place, (name, curve) in enumerate(curves.items())}
     leader = max(drawn, key=lambda name: float(np.median(drawn[name])))
@@ -81,7 +81,7 @@ def judge_rates(curves: Mapping[str, AttainmentCurve]) -> Verdict:
     alike = tuple(name for name, one in others.items() if one.is_alike)
     behind = {name: one.evidence for name, one in others.items() if not one.is_alike}
     factors = [_factor(drawn[leader], drawn[name]) for name, evidence in behind.items() if evidence == "none"]
-    return Verdict(
+    return RateVerdict(
         leader,
         alike,
         behind,

@@ -12,7 +12,7 @@ import pytest
 
 from ridgeline.loadtest.statistics.attainment_curve import AttainmentCurve, Round
 from ridgeline.loadtest.statistics.next_rate import Bounds, curves_of, next_rate
-from ridgeline.loadtest.statistics.rate_verdict import Verdict, judge_rates
+from ridgeline.loadtest.statistics.rate_verdict import RateVerdict, judge_rates
 
 Curve = Callable[[float], float]
 BOUNDS = Bounds(most_pairs=12)
@@ -66,7 +66,7 @@ def _true_rate(curve: Curve, effect: float) -> float:
     return low
 
 
-def _verdicts(curves: Mapping[str, Curve], runs: int) -> list[Verdict]:
+def _verdicts(curves: Mapping[str, Curve], runs: int) -> list[RateVerdict]:
     return [
         judge_rates(curves_of(_searched(seed, curves, (0.8, 1.6, 2.4)[seed % 3]), BOUNDS.attainment))
         for seed in range(runs)
