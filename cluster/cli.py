@@ -509,7 +509,7 @@ def compare(
     config: ConfigOption = None,
     settings: SetOption = None,
 ) -> None:
-    """Compare two modes, or a mode and another server, on the same requests in pairs of rounds."""
+    """Compare all modes, and another server, over rates; or two of these at one rate, in pairs of rounds."""
     from ridgeline.cluster.commands.loadtest import compare_command, refusals, refusals_of_grid, resume_command
 
     if resume is not None and out is None:

@@ -1,4 +1,4 @@
-"""Compare two modes, then read the result as a data frame with a row per request.
+"""Compare all modes over rates, then read the result as a data frame with a row per request.
 
     python examples/compare_modes.py --out runs/example            # starts engines; about five minutes
     python examples/compare_modes.py --read runs/example           # only reads what is there
@@ -23,7 +23,7 @@ RIDGELINE = Path(sys.executable).parent / "ridgeline"
 def compare(out: Path, options: list[str]) -> None:
     """Run `ridgeline compare` as a shell would; `options` replace or add to its own."""
     command = [str(RIDGELINE), "compare", "-c", "deploy/local.yaml", "--out", str(out.resolve())]
-    auto = ["--trace", "demo", "--length-scale", "0.5", "--rate", "auto", "--slo", "auto", "--budget-s", "240"]
+    auto = ["--trace", "demo", "--length-scale", "0.5", "--slo", "auto", "--budget-s", "285"]
     subprocess.run([*command, *(options or auto)], cwd=ROOT, check=True)
 
 
@@ -32,11 +32,11 @@ def requests_of(run: Path) -> pl.DataFrame:
     return pl.read_parquet(run / "records.parquet").filter("valid")
 
 
-def by_mode(requests: pl.DataFrame) -> pl.DataFrame:
-    """Return what each mode did: its requests, the share within the SLOs, medians of those that finished."""
+def by_rate_and_mode(requests: pl.DataFrame) -> pl.DataFrame:
+    """Return what each mode did at each rate: the share within the SLOs, medians of the requests that finished."""
     finished = pl.col("error").is_null()
     return (
-        requests.group_by("mode")
+        requests.group_by(pl.col("rate").round_sig_figs(3), "mode")
         .agg(
             requests=pl.len(),
             failed=(~finished).sum(),
@@ -45,12 +45,12 @@ def by_mode(requests: pl.DataFrame) -> pl.DataFrame:
             median_tpot_ms=1e3 * pl.col("tpot_s").filter(finished).median(),
             largest_itl_ms=1e3 * pl.col("itls_s").filter(finished).list.max().max(),
         )
-        .sort("mode")
+        .sort("rate", "mode")
     )
 
 
 def main() -> None:
-    """Compare unless told only to read, and print the figures of each mode and the outcome."""
+    """Compare unless told only to read, and print the figures of each mode at each rate, and the outcome."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/example"), help="a folder that does not exist yet")
     parser.add_argument("--read", type=Path, help="the folder of a finished run")
@@ -59,11 +59,10 @@ def main() -> None:
         compare(options.out, for_compare)
     run = options.read or options.out
 
-    for row in by_mode(requests_of(run)).iter_rows(named=True):
-        medians = "median TTFT {median_ttft_s:.3f} s, TPOT {median_tpot_ms:.1f} ms".format(**row)
-        print("{mode}: {requests} requests, {met_slos:.0%} within the SLOs, {failed} failed".format(**row))
-        print(f"  {medians}; largest ITL {row['largest_itl_ms']:.1f} ms")
-    print(json.loads((run / "summary.json").read_text())["outcome"]["sentence"])
+    with pl.Config(tbl_rows=-1, tbl_cols=-1, float_precision=3, tbl_hide_dataframe_shape=True, tbl_width_chars=140):
+        print(by_rate_and_mode(requests_of(run)))
+    summary = json.loads((run / "summary.json").read_text())
+    print(summary["rates"]["sentences"][0] if "rates" in summary else summary["outcome"]["sentence"])
 
 
 if __name__ == "__main__":

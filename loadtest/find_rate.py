@@ -1,8 +1,8 @@
 """Measures variants over rates, and finds the highest one at which a share of requests meets the SLOs in each.
 
-All rounds take about as long, so that a queue has time to grow at any rate. A request that has taken twice as long as
-its limits allow is given up, so a round beyond what a variant can hold ends soon; its requests are gone from the server
-before the next round begins.
+All rounds take about as long, as far as the trace has requests, so that a queue has time to grow at any rate. A request
+that has taken twice as long as its limits allow is given up, so a round beyond what a variant can hold ends soon; its
+requests are gone from the server before the next round begins.
 """
 
 import dataclasses
@@ -21,6 +21,7 @@ from ridgeline.loadtest.preparation import Prepared, prepare, prepared_before
 from ridgeline.loadtest.report.rates import summarise_rates
 from ridgeline.loadtest.report.rates_page import print_rates, write_rate_report
 from ridgeline.loadtest.report.record_table import write_record_table
+from ridgeline.loadtest.report.rounds import Interruption, interruptions_summary
 from ridgeline.loadtest.run.calibration import LEAST_REQUESTS, Workers
 from ridgeline.loadtest.run.replay import ReplayResult
 from ridgeline.loadtest.run_folder import (
@@ -73,6 +74,12 @@ async def find_rate(
         raise ServerError("all requests of this trace arrive at once, so there is no rate to start from: give --rate")
     deadline_s = bounded_deadline_s(prepared)
     console.print(f"a request is given up after {deadline_s:.3g} s", highlight=False)
+    ttft_s, tpot_s, _ = prepared.plan.slos.in_seconds()
+    if (longest_s := ttft_s + tpot_s * prepared.traces.longest_output_tokens) > deadline_s:
+        note = (
+            f"the longest answer may take {longest_s:.3g} s within the SLOs: give --deadline-s, or it counts as missed"
+        )
+        console.print(f"warning: {note}", style="yellow", highlight=False)
     prepared = dataclasses.replace(prepared, plan=prepared.plan.model_copy(update={"deadline_s": deadline_s}))
     folder.start(prepared.settled(plan, folder.setup))
     runner = new_runner(
@@ -85,11 +92,13 @@ async def resume_rates(
     variants: Sequence[Variant], past: Past, console: Console, *, is_alone: bool = True, began_s: float | None = None
 ) -> FoundRates:
     """Go on with an interrupted search after its valid rounds; the parameters are those of `compare.resume`."""
-    runner, folder, _ = taken_up(variants, past, console, is_alone=is_alone, began_s=began_s)
-    return await _to_the_end(prepared_before(past), runner, folder)
+    runner, folder, interruption = taken_up(variants, past, console, is_alone=is_alone, began_s=began_s)
+    return await _to_the_end(prepared_before(past), runner, folder, (*past.interruptions, interruption))
 
 
-async def _to_the_end(prepared: Prepared, runner: RoundRunner, folder: RunFolder) -> FoundRates:
+async def _to_the_end(
+    prepared: Prepared, runner: RoundRunner, folder: RunFolder, interruptions: tuple[Interruption, ...] = ()
+) -> FoundRates:
     pairs = _Pairs(prepared, runner)
     with saying_how_to_go_on(folder.path, runner.console):
         found = await pairs.search()
@@ -99,14 +108,14 @@ async def _to_the_end(prepared: Prepared, runner: RoundRunner, folder: RunFolder
     summary = summarise_rates(
         found,
         pairs.rates,
-        runner.rounds,
+        [each for each in runner.rounds if each.pair < len(pairs.rates)],
         runner.labels,
         runner.plan,
         prepared.load,
         devices,
         time.monotonic() - runner.began_s,
     )
-    summary["setup"] = dict(folder.setup)
+    summary |= {"setup": dict(folder.setup), "interruptions": interruptions_summary(interruptions)}
     (folder.path / SUMMARY).write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
     report = write_rate_report(folder.path / REPORT, summary)
     write_record_table(folder.path / RECORD_TABLE, folder.record_lines(), runner.rounds, runner.plan.slos)

@@ -66,6 +66,8 @@ class ReplayPlan(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
     renamed: ClassVar[Mapping[str, str]] = {}
     """The former name of each renamed field, with its name now."""
+    follow: ClassVar[frozenset[str]] = frozenset()
+    """Fields whose default follows from other options, see `completed`."""
 
     trace: str = "demo"
     """demo, a file of Azure, BurstGPT, Mooncake, Bailian, ShareGPT, WEKA, OpenTelemetry or sessions, or
@@ -194,6 +196,7 @@ class ComparePlan(ReplayPlan):
         "opponent_text_prompts": "baseline_text_prompts",
         "opponent_processes": "baseline_processes",
     }
+    follow: ClassVar[frozenset[str]] = frozenset({"variants", "find_rate"})
 
     variants: str = f"{COLOCATED},{DISAGGREGATED}"
     """the modes to compare, of colocated, disaggregated and adaptive, separated by commas: by default all three over

@@ -54,7 +54,8 @@ def _option(kind: type[ReplayPlan], name: str, former_name: str | None = None) -
     annotation: Any = str | None if field.annotation == NumberOrAuto else field.annotation
     metavar = "NUMBER|auto" if field.annotation == NumberOrAuto else None
     help_text = (field.description or "").replace("\n", " ")
-    option = typer.Option(help=help_text, metavar=metavar, hidden=former_name is not None)
+    shown = name not in kind.follow
+    option = typer.Option(help=help_text, metavar=metavar, hidden=former_name is not None, show_default=shown)
     return inspect.Parameter(
         former_name or name,
         inspect.Parameter.KEYWORD_ONLY,

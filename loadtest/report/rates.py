@@ -10,7 +10,7 @@ from ridgeline.loadtest.plan import ComparePlan, Slo
 from ridgeline.loadtest.report.pools import describe_pools, stage_seconds
 from ridgeline.loadtest.report.rounds import Round, VariantLabel
 from ridgeline.loadtest.report.summary import FORMULAS, SCHEMA, summarise
-from ridgeline.loadtest.report.wording import say_rates
+from ridgeline.loadtest.report.wording import Pauses, say_rates
 from ridgeline.loadtest.run.calibration import Load
 from ridgeline.loadtest.run.machine import describe_machine
 from ridgeline.loadtest.run.records import RequestRecord
@@ -67,24 +67,24 @@ def summarise_rates(
     traces = [each.result.trace for each in rounds if each.result is not None]
     output_tokens = [row.output_tokens for trace in traces for row in trace.rows]
     mean_output_tokens = sum(output_tokens) / len(output_tokens)
+    held = {side: curves[side].max_goodput_rate() for side in labels}
     variants = {}
     for side, label in labels.items():
         of_side = [each for each in rounds if each.side == side]
         variants[side] = {
             "label": label,
-            **_rate_figures(curves[side].max_goodput_rate(), devices[side], mean_output_tokens, plan.price_per_hour),
+            **_rate_figures(held[side], devices[side], mean_output_tokens, plan.price_per_hour),
             "curve": _curve(curves[side], curves.values()),
             "points": _points(of_side, rates, plan.slos),
             **_pools(of_side),
         }
     names: dict[str, str] = {str(side): label for side, label in labels.items()}
-    held = {side: curves[side].max_goodput_rate() for side in names}
-    pauses_s = _longest_pauses_s(rounds, rates, names, held)
+    of_names: dict[str, MaxGoodputRate] = {str(side): one for side, one in held.items()}
     return {
         "schema": SCHEMA,
         "rates": {
             "attainment": plan.attainment,
-            "sentences": say_rates(names, held, verdict, took_s, pauses_s),
+            "sentences": say_rates(names, of_names, verdict, took_s, _pauses(rounds, rates, held)),
             "verdict": None if verdict is None else msgspec.to_builtins(verdict) | {"evidence": verdict.evidence},
             "variants": variants,
             "map": _map(rates, rounds, labels, plan, load, devices),
@@ -142,18 +142,20 @@ def _pools(of_side: Sequence[Round]) -> dict[str, Any]:
     }
 
 
-def _longest_pauses_s(
-    rounds: Sequence[Round], rates: Sequence[float], labels: Mapping[str, str], held: Mapping[str, MaxGoodputRate]
-) -> dict[str, float]:
-    """Return the longest gap between two tokens of one answer in each variant, at rates that all variants hold."""
-    limit = min((one.rate for one in held.values() if one.rate is not None), default=0.0)
-    found: dict[str, float] = {}
+def _pauses(rounds: Sequence[Round], rates: Sequence[float], held: Mapping[Side, MaxGoodputRate]) -> Pauses | None:
+    """Return the longest pauses at the measured rates that all variants hold; None if there is no such rate."""
+    if len(held) < 2 or any(one.outcome == "below" for one in held.values()):
+        return None
+    limit = min((one.rate for one in held.values() if one.rate is not None), default=max(rates))
+    below = [rate for rate in rates if rate <= limit]
+    if not below:
+        return None
+    found = dict.fromkeys(held, 0.0)
     for each in rounds:
-        if each.is_kept and each.result is not None and rates[each.pair] <= max(limit, min(rates)):
-            label = labels[each.side]
+        if each.is_kept and each.result is not None and rates[each.pair] <= limit:
             gaps_s = [gap_s for one in each.result.records if one.ok and (gap_s := one.largest_gap_s) is not None]
-            found[label] = max([found.get(label, 0.0), *gaps_s])
-    return found
+            found[each.side] = max([found[each.side], *gaps_s])
+    return Pauses(max(below), {str(side): longest_s for side, longest_s in found.items()})
 
 
 def _map(

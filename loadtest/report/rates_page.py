@@ -209,18 +209,19 @@ def _setting(summary: Summary) -> str:
 
 def _warnings(summary: Summary) -> str:
     disturbed = sum(each["valid"] and bool(each["reasons"]) for each in summary["rates"]["rounds"])
-    warning = f"{disturbed} rounds were kept although they were disturbed, since their repeats were disturbed too"
+    warning = f"rounds kept although they were disturbed, since their repeats were disturbed too: {disturbed}"
     return f'<p class="warning">{html.escape(warning)}</p>' if disturbed else ""
 
 
 def _method(summary: Summary) -> list[str]:
     discarded = sum(not each["valid"] for each in summary["rates"]["rounds"])
     return [
-        "The rounds of a pair have the same requests at the same rate, in an order drawn at random; each pair has "
-        "requests of its own, and all rounds take about as long. "
+        "The rounds of a pair have the same arrivals and lengths, in an order drawn at random; no two rounds share a "
+        "prompt, and all take about as long, as far as the trace has requests. "
         f"Rounds that were discarded and repeated: {discarded}.",
-        "Rates grow or fall by half until each variant holds the share at one and misses it at another; later pairs "
-        "go to where the widest interval is. The widths of the intervals end a run, never which variant is ahead.",
+        "Rates grow or fall by a factor of 1.5 until each variant holds the share at one and misses it at another; "
+        "later pairs go to where the widest interval is. The widths of the intervals end a run, never which variant is "
+        "ahead.",
         "The maximum is that of rounds of this length: a queue that grows slowly is only seen by longer ones. "
         f"A request was given up after {summary['plan']['deadline_s']:.3g} s.",
         *(f"{sentence[0].upper()}{sentence[1:]}." for sentence in summary["load"]["sentences"]),

@@ -34,6 +34,13 @@ class GapTail(msgspec.Struct, frozen=True):
     largest_s: float
 
 
+class Pauses(msgspec.Struct, frozen=True):
+    """The longest gap between two tokens of one answer in each variant, in seconds, at rates up to `rate`."""
+
+    rate: float
+    longest_s: dict[str, float]
+
+
 class Words(msgspec.Struct, frozen=True):
     """The outcome in words; `tail` names the longest gaps between tokens, and is empty if there are none."""
 
@@ -158,29 +165,29 @@ def say_rates(
     held: Mapping[str, MaxGoodputRate],
     verdict: RateVerdict | None,
     took_s: float,
-    pauses_s: Mapping[str, float],
+    pauses: Pauses | None,
 ) -> list[str]:
     """Say which rate each variant holds and which one holds most, and the longest pause of a stream, a sentence each.
 
-    Variants are in the order of `labels`; `pauses_s` is by label.
+    Variants are in the order of `labels`.
     """
     first, *others = held
     rates = [f"{_upper(labels[first])} holds {_rate_text(held[first], ' requests/s')}"]
     rates += [f"{labels[name]} {_rate_text(held[name])}" for name in others]
     told = "." if verdict is None else f": {_verdict_text(labels, held, verdict, took_s)}"
     sentences = [", ".join(rates) + told]
-    if len(pauses_s) > 1:
-        longest = ", ".join(f"{label} {_ms(pauses_s[label])}" for label in labels.values() if label in pauses_s)
-        sentences.append(f"Longest pause of a stream at rates that all of them hold: {longest}.")
+    if pauses is not None:
+        longest = ", ".join(f"{labels[name]} {_ms(pause_s)}" for name, pause_s in pauses.longest_s.items())
+        sentences.append(f"Longest pause of a stream at up to {pauses.rate:.3g} requests/s: {longest}.")
     return sentences
 
 
 def _rate_text(found: MaxGoodputRate, unit: str = "") -> str:
+    if found.rate is None and found.low is None and found.high is None:
+        return "all rates measured" if found.outcome == "above" else "no rate measured"
     if found.low is None and found.high is None:
-        return {"above": "every rate measured", "below": "no rate measured"}.get(
-            found.outcome, f"{found.rate:.3g}{unit}"
-        )
-    if found.high is None:
+        ends = "interval open"
+    elif found.high is None:
         ends = f"at least {found.low:.3g}"
     elif found.low is None:
         ends = f"at most {found.high:.3g}"
@@ -195,28 +202,32 @@ def _verdict_text(
     """Name the variant that holds most, with the evidence, or say that it cannot be told yet."""
     outcomes = {one.outcome for one in held.values()}
     if outcomes == {"below"}:
-        return "out of reach, no rate was low enough for these SLOs."
-    if outcomes == {"above"}:
-        return "not told apart, no rate was high enough."
+        return "out of reach, no rate measured was low enough for these SLOs."
     leaders = _listed([labels[name] for name in (verdict.leader, *verdict.alike)], "and")
-    if not verdict.behind:
-        return f"no difference that matters, all within {ALIKE - 1:.0%}."
+    if not verdict.behind and outcomes == {"found"}:
+        return f"no difference that matters, all within {ALIKE - 1:.0%} of the highest."
     unclear = [name for name, evidence in verdict.behind.items() if evidence == "none"]
+    less = [name for name in verdict.behind if name not in unclear]
+    if outcomes == {"above"} or (unclear and held[verdict.leader].outcome == "above"):
+        unclear = unclear or [name for name in held if name != verdict.leader]
+        others = _listed([labels[name] for name in unclear], "and")
+        return f"{leaders} and {others} are not told apart, since no rate measured was high enough."
     if unclear:
-        others = _listed([labels[name] for name in unclear], "or")
+        others = _listed([labels[name] for name in unclear], "and")
         most = max(end for name in unclear for one in (verdict.over(name),) for end in (one.high, 1 / one.low))
+        behind = f" {_upper(_listed([labels[name] for name in less], 'and'))} holds less." if less else ""
         return (
-            f"cannot tell yet between {leaders} and {others}, which differ by x {most:.2f} at most. "
-            f"{_more_time(verdict, took_s)}"
+            f"cannot tell yet whether {leaders} holds more than {others}; they differ by x {most:.2f} at most."
+            f"{behind} {_more_time(verdict, took_s)}"
         )
-    alike = f" alike within {ALIKE - 1:.0%}" if verdict.alike else ""
+    alike = f", alike within {ALIKE - 1:.0%}" if verdict.alike else ""
     return f"{leaders}{alike}, {verdict.evidence} evidence."
 
 
 def _more_time(verdict: RateVerdict, took_s: float) -> str:
     if verdict.factor is None or verdict.factor > MOST_FACTOR:
-        return f"To tell takes more than {MOST_FACTOR:g} times as long."
-    minutes = math.ceil((verdict.factor - 1) * took_s / 60)
+        return f"To tell takes more than {MOST_FACTOR:g} times as long as this run."
+    minutes = max(1, math.ceil((verdict.factor - 1) * took_s / 60))
     return f"About {minutes} more {'minute' if minutes == 1 else 'minutes'} would tell."
 
 

@@ -217,9 +217,18 @@ def fit_budget(
         # These are planned in any case: rounds may be shorter than they were estimated, and the time ends them if not.
         pairs = min(plan.pairs, max(plan.planned_pairs, fitting))
     pair_s = schedule.pair_s(requests, load.rate)
+    round_s = (requests - 1) / load.rate
+    if plan.find_rate:
+        count = f"at most {plan.pairs}" if plan.budget_s is None else f"about {max(1, fitting)}"
+        notes.append(
+            f"{count} pairs of {schedule.rounds} rounds, each with arrivals for {round_s:.0f} s ({requests} requests "
+            f"at the first rate), about {minutes_text(pair_s)} a pair"
+        )
+        changes = {"limit": requests} if plan.budget_s is not None else {}
+        return plan.model_copy(update=changes), msgspec.structs.replace(load, notes=(*load.notes, *notes))
     notes.append(
         f"at most {pairs} {'pair' if pairs == 1 else 'pairs'} of rounds of {requests} requests, "
-        f"{(requests - 1) / load.rate:.0f} s each: about {minutes_text(pairs * pair_s)}"
+        f"{round_s:.0f} s each: about {minutes_text(pairs * pair_s)}"
     )
     if plan.budget_s is not None and fitting < plan.wanted_pairs <= plan.pairs:
         notes.append(

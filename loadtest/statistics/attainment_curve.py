@@ -26,7 +26,7 @@ Floats = npt.NDArray[np.float64]
 RATE_REACH: Final = 8.0
 """The rate may lie this many times above or below all that were measured."""
 RATES: Final = 240
-"""Points of the grid of rates: 3 % apart over a span of three doublings."""
+"""Points of the grid of rates: 3 % apart where the highest rate measured is ten times the lowest."""
 SLOPES: Final = np.geomspace(2.0, 64.0, 9)
 """Logits by which attainment falls while the rate grows by e: between a load that hurts slowly and a cliff."""
 LAPSES: Final = np.array([0.0, 0.2, 0.5, 0.8])
@@ -68,7 +68,7 @@ class Band(msgspec.Struct, frozen=True):
 class MaxGoodputRate(msgspec.Struct, frozen=True):
     """The maximum goodput rate of one variant, and the interval that holds it.
 
-    An end outside the measured rates is None: it is open. `rate` is None if the rate itself is.
+    An end that no measured rate bounds is None: it is open. `rate` is None outside the measured rates.
     """
 
     outcome: Literal["found", "above", "below"]
@@ -97,7 +97,8 @@ class AttainmentCurve:
     def _at(self, rate: float, table: Floats) -> Floats:
         """Look up a rate in a table whose last axis is the distance; that of the result is the highest rate."""
         distances = SLOPES[:, None] * (math.log(rate) - self._log_rates)
-        places = np.searchsorted(DISTANCES, distances).clip(0, len(DISTANCES) - 1)
+        nearest = np.rint((distances - DISTANCES[0]) / (DISTANCES[1] - DISTANCES[0])).astype(np.intp)
+        places = nearest.clip(0, len(DISTANCES) - 1)
         return np.take_along_axis(table, places[:, None, None, :], axis=3)
 
     def rate_quantile(self, level: float) -> float:
@@ -120,8 +121,8 @@ class AttainmentCurve:
         return MaxGoodputRate(
             outcome,
             rate if outcome == "found" else None,
-            low if low >= self.lowest_rate else None,
-            high if high <= self.highest_rate else None,
+            min(low, self.highest_rate) if low >= self.lowest_rate else None,
+            max(high, self.lowest_rate) if high <= self.highest_rate else None,
         )
 
     def band(self, rate: float) -> Band:
@@ -166,7 +167,7 @@ def _log_shares(attainment: float) -> tuple[Floats, Floats]:
     return np.log(shares), np.log1p(-shares)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)  # 300 kB each
 def _log_likelihoods(met: int, total: int, attainment: float) -> Floats:
     """Return the likelihood of a round's count; by slope, scatter, lapse and distance."""
     (logs, logs_of_rest), weights = _log_shares(attainment), _shares(attainment)[1]

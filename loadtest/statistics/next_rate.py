@@ -1,8 +1,8 @@
 """Chooses the next rate at which all variants are measured, to find the maximum goodput rate of each.
 
-The first rates grow or fall by half until every variant's maximum lies between two of them. Later ones go where the
-widest interval is, once into its lower part and once into its upper. What ends a search are the widths of the intervals
-and never which variant is ahead, so looking after every pair makes no wrong answer more likely.
+The first rates grow or fall by a factor of 1.5 until every variant's maximum lies between two of them. Later ones go
+where the widest interval is, once into its lower part and once into its upper. What ends a search are the widths of the
+intervals and never which variant is ahead, so looking after every pair makes no wrong answer more likely.
 """
 
 import math
@@ -14,7 +14,8 @@ import msgspec
 from ridgeline.loadtest.statistics.attainment_curve import AttainmentCurve, MaxGoodputRate, Round
 
 GROWTH: Final = 1.5
-"""Between rates until all maxima are bracketed: a round of twice the rate that is held takes twice as long to end."""
+"""Between rates until all maxima are bracketed. A smaller one takes more rounds, a larger one longer ones: at twice the
+rate that is held, a round ends after twice the time."""
 LOWER_PART: Final = 0.3
 UPPER_PART: Final = 0.7
 """Of a posterior; at the maximum itself a round says least of the slope."""

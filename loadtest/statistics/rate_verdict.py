@@ -57,7 +57,7 @@ class RateVerdict(msgspec.Struct, frozen=True):
     behind: dict[str, Evidence]
     """The others, and the evidence that they hold less; none: it cannot be told."""
     factor: float | None
-    """The part of the time so far, 1 or more, with which it could be told; None if it can."""
+    """How many times as long it takes until it can be told, 1 or more; None if it can."""
     ratios: dict[str, Ratio]
     """Of each two variants, by "b / a"."""
 

@@ -144,7 +144,7 @@ async def test_three_variants_have_a_rate_each_and_a_ratio_of_each_two(searched)
     for sentence in rates["sentences"]:
         assert sentence in terminal
         assert sentence in page
-    assert "The rounds of a pair have the same requests" in page
+    assert "The rounds of a pair have the same arrivals and lengths" in page
     assert schema_problems(result.summary) == []
 
 
@@ -273,3 +273,28 @@ def test_an_attainment_without_a_search_is_refused():
 def test_without_a_rate_a_search_measures_its_first_one():
     assert ComparePlan(find_rate=True).of_search().rate == "auto"
     assert PLAN.of_search().rate == 1.0
+
+
+@pytest.mark.parametrize("knee", [0.01, 1.6, 100.0])
+async def test_a_run_of_a_single_pair_tells_what_little_it_knows(searched, monkeypatch, knee):
+    monkeypatch.setattr(module, "MOST_PAIRS_OF_A_SEARCH", 1)
+    monkeypatch.setitem(KNEES, "a", knee)
+    result, terminal = await searched(_Arm("colocated", 2), _Arm("disaggregated", 2))
+    assert result.summary["rates"]["sentences"][0] in terminal
+    assert len(result.summary["rates"]["rounds"]) == 2
+    assert schema_problems(json.loads(json.dumps(result.summary))) == []
+
+
+async def test_slos_that_no_variant_meets_are_said_to_be_out_of_reach(searched, monkeypatch):
+    for side in KNEES:
+        monkeypatch.setitem(KNEES, side, 1e-6)
+    result, _ = await searched(_Arm("colocated", 2), _Arm("disaggregated", 2))
+    assert result.summary["rates"]["sentences"][0].endswith("no rate measured was low enough for these SLOs.")
+    assert len(result.summary["rates"]["sentences"]) == 1, "no pause is told of rates that nobody holds"
+
+
+async def test_variants_that_hold_every_rate_are_not_told_apart(searched, monkeypatch):
+    for side in KNEES:
+        monkeypatch.setitem(KNEES, side, 1e6)
+    result, _ = await searched(_Arm("colocated", 2), _Arm("disaggregated", 2))
+    assert "are not told apart, since no rate measured was high enough" in result.summary["rates"]["sentences"][0]
