@@ -122,7 +122,7 @@ async def test_a_comparison_over_rates_that_was_stopped_goes_on_with_the_same_ra
     behaviour = Behaviour(ttft_s=0.05, tpot_s=0.005, mode="colocated")
     folder = tmp_path / "run"
     fields = {name: value for name, value in PLAN.items() if name != "pairs"}
-    plan = ComparePlan(**fields, find_rate=True, rate=20)
+    plan = ComparePlan(**fields | {"slo_tpot_ms": 200_000}, find_rate=True, rate=20)
     with running(behaviour) as url:
         variants = _Arm(url), _Arm(url)
         behaviour.faults = dict.fromkeys(range(2 * REQUESTS + 2, 3 * REQUESTS), "hang")
