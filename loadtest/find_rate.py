@@ -102,8 +102,6 @@ async def _to_the_end(
     pairs = _Pairs(prepared, runner)
     with saying_how_to_go_on(folder.path, runner.console):
         found = await pairs.search()
-    if not found:
-        raise ServerError("no pair of rounds was finished, so no rate was found: give a larger --budget-s")
     devices = {side: variant.devices for side, variant in runner.variants.items()}
     summary = summarise_rates(
         found,
@@ -183,8 +181,8 @@ class _Pairs:
     def _is_over(self) -> bool:
         """Return whether another round of every variant, as long as the longest, would end after the budget."""
         budget_s = self.prepared.plan.budget_s
-        if budget_s is None or self.runner.has_begun(len(self.rates)):
-            return False
+        if budget_s is None or not self.rates or self.runner.has_begun(len(self.rates)):
+            return False  # the first pair runs in any case
         next_s = len(self.runner.variants) * self.runner.longest_s
         return time.monotonic() - self.runner.began_s + next_s > budget_s
 
