@@ -209,9 +209,9 @@ def _verdict_text(
     unclear = [name for name, evidence in verdict.behind.items() if evidence == "none"]
     less = [name for name in verdict.behind if name not in unclear]
     if outcomes == {"above"} or (unclear and held[verdict.leader].outcome == "above"):
-        unclear = unclear or [name for name in held if name != verdict.leader]
-        others = _listed([labels[name] for name in unclear], "and")
-        return f"{leaders} and {others} are not told apart, since no rate measured was high enough."
+        unclear = unclear or [name for name in held if name not in (verdict.leader, *verdict.alike)]
+        together = _listed([labels[name] for name in (verdict.leader, *verdict.alike, *unclear)], "and")
+        return f"{together} are not told apart, since no rate measured was high enough."
     if unclear:
         others = _listed([labels[name] for name in unclear], "and")
         most = max(end for name in unclear for one in (verdict.over(name),) for end in (one.high, 1 / one.low))

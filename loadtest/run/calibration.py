@@ -219,9 +219,10 @@ def fit_budget(
     pair_s = schedule.pair_s(requests, load.rate)
     round_s = (requests - 1) / load.rate
     if plan.find_rate:
-        count = f"at most {plan.pairs}" if plan.budget_s is None else f"about {max(1, fitting)}"
+        count = plan.pairs if plan.budget_s is None else max(1, fitting)
         notes.append(
-            f"{count} pairs of {schedule.rounds} rounds, each with arrivals for {round_s:.0f} s ({requests} requests "
+            f"{'at most' if plan.budget_s is None else 'about'} {count} {'pair' if count == 1 else 'pairs'} of "
+            f"{schedule.rounds} rounds, each with arrivals for {round_s:.0f} s ({requests} requests "
             f"at the first rate), about {minutes_text(pair_s)} a pair"
         )
         changes = {"limit": requests} if plan.budget_s is not None else {}
