@@ -74,8 +74,7 @@ async def find_rate(
         raise ServerError("all requests of this trace arrive at once, so there is no rate to start from: give --rate")
     deadline_s = bounded_deadline_s(prepared)
     console.print(f"a request is given up after {deadline_s:.3g} s", highlight=False)
-    ttft_s, tpot_s, _ = prepared.plan.slos.in_seconds()
-    if (longest_s := ttft_s + tpot_s * prepared.traces.longest_output_tokens) > deadline_s:
+    if (longest_s := _longest_within_slos_s(prepared)) > deadline_s:
         note = (
             f"the longest answer may take {longest_s:.3g} s within the SLOs: give --deadline-s, or it counts as missed"
         )
@@ -123,9 +122,13 @@ async def _to_the_end(
 
 def bounded_deadline_s(prepared: Prepared) -> float:
     """Return the plan's deadline, or less if no request within its SLOs could take so long."""
-    plan = prepared.plan
-    ttft_s, tpot_s, _ = plan.slos.in_seconds()
-    return min(plan.deadline_s, GIVEN_UP_AFTER * (ttft_s + tpot_s * prepared.traces.longest_output_tokens))
+    return min(prepared.plan.deadline_s, GIVEN_UP_AFTER * _longest_within_slos_s(prepared))
+
+
+def _longest_within_slos_s(prepared: Prepared) -> float:
+    """Return how long the longest answer may take within its SLOs."""
+    ttft_s, tpot_s, _ = prepared.plan.slos.in_seconds()
+    return ttft_s + tpot_s * prepared.traces.longest_output_tokens
 
 
 @dataclass

@@ -199,8 +199,8 @@ class ComparePlan(ReplayPlan):
     follow: ClassVar[frozenset[str]] = frozenset({"variants", "find_rate"})
 
     variants: str = f"{COLOCATED},{DISAGGREGATED}"
-    """the modes to compare, of colocated, disaggregated and adaptive, separated by commas: by default all three over
-    rates, the first two at one rate; the same one twice is an A/A run; one at one rate is for a --baseline"""
+    """modes to compare, separated by commas; by default colocated,disaggregated,adaptive over rates, the first two of
+    them at one rate. One twice is an A/A run. Beside a --baseline, at one rate, give one"""
     pairs: Count = 16
     """most pairs of rounds; the result is looked at after 6, 9, 12, 16 and the last"""
     round_s: Positive = 60.0

@@ -27,7 +27,7 @@ from ridgeline.loadtest.variants import Devices
 RATE_FORMULAS = {
     "max_goodput_rate": "rate at which the share of requests within every SLO falls to the target: the median of the "
     "posterior of a mixed logistic curve of the logarithm of the rate (Agresti 2013, chapter 13), summed on a grid",
-    "interval of max_goodput_rate": "the central 95 % of that posterior; an end outside the measured rates is open",
+    "interval of max_goodput_rate": "the central 95 % of that posterior; an end that no measured rate bounds is open",
     "ratio": "the maximum goodput rate of one variant / another's: median and central 95 % of both posteriors",
     "evidence": "strong: one rate is the higher with a probability of 0.975 or more; some: 0.9 or more; no difference "
     "that matters: the ratio's interval lies within x 1/1.1 and x 1.1",

@@ -40,10 +40,7 @@ def curves_of(found: Mapping[str, Sequence[Round]], attainment: float) -> dict[s
 
 
 def next_rate(found: Mapping[str, Sequence[Round]], start_rate: float, bounds: Bounds) -> float | None:
-    """Return the rate to measure next; None if all is known well enough.
-
-    Upwards comes before downwards, since rounds of as many requests are the shorter, the higher the rate.
-    """
+    """Return the rate to measure next, upwards before downwards; None if all is known well enough."""
     curves = curves_of(found, bounds.attainment)
     rates = {variant: curve.max_goodput_rate() for variant, curve in curves.items()}
     highest = max(curve.highest_rate for curve in curves.values())
@@ -52,11 +49,11 @@ def next_rate(found: Mapping[str, Sequence[Round]], start_rate: float, bounds: B
         return _three_digits(highest * GROWTH)
     if any(one.outcome == "below" for one in rates.values()) and lowest / GROWTH >= start_rate / bounds.reach:
         return _three_digits(lowest / GROWTH)
-    wide = {variant: width for variant, one in rates.items() if (width := _width(one)) > 1 + bounds.precision}
-    if not wide and (max(map(len, found.values())) >= bounds.least_pairs or not any(map(_width, rates.values()))):
-        return None
-    widths = wide or {variant: _width(one) for variant, one in rates.items()}
+    widths = {variant: _width(one) for variant, one in rates.items()}
     widest = max(widths, key=widths.__getitem__)
+    is_settled = widths[widest] <= 1 + bounds.precision and len(found[widest]) >= bounds.least_pairs
+    if is_settled or not widths[widest]:
+        return None
     part = LOWER_PART if len(found[widest]) % 2 else UPPER_PART
     return _three_digits(min(highest * GROWTH, max(lowest / GROWTH, curves[widest].rate_quantile(part))))
 

@@ -172,7 +172,7 @@ def _outcome_rates(found: Mapping[str, Sequence[Round]]) -> float | None:
     return next_rate(found, 1.0, Bounds())
 
 
-def test_upwards_comes_before_downwards_since_rounds_at_a_high_rate_are_short():
+def test_upwards_comes_before_downwards():
     missed, held = [Round(1.0, 5, 60)] * 2, [Round(1.0, 60, 60)] * 2
     assert _outcome_rates({"a": missed, "b": held}) == 1.5
     assert _outcome_rates({"a": missed, "b": missed}) == 0.667
