@@ -534,8 +534,8 @@ def compare(
 def report(
     folders: Annotated[list[Path], typer.Argument(help="one run, or two to see them side by side", metavar="DIR...")],
     export: Annotated[
-        Literal["vllm-bench"] | None,
-        typer.Option(help="instead, write each valid round to DIR/FORMAT as that load generator writes its results"),
+        Literal["vllm-bench", "guidellm"] | None,
+        typer.Option(help="instead, write the valid rounds to DIR/FORMAT as that load generator writes its results"),
     ] = None,
 ) -> None:
     """Write report.html of a finished comparison again, show two side by side, or export the rounds of one."""

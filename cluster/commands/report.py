@@ -18,7 +18,9 @@ def report(folders: list[Path], console: Console, export: ExportFormat | None = 
         if others:
             raise LoadTestError(f"--export writes the rounds of one run: give one folder, not {len(folders)}")
         paths = export_rounds(first, export)
-        console.print(f"wrote {len(paths)} valid rounds to {first / export}", highlight=False, markup=False)
+        console.print(
+            f"wrote the valid rounds to {len(paths)} files in {first / export}", highlight=False, markup=False
+        )
         return
     if not others:
         console.print(f"wrote {report_again(first, console)}", highlight=False, markup=False)

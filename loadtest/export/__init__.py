@@ -1,5 +1,7 @@
 """Rounds in the formats of other load generators.
 
-vllm_bench.py    a round as the JSON of `vllm bench serve --save-detailed`
-saved_export.py  writes the rounds of a finished run in such a format
+round_head.py       what an exported round says of its run
+vllm_bench.py       a round as the JSON of `vllm bench serve --save-detailed`
+guidellm_report.py  all rounds of a variant as GuideLLM's benchmarks.json, written by GuideLLM's own classes
+saved_export.py     writes the rounds of a finished run in such a format
 """
