@@ -34,8 +34,8 @@ from ridgeline.loadtest.run_folder import (
     new_folder,
     saying_how_to_go_on,
 )
-from ridgeline.loadtest.statistics.attainment_curve import Round
-from ridgeline.loadtest.statistics.next_rate import Bounds, next_rate
+from ridgeline.loadtest.statistics.attainment_curve import RoundCount
+from ridgeline.loadtest.statistics.next_rate import SearchBounds, next_rate
 from ridgeline.loadtest.valid_rounds import RoundRunner, new_runner, taken_up
 from ridgeline.loadtest.variants import Variant
 
@@ -140,15 +140,15 @@ class _Pairs:
     rates: list[float] = field(default_factory=list)
     """The rate of each pair."""
 
-    async def search(self) -> dict[str, list[Round]]:
+    async def search(self) -> dict[str, list[RoundCount]]:
         """Measure rates until every interval is as narrow as asked for, or pairs or time are used up.
 
         After an interruption the same pairs come first, and those that were valid are not run again.
         """
         start_rate = self.prepared.load.rate
         assert start_rate is not None, "checked before the first round"
-        bounds = Bounds(attainment=self.prepared.plan.attainment, most_pairs=MOST_PAIRS_OF_A_SEARCH)
-        found: dict[str, list[Round]] = {}
+        bounds = SearchBounds(attainment=self.prepared.plan.attainment, most_pairs=MOST_PAIRS_OF_A_SEARCH)
+        found: dict[str, list[RoundCount]] = {}
         rate: float | None = start_rate
         while rate is not None and len(self.rates) < bounds.most_pairs and not self._is_over():
             for side, one in (await self._measure(rate)).items():
@@ -156,7 +156,7 @@ class _Pairs:
             rate = next_rate(found, start_rate, bounds)
         return found
 
-    async def _measure(self, rate: float) -> dict[str, Round]:
+    async def _measure(self, rate: float) -> dict[str, RoundCount]:
         """Run a pair at this rate, with requests of its own, and count those that met the SLOs."""
         pair = len(self.rates)
         trace = self.prepared.traces.at_rate(pair, rate, self._requests_at(rate))
@@ -189,6 +189,6 @@ class _Pairs:
         next_s = len(self.runner.variants) * self.runner.longest_s
         return time.monotonic() - self.runner.began_s + next_s > budget_s
 
-    def _counted(self, rate: float, result: ReplayResult) -> Round:
+    def _counted(self, rate: float, result: ReplayResult) -> RoundCount:
         limits = self.prepared.plan.slos.in_seconds()
-        return Round(rate, sum(record.meets(*limits) for record in result.records), len(result.records))
+        return RoundCount(rate, sum(record.meets(*limits) for record in result.records), len(result.records))

@@ -22,7 +22,7 @@ import numpy as np
 from ridgeline.loadtest.plan import Slo
 from ridgeline.loadtest.run.records import RequestRecord
 from ridgeline.loadtest.run.unloaded import Unloaded
-from ridgeline.loadtest.statistics.attainment_curve import AttainmentCurve, MaxGoodputRate, Round
+from ridgeline.loadtest.statistics.attainment_curve import AttainmentCurve, MaxGoodputRate, RoundCount
 from ridgeline.loadtest.statistics.outcome import Conclusion
 from ridgeline.loadtest.statistics.pairs import PairDifference, attainment_difference
 from ridgeline.loadtest.statistics.rate_verdict import judge_rates
@@ -44,7 +44,7 @@ Judge = Callable[[Sequence[PairDifference]], Conclusion]
 """What concludes from the pairs of two variants; the comparison's own at its last look."""
 
 
-class Grid(msgspec.Struct, frozen=True):
+class SloGrid(msgspec.Struct, frozen=True):
     """The SLOs of a map, ascending."""
 
     ttft_ms: tuple[float, ...]
@@ -87,7 +87,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 class SloMap(msgspec.Struct, frozen=True):
     """All cells, by TTFT and then by TPOT; `winner_map`, or `rates.map`, in summary.json."""
 
-    grid: Grid
+    grid: SloGrid
     cells: tuple[Cell, ...]
     sentence: str
     unit: str = "share"
@@ -95,7 +95,7 @@ class SloMap(msgspec.Struct, frozen=True):
     """The lowest and the highest rate of each variant, in a rate map."""
 
 
-def grid_of(pairs: Sequence[PairRecords], unloaded: Unloaded | None, slo: Slo) -> Grid | None:
+def grid_of(pairs: Sequence[PairRecords], unloaded: Unloaded | None, slo: Slo) -> SloGrid | None:
     """Return multiples of the unloaded figures, else quantiles of what was measured, with the plan's own SLOs added.
 
     None if nothing says what SLOs make sense.
@@ -112,7 +112,7 @@ def grid_of(pairs: Sequence[PairRecords], unloaded: Unloaded | None, slo: Slo) -
             return None
         ttfts_ms, tpots_ms = np.quantile(ttfts, QUANTILES).tolist(), np.quantile(tpots, QUANTILES).tolist()
         source = "quantiles of what was measured in all variants, and the SLOs of this run"
-    return Grid(_rounded(ttfts_ms, slo.ttft_ms), _rounded(tpots_ms, slo.tpot_ms), source, slo.gap_ms)
+    return SloGrid(_rounded(ttfts_ms, slo.ttft_ms), _rounded(tpots_ms, slo.tpot_ms), source, slo.gap_ms)
 
 
 def _rounded(values_ms: Sequence[float], own_ms: float) -> tuple[float, ...]:
@@ -121,7 +121,7 @@ def _rounded(values_ms: Sequence[float], own_ms: float) -> tuple[float, ...]:
     return tuple(sorted({value for value in rounded if not math.isclose(value, own_ms, rel_tol=0.02)} | {own_ms}))
 
 
-def winner_map(pairs: Sequence[PairRecords], labels: Mapping[str, str], grid: Grid, judge: Judge) -> SloMap:
+def winner_map(pairs: Sequence[PairRecords], labels: Mapping[str, str], grid: SloGrid, judge: Judge) -> SloMap:
     """Judge every cell of the grid; `labels` name the variants for people."""
     variants = tuple(labels)
 
@@ -160,7 +160,7 @@ def winner_map(pairs: Sequence[PairRecords], labels: Mapping[str, str], grid: Gr
 def rate_map(
     rounds: Mapping[str, RoundsAtRates],
     labels: Mapping[str, str],
-    grid: Grid,
+    grid: SloGrid,
     attainment: float,
     deadline_s: float,
     unit: str,
@@ -177,7 +177,7 @@ def rate_map(
         curves = {
             name: AttainmentCurve(
                 [
-                    Round(rate, sum(one.meets(ttft_s, tpot_s, gap_s) for one in records), len(records))
+                    RoundCount(rate, sum(one.meets(ttft_s, tpot_s, gap_s) for one in records), len(records))
                     for rate, records in of_one
                 ],
                 attainment,

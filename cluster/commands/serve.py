@@ -21,7 +21,7 @@ from rich.table import Table
 
 from ridgeline.cluster.config.api_keys import open_to_all
 from ridgeline.cluster.config.models import RidgelineConfig
-from ridgeline.cluster.deployments.names import Held, Place
+from ridgeline.cluster.deployments.names import DeploymentFolder, HeldName
 from ridgeline.cluster.doctor import checks
 from ridgeline.cluster.doctor.gpus import halved
 from ridgeline.cluster.runtime.deployment import Deployment, deploy
@@ -74,12 +74,12 @@ async def serve(config: RidgelineConfig, console: Console, *, detached: bool = F
 
     Raises AlreadyRunning, Unfit, PlacementError, DeploymentFailed.
     """
-    with Place(config.name).held(detached=detached) as held:
+    with DeploymentFolder(config.name).held(detached=detached) as held:
         refuse_unfit_machine(config)
         await _serve(config, console, held)
 
 
-async def _serve(config: RidgelineConfig, console: Console, held: Held) -> None:
+async def _serve(config: RidgelineConfig, console: Console, held: HeldName) -> None:
     signals, ready = StopSignals(), asyncio.Event()
     async with ray_runtime(config) as ray_messages:
         console.print(f"[dim]what Ray itself says goes to {ray_messages}[/]", highlight=False)
@@ -111,7 +111,7 @@ def how_kv_goes(pairs: Sequence[KvPair]) -> list[str]:
 
 
 async def _run(
-    config: RidgelineConfig, console: Console, ready: asyncio.Event, signals: StopSignals, held: Held
+    config: RidgelineConfig, console: Console, ready: asyncio.Event, signals: StopSignals, held: HeldName
 ) -> None:
     async with started(config, console) as deployment:
         ready.set()

@@ -17,7 +17,7 @@ MOST_WORKERS = 1000
 TURN_OFF = "or set autoscale.mode to none"
 
 
-class Bounds(NamedTuple):
+class WorkerBounds(NamedTuple):
     """How few and how many workers a pool may be ordered to have."""
 
     min_workers: int
@@ -93,10 +93,10 @@ class AutoscaleConfig(Section):
         """Return what is said of each pool."""
         return {"prefill": self.prefill, "decode": self.decode, "colocated": self.colocated, "adaptive": self.adaptive}
 
-    def bounds(self) -> Mapping[Pool, Bounds]:
+    def bounds(self) -> Mapping[Pool, WorkerBounds]:
         """Return the bounds of the pools that may be changed."""
         return {
-            pool: Bounds(said.min_workers, said.max_workers)
+            pool: WorkerBounds(said.min_workers, said.max_workers)
             for pool, said in self.by_pool().items()
             if said.min_workers is not None and said.max_workers is not None
         }

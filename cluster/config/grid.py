@@ -21,7 +21,7 @@ MAY_CHANGE: dict[Mode, tuple[str, ...]] = {
 """What a candidate may override. Model, server, machines and keys are the same for both variants."""
 
 
-class Grid(BaseModel):
+class TuningGrid(BaseModel):
     """The content of the file; a mode that it leaves out runs as configured."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -108,12 +108,12 @@ def both_variants(colocated: CandidateConfig, disaggregated: CandidateConfig) ->
     )
 
 
-def _read(path: Path) -> Grid:
+def _read(path: Path) -> TuningGrid:
     root = read_yaml(path)
     if root is not None and (twice := list(_twice(root))):
         raise ConfigError([f"{path}:{line}: {name} is there already: remove one of them" for name, line in twice])
     try:
-        return Grid.model_validate({} if root is None else value_of(root) or {})
+        return TuningGrid.model_validate({} if root is None else value_of(root) or {})
     except yaml.YAMLError as error:
         raise ConfigError([invalid_yaml(path, error)]) from error
     except ValidationError as error:

@@ -13,7 +13,7 @@ import httpx
 from rich.console import Console
 from rich.table import Column, Table
 
-from ridgeline.cluster.deployments.names import AlreadyRunning, Place, State, running, taken
+from ridgeline.cluster.deployments.names import AlreadyRunning, DeploymentFolder, State, running, taken
 from ridgeline.cluster.runtime.environment import search_path
 
 LOOK_EVERY_S = 0.2
@@ -31,7 +31,7 @@ def detach(name: str, arguments: Sequence[str], console: Console) -> None:
 
     What it prints until then is printed here too. Raises AlreadyRunning, and NotRunning if it ends before it is ready.
     """
-    place = Place(name)
+    place = DeploymentFolder(name)
     if (state := place.state()) is not None:
         raise AlreadyRunning(taken(name, state))
     place.make_folder()
@@ -54,7 +54,7 @@ def detach(name: str, arguments: Sequence[str], console: Console) -> None:
         )
 
 
-def _until_ready(place: Place, process: subprocess.Popen[bytes], console: Console) -> None:
+def _until_ready(place: DeploymentFolder, process: subprocess.Popen[bytes], console: Console) -> None:
     with place.log.open() as lines:
         while True:
             ended, state = process.poll() is not None, place.state()
@@ -80,7 +80,7 @@ def status(console: Console) -> None:
     whole = (Column(title, no_wrap=True) for title in ("name", "state", "URL", "process"))
     table = Table(*whole, "since", Column("output", overflow="fold"))  # a path or URL that is cut off cannot be used
     for name, state in found.items():
-        output = str(Place(name).log) if state.detached else "its terminal"
+        output = str(DeploymentFolder(name).log) if state.detached else "its terminal"
         table.add_row(name, state.phase, state.url, str(state.pid), state.began, output)
     console.print(table)
     for name, state in found.items():
@@ -105,7 +105,7 @@ def stop(name: str, *, now: bool, console: Console) -> None:
 
     With `now` it does not wait for running requests.
     """
-    place, state = Place(name), _state_of(name)
+    place, state = DeploymentFolder(name), _state_of(name)
     began_s = said_s = time.monotonic()
     os.kill(state.pid, signal.SIGTERM)
     console.print(f"{name} (process {state.pid}) drains and ends", highlight=False)
@@ -126,7 +126,7 @@ def logs(name: str, *, follow: bool, console: Console) -> None:
 
     Raises NotRunning if there is nothing to print.
     """
-    place = Place(name)
+    place = DeploymentFolder(name)
     state = place.state()
     if state is not None and not state.detached:
         raise NotRunning(f"{name} was not detached: its output is in its terminal (process {state.pid})")
@@ -143,7 +143,7 @@ def logs(name: str, *, follow: bool, console: Console) -> None:
 
 
 def _state_of(name: str) -> State:
-    state = Place(name).state()
+    state = DeploymentFolder(name).state()
     if state is None:
         raise NotRunning(f"no deployment named {name!r} runs on this machine{_others()}")
     return state

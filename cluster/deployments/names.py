@@ -51,7 +51,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True)
-class Place:
+class DeploymentFolder:
     """The folder of one name."""
 
     name: str
@@ -78,13 +78,13 @@ class Place:
             ) from error
 
     @contextmanager
-    def held(self, *, detached: bool = False) -> Iterator[Held]:
+    def held(self, *, detached: bool = False) -> Iterator[HeldName]:
         """Hold the name while the block runs. Raises AlreadyRunning if another process holds it, or NoFolder."""
         self.make_folder()
         with (self.folder / _LOCK).open("a") as lock:
             self._take(lock)
             began = time.strftime("%Y-%m-%d %H:%M:%S %z")
-            held = Held(self.folder / _STATE, State(pid=os.getpid(), began=began, detached=detached))
+            held = HeldName(self.folder / _STATE, State(pid=os.getpid(), began=began, detached=detached))
             held.tell(phase="starting")
             try:
                 yield held
@@ -136,7 +136,7 @@ def taken(name: str, state: State | None) -> str:
     )
 
 
-class Held:
+class HeldName:
     """A name that this process holds."""
 
     def __init__(self, file: Path, state: State) -> None:
@@ -168,7 +168,7 @@ class Held:
 
 def running() -> dict[str, State]:
     """Return all deployments that run on this machine, by name."""
-    folder = Place("").folder
-    places = [Place(path.name) for path in sorted(folder.iterdir())] if folder.is_dir() else []
+    folder = DeploymentFolder("").folder
+    places = [DeploymentFolder(path.name) for path in sorted(folder.iterdir())] if folder.is_dir() else []
     states = {place.name: place.state() for place in places}
     return {name: state for name, state in states.items() if state is not None}

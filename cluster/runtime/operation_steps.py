@@ -31,7 +31,7 @@ more where the disk is slow, since it imports vLLM."""
 T = TypeVar("T")
 
 
-class Leader(Protocol):
+class LeadingRouter(Protocol):
     """The process that knows all workers' pools and states: the dispatcher, or the only router."""
 
     async def members(self, started_for: dict[str, Pool]) -> Members: ...
@@ -55,7 +55,7 @@ class OperationSteps:
 
     def __init__(
         self,
-        lead: Leader,
+        lead: LeadingRouter,
         supervisor: Supervisor,
         make_worker: Callable[[str, Pool], NewWorker],
         start_within_s: float,

@@ -48,7 +48,7 @@ DRAWS, SEED = 20_000, 1
 """With so many draws an end of an interval lies within half a percentile."""
 
 
-class Round(msgspec.Struct, frozen=True):
+class RoundCount(msgspec.Struct, frozen=True):
     """How many requests of a round met the SLOs, at which rate."""
 
     rate: float
@@ -80,7 +80,7 @@ class MaxGoodputRate(msgspec.Struct, frozen=True):
 class AttainmentCurve:
     """The posterior of one variant's curve. Needs one round at least."""
 
-    def __init__(self, rounds: Sequence[Round], attainment: float) -> None:
+    def __init__(self, rounds: Sequence[RoundCount], attainment: float) -> None:
         self.lowest_rate, self.highest_rate = min(one.rate for one in rounds), max(one.rate for one in rounds)
         self._attainment = attainment
         span = math.log(self.lowest_rate / RATE_REACH), math.log(self.highest_rate * RATE_REACH)

@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from ridgeline.loadtest.statistics.attainment_curve import AttainmentCurve, MaxGoodputRate, Round
+from ridgeline.loadtest.statistics.attainment_curve import AttainmentCurve, MaxGoodputRate, RoundCount
 
 GROWTH: Final = 1.5
 """Between rates until all maxima are bracketed. A smaller one takes more rounds, a larger one longer ones: at twice the
@@ -21,7 +21,7 @@ UPPER_PART: Final = 0.7
 """Of a posterior; at the maximum itself a round says least of the slope."""
 
 
-class Bounds(msgspec.Struct, frozen=True):
+class SearchBounds(msgspec.Struct, frozen=True):
     """What ends a search."""
 
     attainment: float = 0.9
@@ -34,12 +34,12 @@ class Bounds(msgspec.Struct, frozen=True):
     """Rates are at most so many times above or below the first one."""
 
 
-def curves_of(found: Mapping[str, Sequence[Round]], attainment: float) -> dict[str, AttainmentCurve]:
+def curves_of(found: Mapping[str, Sequence[RoundCount]], attainment: float) -> dict[str, AttainmentCurve]:
     """Return the curve of each variant."""
     return {variant: AttainmentCurve(rounds, attainment) for variant, rounds in found.items()}
 
 
-def next_rate(found: Mapping[str, Sequence[Round]], start_rate: float, bounds: Bounds) -> float | None:
+def next_rate(found: Mapping[str, Sequence[RoundCount]], start_rate: float, bounds: SearchBounds) -> float | None:
     """Return the rate to measure next, upwards before downwards; None if all is known well enough."""
     curves = curves_of(found, bounds.attainment)
     rates = {variant: curve.max_goodput_rate() for variant, curve in curves.items()}

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from ridgeline.cluster.deployments.names import Place
+from ridgeline.cluster.deployments.names import DeploymentFolder
 from ridgeline.cluster.runtime.service_process.launch import PRELOADED
 
 REPOSITORY = Path(__file__).parents[2]
@@ -159,7 +159,7 @@ def serving(
             family = serve.family()
             process.kill()
         process.wait(10)
-        shutil.rmtree(Place(name).folder, ignore_errors=True)
+        shutil.rmtree(DeploymentFolder(name).folder, ignore_errors=True)
         for member in family:
             if member.is_running():
                 member.kill()

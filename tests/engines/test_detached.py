@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 
-from ridgeline.cluster.deployments.names import Place
+from ridgeline.cluster.deployments.names import DeploymentFolder
 from tests.engines.serve_process import (
     GONE_WITHIN_S,
     REPOSITORY,
@@ -46,11 +46,11 @@ def name():
     """A deployment's name; nothing of it is left, whatever the test did."""
     chosen = f"test-{secrets.token_hex(4)}"
     yield chosen
-    if (state := Place(chosen).state()) is not None:
+    if (state := DeploymentFolder(chosen).state()) is not None:
         family = descendants(state.pid)
         for process in (psutil.Process(state.pid), *family):
             process.kill()
-    shutil.rmtree(Place(chosen).folder, ignore_errors=True)
+    shutil.rmtree(DeploymentFolder(chosen).folder, ignore_errors=True)
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_a_detached_deployment_serves_after_its_terminal_is_gone_and_is_ended_by
     assert detached.returncode == 0, detached.stdout + detached.stderr
     assert "ready: http://" in detached.stdout
 
-    state = Place(name).state()
+    state = DeploymentFolder(name).state()
     assert state is not None
     answer = httpx.post(f"{state.url}/v1/completions", json=body(5), timeout=60)
     assert answer.json()["usage"]["completion_tokens"] == 5

@@ -20,7 +20,7 @@ class NoAnswer(ServerError):
     """Nobody answered; the request may have been received."""
 
 
-class Refused(ServerError):
+class OperationRefused(ServerError):
     """The server has answered, and says why it does not do it."""
 
     def __init__(self, sentence: str, status: int) -> None:
@@ -60,9 +60,9 @@ async def ask(
         raise ServerError(f"{client.base_url} answers {path} with something else than JSON") from error
 
 
-def refusal(response: httpx.Response) -> Refused:
+def refusal(response: httpx.Response) -> OperationRefused:
     """Return the error that an answer tells of."""
-    return Refused(_sentence(response), response.status_code)
+    return OperationRefused(_sentence(response), response.status_code)
 
 
 def _sentence(response: httpx.Response) -> str:

@@ -11,7 +11,7 @@ import httpx
 from rich.console import Console
 from rich.markup import escape
 
-from ridgeline.cluster.commands.operators.client import NoAnswer, Refused, ask, operator_client
+from ridgeline.cluster.commands.operators.client import NoAnswer, OperationRefused, ask, operator_client
 from ridgeline.contracts.vocabulary import Pool
 from ridgeline.loadtest.errors import ServerError
 
@@ -107,12 +107,12 @@ async def _until_ended(client: httpx.AsyncClient, operation: str, told: int, con
 
 
 async def _progress(client: httpx.AsyncClient, operation: str) -> dict[str, Any] | None:
-    """Return how far the operation is; None while no router that knows it answers. Raises Refused."""
+    """Return how far the operation is; None while no router that knows it answers. Raises OperationRefused."""
     try:
         return await ask(client, "GET", f"/ridgeline/operations/{operation}")
     except NoAnswer:
         return None
-    except Refused as error:
+    except OperationRefused as error:
         if error.status != httpx.codes.NOT_FOUND:
             raise
         return None

@@ -20,7 +20,7 @@ from ridgeline.router.observe.fleet_use import FleetUse
 from ridgeline.router.observe.metrics import LimitedLatency, Within
 
 
-class Leader(Protocol):
+class FleetUseSource(Protocol):
     """The process that decides about all workers: the dispatcher, or the only router."""
 
     async def use(self) -> FleetUse: ...
@@ -51,7 +51,7 @@ class Autoscaler:
     def __init__(
         self,
         settings: AutoscaleConfig,
-        lead: Leader,
+        lead: FleetUseSource,
         routers: Sequence[CountingRouter],
         supervised: SupervisedWorkers,
         operations: OperationQueue,

@@ -46,7 +46,7 @@ class NotReached(DeploymentFailed):
     """The router could not connect to a worker in time."""
 
 
-class Refused(DeploymentFailed):
+class WorkerRefused(DeploymentFailed):
     """A worker cannot work together with the others, whichever router has it."""
 
 
@@ -62,7 +62,7 @@ _KINDS: dict[type[BaseException], type[DeploymentFailed]] = {
     NotServing: ActorGone,
     ServiceGone: ActorGone,
     WorkerLost: NotReached,
-    PairingRefused: Refused,
+    PairingRefused: WorkerRefused,
     CoresTaken: CoresBusy,
 }
 """What each exception of an actor becomes on this side."""

@@ -37,7 +37,7 @@ VLLM_SOCKETS = "VLLM_RPC_BASE_PATH"
 
 
 @dataclass(frozen=True)
-class Start:
+class ServiceStart:
     """The first message: what the process is to become."""
 
     service: str
@@ -91,7 +91,7 @@ class EndsWithParent:
 def run(sock: socket.socket) -> None:
     """Become the service that the first message asks for; never returns."""
     try:
-        start: Start = receive(sock)
+        start: ServiceStart = receive(sock)
         _take_over(start, socket.recv_fds(sock, 1, 2)[1])
         ends = EndsWithParent(sock)
         os.register_at_fork(before=ends.before, after_in_child=ends.after)
@@ -106,7 +106,7 @@ def run(sock: socket.socket) -> None:
         os._exit(CALLER_GONE)
 
 
-def _take_over(start: Start, log_files: Sequence[int]) -> None:
+def _take_over(start: ServiceStart, log_files: Sequence[int]) -> None:
     """Take the actor's environment, output and standing.
 
     OpenMP has read its variable already if torch was imported before.

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ridgeline.cluster.runtime.environment import search_path
 from ridgeline.cluster.runtime.service_process.calls import Collect, ServiceClient, ServiceGone, encode
-from ridgeline.cluster.runtime.service_process.child import Start
+from ridgeline.cluster.runtime.service_process.child import ServiceStart
 from ridgeline.cluster.socket_folders import own_folder
 
 PRELOADED = "RIDGELINE_PRELOADED"
@@ -56,7 +56,7 @@ async def _started(
 ) -> ServiceClient:
     environment = {name: value for name, value in os.environ.items() if name != PRELOADED}
     try:
-        sock.sendall(encode(Start(service, title, environment, os.nice(0), _oom_score_adj())))
+        sock.sendall(encode(ServiceStart(service, title, environment, os.nice(0), _oom_score_adj())))
         socket.send_fds(sock, [b"."], [1, 2])
         return await ServiceClient.open(sock, on_gone, collect)
     except BaseException:

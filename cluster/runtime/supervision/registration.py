@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Literal, Protocol
 
-from ridgeline.cluster.runtime.handles.actor import ActorGone, DeploymentFailed, NotReached, Refused
+from ridgeline.cluster.runtime.handles.actor import ActorGone, DeploymentFailed, NotReached, WorkerRefused
 from ridgeline.contracts.vocabulary import RestartReason
 
 RETRY_S = 0.5
@@ -65,7 +65,7 @@ class Registration:
         self._failures: dict[str, int] = {}
         self._errors: dict[str, DeploymentFailed] = {}
         """What each router said the last time that it failed."""
-        self._refusal: Refused | None = None
+        self._refusal: WorkerRefused | None = None
 
     @property
     def enough(self) -> bool:
@@ -75,7 +75,7 @@ class Registration:
         return {router.kind for router in routers} == kinds
 
     def check(self) -> None:
-        """Raise Refused if it cannot work with the others.
+        """Raise WorkerRefused if it cannot work with the others.
 
         Raise DeploymentFailed if every router that serves has failed to take it in, or has not reached it for too long.
         """
@@ -129,7 +129,7 @@ class Registration:
             self._errors[router.name] = error
             return False
         except DeploymentFailed as error:
-            if isinstance(error, Refused):
+            if isinstance(error, WorkerRefused):
                 self._refusal = error
             self._failures[router.name], self._errors[router.name] = MAX_REGISTRATIONS, error
             return False

@@ -9,7 +9,17 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from ridgeline.loadtest.errors import LoadTestError
-from ridgeline.loadtest.run.client.process import ClientLoad, Ended, Job, Ready, Sent, Start, Told, frame, read_frame
+from ridgeline.loadtest.run.client.process import (
+    Begin,
+    ClientLoad,
+    Job,
+    Ready,
+    RequestEnded,
+    Sent,
+    Told,
+    frame,
+    read_frame,
+)
 from ridgeline.loadtest.run.client.stream import Completion
 from ridgeline.loadtest.run.records import RequestRecord
 
@@ -40,13 +50,13 @@ class ClientProcess:
     async def run(self, on_sent: Callable[[int], None], on_record: Callable[[RequestRecord], None]) -> ClientLoad:
         """Start sending, and call back for everything that happens. Raises LoadTestError if the process dies."""
         with self._ending_told():
-            self._stdin.write(frame(Start()))
+            self._stdin.write(frame(Begin()))
             await self._stdin.drain()
         while True:
             match await self._next():
                 case Sent(requests):
                     on_sent(requests)
-                case Ended(record):
+                case RequestEnded(record):
                     on_record(record)
                 case ClientLoad() as load:
                     return load

@@ -2,7 +2,7 @@
 
 Alone in its process, it is delayed neither by a display nor by whatever else the command does, and its own load can be
 told: CPU share, delay of its event loop, events a second. Messages are length-prefixed msgpack: on standard input a
-Job, its Completions and a Start; on standard output Ready, then Sent and RequestRecords as they come, and ClientLoad
+Job, its Completions and a Begin; on standard output Ready, then Sent and RequestRecords as they come, and ClientLoad
 at the end. It ends as soon as its standard input does, so it never outlives the command.
 
 It imports neither numpy nor httpx, to start quickly.
@@ -41,7 +41,7 @@ class Job(msgspec.Struct, frozen=True, tag=True):
     """Further servers, which get the requests in turn with the first."""
 
 
-class Start(msgspec.Struct, frozen=True, tag=True):
+class Begin(msgspec.Struct, frozen=True, tag=True):
     """The time of the first request is now."""
 
 
@@ -55,7 +55,7 @@ class Sent(msgspec.Struct, frozen=True, tag=True):
     requests: int
 
 
-class Ended(msgspec.Struct, frozen=True, tag=True):
+class RequestEnded(msgspec.Struct, frozen=True, tag=True):
     """One request has ended."""
 
     record: RequestRecord
@@ -80,7 +80,7 @@ class ClientLoad(msgspec.Struct, frozen=True, tag=True):
     niceness: int
 
 
-Told = Ready | Sent | Ended | ClientLoad
+Told = Ready | Sent | RequestEnded | ClientLoad
 
 
 def frame(message: msgspec.Struct) -> bytes:
@@ -110,7 +110,7 @@ async def run() -> None:
     gc.collect()
     gc.freeze()  # the bodies are never garbage, and looking through them would delay a request
     writer.write(frame(Ready()))
-    msgspec.msgpack.decode(await read_frame(reader), type=Start)
+    msgspec.msgpack.decode(await read_frame(reader), type=Begin)
     sending = asyncio.create_task(_Sending(job, requests, writer).run())
     orphaned = asyncio.create_task(reader.read())
     await asyncio.wait((sending, orphaned), return_when=asyncio.FIRST_COMPLETED)
@@ -180,7 +180,7 @@ class _Sending:
                 due_s = max(request.scheduled_s, time.perf_counter() - self._start + request.think_s)
 
     def _tell(self, record: RequestRecord) -> None:
-        self._writer.write(frame(Ended(record)))
+        self._writer.write(frame(RequestEnded(record)))
 
     async def _wait_until(self, due_s: float) -> None:
         await asyncio.sleep(max(0.0, due_s - (time.perf_counter() - self._start)))

@@ -8,13 +8,13 @@ import pytest
 from ridgeline.loadtest.plan import Slo
 from ridgeline.loadtest.run.records import RequestRecord
 from ridgeline.loadtest.run.unloaded import Unloaded
-from ridgeline.loadtest.slo_maps import Grid, SloMap, grid_of, rate_map, winner_map
+from ridgeline.loadtest.slo_maps import SloGrid, SloMap, grid_of, rate_map, winner_map
 from ridgeline.loadtest.statistics.outcome import conclude
 from tests.support.load_records import a_record
 
-RATE_GRID = Grid((1000.0, 8000.0, 60000.0), (100.0, 500.0), "by hand")
+RATE_GRID = SloGrid((1000.0, 8000.0, 60000.0), (100.0, 500.0), "by hand")
 RATES = (1.0, 1.4, 2.0, 2.8, 4.0)
-GRID = Grid((100.0, 400.0, 5000.0), (20.0, 60.0, 500.0), "by hand")
+GRID = SloGrid((100.0, 400.0, 5000.0), (20.0, 60.0, 500.0), "by hand")
 
 
 def _round(seed: int, ttft_s: float, tpot_s: float, requests: int = 40) -> list[RequestRecord]:

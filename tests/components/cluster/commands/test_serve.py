@@ -10,7 +10,7 @@ from rich.console import Console
 
 from ridgeline.cluster.commands.serve import StopSignals, _drain, _run
 from ridgeline.cluster.config.models import RidgelineConfig
-from ridgeline.cluster.deployments.names import Place, State
+from ridgeline.cluster.deployments.names import DeploymentFolder, State
 from ridgeline.cluster.runtime.deployment import DRAIN_ANSWER_S, Deployment, limits_too_short
 from ridgeline.cluster.runtime.handles.actor import ActorGone, DeploymentFailed
 from ridgeline.router.fleet.pairing import KvPair
@@ -101,7 +101,7 @@ async def test_limits_that_cannot_be_kept_are_printed_before_ready_and_kept_for_
 
     monkeypatch.setattr("ridgeline.cluster.commands.serve.started", started)
     signals, ready, config = StopSignals(), asyncio.Event(), RidgelineConfig()
-    place = Place("told")
+    place = DeploymentFolder("told")
     with place.held() as held:
         running = asyncio.create_task(_run(config, console, ready, signals, held))
         await ready.wait()

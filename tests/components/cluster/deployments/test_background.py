@@ -12,15 +12,15 @@ from typer.testing import CliRunner
 
 from ridgeline.cluster.cli import app
 from ridgeline.cluster.deployments import background
-from ridgeline.cluster.deployments.names import Place
+from ridgeline.cluster.deployments.names import DeploymentFolder
 
 SERVES = """
 import signal, sys, time
-from ridgeline.cluster.deployments.names import Place
+from ridgeline.cluster.deployments.names import DeploymentFolder
 name, detached = sys.argv[1], sys.argv[2] == "detached"
 signals = []  # an Event's lock may be held by the very wait that the handler interrupts
 signal.signal(signal.SIGTERM, lambda *_: signals.append(1))
-with Place(name).held(detached=detached) as held:
+with DeploymentFolder(name).held(detached=detached) as held:
     away = {"worker-2": "in restart back-off: next try after 30 s"} if name == "limping" else {}
     warnings = ["router.slo.tpot_ms is 1, which nothing can keep here"] if name == "limping" else []
     kv = ["KV goes by grpc for 1 pair of workers (not cuda-ipc: no)"] if name == "limping" else []
@@ -57,7 +57,7 @@ def serves():
     started = []
 
     def start(name, detached="detached", end="quick"):
-        place = Place(name)
+        place = DeploymentFolder(name)
         place.folder.mkdir(parents=True)
         with place.log.open("w") as log:
             process = subprocess.Popen(
@@ -80,7 +80,7 @@ def test_one_that_ends_before_it_is_ready_shows_its_own_words_and_is_an_error(ri
     assert status == 1
     assert "error: " in output
     assert "pools.prefill" in " ".join(output.split())
-    assert f"before it was ready; see {Place('ridgeline').log}".replace(" ", "") in error.replace(" ", "")
+    assert f"before it was ready; see {DeploymentFolder('ridgeline').log}".replace(" ", "") in error.replace(" ", "")
 
 
 def test_a_second_one_of_the_same_name_is_refused(ridgeline, serves):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ridgeline.cluster.config.autoscale import AutoscaleConfig, Bounds
+from ridgeline.cluster.config.autoscale import AutoscaleConfig, WorkerBounds
 from ridgeline.cluster.config.loader import ConfigError, load_config
 from ridgeline.router.observe.metrics import LATENCY_BUCKETS, TOKEN_BUCKETS
 
@@ -24,7 +24,7 @@ def test_by_default_pools_are_left_alone():
 
 def test_a_pool_with_both_bounds_is_changed_within_them_and_the_others_are_left_alone():
     autoscale = load_config(None, ACT).config.autoscale
-    assert (autoscale.mode, autoscale.bounds()) == ("act", {"decode": Bounds(1, 4)})
+    assert (autoscale.mode, autoscale.bounds()) == ("act", {"decode": WorkerBounds(1, 4)})
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ ADAPTIVE = {"autoscale.adaptive.min_workers": "2", "autoscale.adaptive.max_worke
 
 def test_pools_of_modes_that_it_may_change_to_may_have_bounds_too():
     autoscale = load_config(None, ACT | ADAPTIVE).config.autoscale
-    assert autoscale.bounds() == {"decode": Bounds(1, 4), "adaptive": Bounds(2, 8)}
+    assert autoscale.bounds() == {"decode": WorkerBounds(1, 4), "adaptive": WorkerBounds(2, 8)}
     assert problems_of(**ADAPTIVE, pools__decode__workers="8")[1].startswith("pools.adaptive.workers (9) is not within")
 
 

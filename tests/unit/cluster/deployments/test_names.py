@@ -8,12 +8,12 @@ import sys
 import msgspec
 import pytest
 
-from ridgeline.cluster.deployments.names import AlreadyRunning, Place, running
+from ridgeline.cluster.deployments.names import AlreadyRunning, DeploymentFolder, running
 
 HOLD = """
 import sys
-from ridgeline.cluster.deployments.names import Place
-with Place("mine").held(detached=True) as held:
+from ridgeline.cluster.deployments.names import DeploymentFolder
+with DeploymentFolder("mine").held(detached=True) as held:
     held.tell(phase="ready", url="http://127.0.0.1:1")
     print("holds", flush=True)
     sys.stdin.read()
@@ -37,34 +37,34 @@ def holder():
 
 def test_a_name_that_a_process_holds_is_refused_with_the_process_and_the_fix(holder):
     sentence = rf"'mine'.*process {holder.pid}.*ridgeline stop --name mine.*--name"
-    with pytest.raises(AlreadyRunning, match=sentence), Place("mine").held():
+    with pytest.raises(AlreadyRunning, match=sentence), DeploymentFolder("mine").held():
         pass
-    with Place("another").held():
+    with DeploymentFolder("another").held():
         pass
 
 
 def test_what_a_process_says_is_read_while_it_lives_and_not_after_it_was_killed(holder):
-    state = Place("mine").state()
+    state = DeploymentFolder("mine").state()
     assert (state.pid, state.phase, state.url, state.detached) == (holder.pid, "ready", "http://127.0.0.1:1", True)
     assert running() == {"mine": state}
     holder.send_signal(signal.SIGKILL)
     holder.wait()
-    assert Place("mine").folder.joinpath("state.json").exists(), "it had no time to remove it"
-    assert Place("mine").state() is None
+    assert DeploymentFolder("mine").folder.joinpath("state.json").exists(), "it had no time to remove it"
+    assert DeploymentFolder("mine").state() is None
     assert running() == {}
-    with Place("mine").held():
+    with DeploymentFolder("mine").held():
         pass
 
 
 def test_a_name_is_free_again_at_the_end_of_the_block():
     for _ in range(2):
-        with Place("mine").held():
+        with DeploymentFolder("mine").held():
             pass
-    assert Place("mine").state() is None
+    assert DeploymentFolder("mine").state() is None
 
 
 def test_each_phase_keeps_the_url_that_was_told_before():
-    place = Place("mine")
+    place = DeploymentFolder("mine")
     with place.held() as held:
         held.tell(phase="ready", url="http://h:1")
         held.tell(phase="draining")
@@ -74,4 +74,4 @@ def test_each_phase_keeps_the_url_that_was_told_before():
 
 def test_without_any_deployment_nothing_runs():
     assert running() == {}
-    assert Place("mine").state() is None
+    assert DeploymentFolder("mine").state() is None

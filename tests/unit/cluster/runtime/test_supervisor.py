@@ -7,7 +7,14 @@ from functools import partial
 import pytest
 
 from ridgeline.cluster.config.models import SupervisionConfig
-from ridgeline.cluster.runtime.handles.actor import ActorGone, CoresBusy, DeploymentFailed, NoPlace, NotReached, Refused
+from ridgeline.cluster.runtime.handles.actor import (
+    ActorGone,
+    CoresBusy,
+    DeploymentFailed,
+    NoPlace,
+    NotReached,
+    WorkerRefused,
+)
 from ridgeline.cluster.runtime.supervision.registration import MAX_REGISTRATIONS, Registration
 from ridgeline.cluster.runtime.supervision.restart_budget import RestartBudget
 from ridgeline.cluster.runtime.supervisor import POLL_S, Supervisor
@@ -793,7 +800,7 @@ async def test_a_worker_that_is_refused_is_not_supervised():
     scene = Scene()
     running = asyncio.create_task(scene.play())
     await asyncio.sleep(0)
-    scene.router.refuses = Refused("router could not replace_worker: PairingRefused: model")
+    scene.router.refuses = WorkerRefused("router could not replace_worker: PairingRefused: model")
     with pytest.raises(DeploymentFailed, match="PairingRefused"):
         await scene.supervisor.add(Worker("worker-9", scene.log, scene.clock), "worker-9:0")
     assert "worker-9" not in scene.supervisor.workers
@@ -806,7 +813,7 @@ async def test_a_worker_that_one_router_refuses_is_forgotten_by_those_that_had_t
     await asyncio.sleep(0)
 
     async def refuses(address, reason):
-        raise Refused("dispatcher could not replace_worker: PairingRefused: model")
+        raise WorkerRefused("dispatcher could not replace_worker: PairingRefused: model")
 
     scene.routers[2].replace_worker = refuses
     with pytest.raises(DeploymentFailed, match="PairingRefused"):

@@ -10,12 +10,12 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from ridgeline.loadtest.statistics.attainment_curve import AttainmentCurve, Round
-from ridgeline.loadtest.statistics.next_rate import Bounds, curves_of, next_rate
+from ridgeline.loadtest.statistics.attainment_curve import AttainmentCurve, RoundCount
+from ridgeline.loadtest.statistics.next_rate import SearchBounds, curves_of, next_rate
 from ridgeline.loadtest.statistics.rate_verdict import RateVerdict, judge_rates
 
 Curve = Callable[[float], float]
-BOUNDS = Bounds(most_pairs=12)
+BOUNDS = SearchBounds(most_pairs=12)
 RUNS = 40
 """Of each simulation; `make long` has a thousand."""
 LONG_RUNS = 1_000
@@ -39,10 +39,10 @@ def _lapsing(max_rate: float) -> Curve:
 
 def _searched(
     seed: int, curves: Mapping[str, Curve], start: float, *, requests: int = 30, effect: float = 0.05
-) -> dict[str, list[Round]]:
+) -> dict[str, list[RoundCount]]:
     """Run a simulated search to its end."""
     draw = np.random.default_rng(seed)
-    found: dict[str, list[Round]] = {}
+    found: dict[str, list[RoundCount]] = {}
     rate: float | None = start
     for _ in range(BOUNDS.most_pairs):
         if rate is None:
@@ -50,7 +50,7 @@ def _searched(
         for name, curve in curves.items():
             felt = rate * math.exp(effect * draw.standard_normal())
             sent = max(10, round(requests * rate / start))
-            found.setdefault(name, []).append(Round(rate, int(draw.binomial(sent, curve(felt))), sent))
+            found.setdefault(name, []).append(RoundCount(rate, int(draw.binomial(sent, curve(felt))), sent))
         rate = next_rate(found, start, BOUNDS)
     return found
 
@@ -129,14 +129,17 @@ def test_a_planted_difference_is_found_and_never_the_wrong_way_round(factor: flo
 
 
 def test_with_many_rounds_two_equal_variants_differ_by_nothing_that_matters():
-    rounds = [Round(rate, met, 100) for rate, met in ((1.0, 99), (1.8, 95), (2.0, 90), (2.2, 80), (3.0, 30))] * 6
+    rounds = [RoundCount(rate, met, 100) for rate, met in ((1.0, 99), (1.8, 95), (2.0, 90), (2.2, 80), (3.0, 30))] * 6
     verdict = judge_rates(curves_of({"a": rounds, "b": rounds}, 0.9))
     assert verdict.behind == {}
     assert verdict.alike
 
 
 def test_what_cannot_be_told_yet_says_how_much_longer_it_takes():
-    few = {"a": [Round(1.0, 28, 30), Round(2.0, 10, 30)], "b": [Round(1.0, 27, 30), Round(2.0, 13, 30)]}
+    few = {
+        "a": [RoundCount(1.0, 28, 30), RoundCount(2.0, 10, 30)],
+        "b": [RoundCount(1.0, 27, 30), RoundCount(2.0, 13, 30)],
+    }
     verdict = judge_rates(curves_of(few, 0.9))
     assert list(verdict.behind.values()) == ["none"]
     assert verdict.factor is not None
@@ -144,16 +147,16 @@ def test_what_cannot_be_told_yet_says_how_much_longer_it_takes():
 
 
 def test_a_rate_that_no_measured_rate_bounds_is_open():
-    always, never = [Round(1.0, 60, 60)] * 3, [Round(1.0, 6, 60)] * 3
+    always, never = [RoundCount(1.0, 60, 60)] * 3, [RoundCount(1.0, 6, 60)] * 3
     above, below = AttainmentCurve(always, 0.9).max_goodput_rate(), AttainmentCurve(never, 0.9).max_goodput_rate()
     assert (above.outcome, above.rate, above.high) == ("above", None, None)
     assert (below.outcome, below.rate, below.low) == ("below", None, None)
 
 
 def test_one_bad_round_at_a_low_rate_widens_the_interval_and_moves_no_maximum_below_it():
-    good = [Round(rate, met, 40) for rate, met in ((1.0, 40), (2.0, 39), (3.0, 38), (4.0, 10))]
+    good = [RoundCount(rate, met, 40) for rate, met in ((1.0, 40), (2.0, 39), (3.0, 38), (4.0, 10))]
     clean = AttainmentCurve(good, 0.9).max_goodput_rate()
-    disturbed = AttainmentCurve([*good, Round(1.0, 20, 40)], 0.9).max_goodput_rate()
+    disturbed = AttainmentCurve([*good, RoundCount(1.0, 20, 40)], 0.9).max_goodput_rate()
     assert clean.rate == pytest.approx(3.1, rel=0.1)
     assert disturbed.rate is not None
     assert disturbed.rate > 1.0
@@ -161,36 +164,39 @@ def test_one_bad_round_at_a_low_rate_widens_the_interval_and_moves_no_maximum_be
 
 
 def test_the_band_of_the_curve_holds_the_shares_of_its_rounds_and_falls_with_the_rate():
-    rounds = [Round(rate, met, 60) for rate, met in ((1.0, 59), (2.0, 54), (3.0, 30), (4.0, 6))] * 2
+    rounds = [RoundCount(rate, met, 60) for rate, met in ((1.0, 59), (2.0, 54), (3.0, 30), (4.0, 6))] * 2
     bands = [AttainmentCurve(rounds, 0.9).band(rate) for rate in (1.0, 2.0, 3.0, 4.0)]
     shares = [band.share for band in bands]
     assert shares == sorted(shares, reverse=True)
     assert all(band.low <= one.met / 60 <= band.high for band, one in zip(bands, rounds, strict=False))
 
 
-def _outcome_rates(found: Mapping[str, Sequence[Round]]) -> float | None:
-    return next_rate(found, 1.0, Bounds())
+def _outcome_rates(found: Mapping[str, Sequence[RoundCount]]) -> float | None:
+    return next_rate(found, 1.0, SearchBounds())
 
 
 def test_upwards_comes_before_downwards():
-    missed, held = [Round(1.0, 5, 60)] * 2, [Round(1.0, 60, 60)] * 2
+    missed, held = [RoundCount(1.0, 5, 60)] * 2, [RoundCount(1.0, 60, 60)] * 2
     assert _outcome_rates({"a": missed, "b": held}) == 1.5
     assert _outcome_rates({"a": missed, "b": missed}) == 0.667
 
 
 def test_limits_that_even_the_lowest_rate_misses_end_the_search():
-    found: dict[str, list[Round]] = {}
+    found: dict[str, list[RoundCount]] = {}
     rate: float | None = 1.0
     while rate is not None:
-        found.setdefault("a", []).append(Round(rate, 3, 60))
+        found.setdefault("a", []).append(RoundCount(rate, 3, 60))
         rate = _outcome_rates(found)
     assert 1 / 32 <= min(one.rate for one in found["a"]) < 1.5 / 32
 
 
 def test_a_search_goes_on_inside_the_widest_interval_and_ends_when_all_are_narrow():
-    wide = {"a": [Round(1.0, 60, 60), Round(4.0, 0, 60)], "b": [Round(1.0, 60, 60), Round(4.0, 0, 60)]}
+    wide = {
+        "a": [RoundCount(1.0, 60, 60), RoundCount(4.0, 0, 60)],
+        "b": [RoundCount(1.0, 60, 60), RoundCount(4.0, 0, 60)],
+    }
     rate = _outcome_rates(wide)
     assert rate is not None
     assert 1.0 < rate < 4.0
-    narrow = [Round(rate, met, 100) for rate, met in ((1.0, 99), (1.8, 95), (2.0, 90), (2.2, 80), (3.0, 30))] * 6
+    narrow = [RoundCount(rate, met, 100) for rate, met in ((1.0, 99), (1.8, 95), (2.0, 90), (2.2, 80), (3.0, 30))] * 6
     assert _outcome_rates({"a": narrow, "b": narrow}) is None
