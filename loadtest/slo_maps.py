@@ -22,7 +22,7 @@ import numpy as np
 from ridgeline.loadtest.plan import Slo
 from ridgeline.loadtest.run.records import RequestRecord
 from ridgeline.loadtest.run.unloaded import Unloaded
-from ridgeline.loadtest.statistics.attainment_curve import AttainmentCurve, MaxGoodputRate, RoundCount
+from ridgeline.loadtest.statistics.attainment_curve import AttainmentCurve, MaxGoodputRate, RoundCount, curves_of
 from ridgeline.loadtest.statistics.outcome import Conclusion
 from ridgeline.loadtest.statistics.pairs import PairDifference, attainment_difference
 from ridgeline.loadtest.statistics.rate_verdict import judge_rates
@@ -174,16 +174,14 @@ def rate_map(
         ttft_s, tpot_s, gap_s = slo.in_seconds()
         if ttft_s + tpot_s * longest_tokens > deadline_s * (1 + 1e-9):
             return Cell(ttft_ms=slo.ttft_ms, tpot_ms=slo.tpot_ms, winner=UNMEASURED)
-        curves = {
-            name: AttainmentCurve(
-                [
-                    RoundCount(rate, sum(one.meets(ttft_s, tpot_s, gap_s) for one in records), len(records))
-                    for rate, records in of_one
-                ],
-                attainment,
-            )
+        counts = {
+            name: [
+                RoundCount(rate, sum(one.meets(ttft_s, tpot_s, gap_s) for one in records), len(records))
+                for rate, records in of_one
+            ]
             for name, of_one in rounds.items()
         }
+        curves = curves_of(counts, attainment)
         found = {name: curve.max_goodput_rate() for name, curve in curves.items()}
         winner = _winner_of_rates(curves, found)
         return Cell(ttft_ms=slo.ttft_ms, tpot_ms=slo.tpot_ms, winner=winner, max_goodput_rates=found)

@@ -17,8 +17,7 @@ from ridgeline.loadtest.run.records import RequestRecord
 from ridgeline.loadtest.run.replay import ReplayResult
 from ridgeline.loadtest.run.server_metrics import add_up
 from ridgeline.loadtest.slo_maps import grid_of, rate_map
-from ridgeline.loadtest.statistics.attainment_curve import AttainmentCurve, MaxGoodputRate, RoundCount
-from ridgeline.loadtest.statistics.next_rate import curves_of
+from ridgeline.loadtest.statistics.attainment_curve import AttainmentCurve, MaxGoodputRate, RoundCount, curves_of
 from ridgeline.loadtest.statistics.outcome import Side
 from ridgeline.loadtest.statistics.rate_verdict import judge_rates
 from ridgeline.loadtest.variants import Devices

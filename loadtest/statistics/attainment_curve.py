@@ -2,7 +2,8 @@
 
 A mixed logistic model (A. Agresti, Categorical Data Analysis, 3rd ed. 2013, chapter 13): the logit of attainment falls
 with the logarithm of the rate. Each round feels a rate of its own around the one asked for, since its requests share a
-moment of the machine. Attainment stays below 1 by the share of requests that no low rate helps.
+moment of the machine; by how much is learned from the rounds of all variants together. Attainment stays below 1 by the
+share of requests that no low rate helps.
 
 The posterior is summed on a grid, as H. H. Schuett et al. do it for psychometric curves (Vision Research 122 (2016)
 105-123), and what a round feels by Gauss-Hermite quadrature. Rounds of a pair share their arrivals, which makes the
@@ -11,7 +12,7 @@ often intervals are right.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Final, Literal
 
@@ -19,8 +20,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import brentq
-from scipy.special import expit, gammaln
-from scipy.stats import beta, expon
+from scipy.special import expit, gammaln, logsumexp
+from scipy.stats import beta
 
 Floats = npt.NDArray[np.float64]
 RATE_REACH: Final = 8.0
@@ -33,10 +34,9 @@ LAPSES: Final = np.array([0.0, 0.2, 0.5, 0.8])
 """Requests that miss the SLOs at any rate, as a part of those that may."""
 LAPSE_PRIOR: Final = beta(1.0, 10.0)
 """As that of Schuett et al."""
-SCATTERS: Final = np.array([0.07, 0.14, 0.28])
-"""Standard deviations of the logarithm of the rate that a round feels."""
-SCATTER_PRIOR: Final = expon(scale=0.1)
-"""Two-core machines change their speed by a quarter within minutes."""
+SCATTERS: Final = np.array([0.05, 0.1, 0.2, 0.4])
+"""Standard deviations of the logarithm of the rate that a round feels, each as probable as the next before any round:
+from a quiet machine of one's own to shared cores whose speed halves for minutes."""
 NODES: Final = 9
 """Of the quadrature."""
 DISTANCES: Final = np.linspace(-24.0, 48.0, 361)
@@ -77,6 +77,15 @@ class MaxGoodputRate(msgspec.Struct, frozen=True):
     high: float | None
 
 
+def curves_of(found: Mapping[str, Sequence[RoundCount]], attainment: float) -> "dict[str, AttainmentCurve]":
+    """Return the curve of each variant; all of them say together how much rounds scatter on this machine."""
+    curves = {variant: AttainmentCurve(rounds, attainment) for variant, rounds in found.items()}
+    evidence = {variant: curve.log_evidence for variant, curve in curves.items()}
+    for variant, curve in curves.items():
+        curve.learn_scatter(sum((one for name, one in evidence.items() if name != variant), np.zeros(len(SCATTERS))))
+    return curves
+
+
 class AttainmentCurve:
     """The posterior of one variant's curve. Needs one round at least."""
 
@@ -86,13 +95,26 @@ class AttainmentCurve:
         span = math.log(self.lowest_rate / RATE_REACH), math.log(self.highest_rate * RATE_REACH)
         self._log_rates = np.linspace(*span, RATES)
         log_posterior = np.zeros((len(SLOPES), len(SCATTERS), len(LAPSES), RATES))
-        log_posterior += SCATTER_PRIOR.logpdf(SCATTERS)[:, None, None]
         log_posterior += LAPSE_PRIOR.logpdf(LAPSES * (1.0 - attainment))[:, None]
         for one in rounds:
             log_posterior += self._at(one.rate, _log_likelihoods(one.met, one.total, attainment))
-        self._posterior = np.exp(log_posterior - log_posterior.max())
+        self._log_posterior = log_posterior
+        self._normalise()
+
+    def _normalise(self) -> None:
+        self._posterior = np.exp(self._log_posterior - self._log_posterior.max())
         self._posterior /= self._posterior.sum()
         self._of_rate = self._posterior.sum(axis=(0, 1, 2))
+
+    @property
+    def log_evidence(self) -> Floats:
+        """The logarithm of the likelihood of all rounds, by scatter."""
+        return np.asarray(logsumexp(self._log_posterior, axis=(0, 2, 3)))
+
+    def learn_scatter(self, log_evidence: Floats) -> None:
+        """Take over how rounds of other variants scatter, by the logarithm of their likelihood."""
+        self._log_posterior += log_evidence[:, None, None]
+        self._normalise()
 
     def _at(self, rate: float, table: Floats) -> Floats:
         """Look up a rate in a table whose last axis is the distance; that of the result is the highest rate."""
@@ -106,11 +128,20 @@ class AttainmentCurve:
         return math.exp(float(np.interp(level, self._of_rate.cumsum() - self._of_rate / 2, self._log_rates)))
 
     def draws(self, seed: int) -> Floats:
-        """Return `DRAWS` maximum goodput rates, drawn from the posterior; the same ones for the same seed."""
+        """Return `DRAWS` maximum goodput rates, drawn from the posterior; the same ones for the same seed.
+
+        Draws of curves that share their scatter can be paired: the same places have the same scatter.
+        """
         source = np.random.default_rng((SEED, seed))
         step = self._log_rates[1] - self._log_rates[0]
-        drawn = source.choice(self._log_rates, DRAWS, p=self._of_rate) + step * source.uniform(-0.5, 0.5, DRAWS)
-        return np.asarray(np.exp(drawn))
+        of_scatter = self._posterior.sum(axis=(0, 2))
+        drawn = np.random.default_rng(SEED).multinomial(DRAWS, of_scatter.sum(axis=1))
+        rates = [
+            source.choice(self._log_rates, number, p=of_rate / of_rate.sum())
+            for number, of_rate in zip(drawn, of_scatter, strict=True)
+            if number
+        ]
+        return np.asarray(np.exp(np.concatenate(rates) + step * source.uniform(-0.5, 0.5, DRAWS)))
 
     def max_goodput_rate(self) -> MaxGoodputRate:
         """Return the median with the interval of `LEVEL`."""

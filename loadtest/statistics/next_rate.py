@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from ridgeline.loadtest.statistics.attainment_curve import AttainmentCurve, MaxGoodputRate, RoundCount
+from ridgeline.loadtest.statistics.attainment_curve import MaxGoodputRate, RoundCount, curves_of
 
 GROWTH: Final = 1.5
 """Between rates until all maxima are bracketed. A smaller one takes more rounds, a larger one longer ones: at twice the
@@ -32,11 +32,6 @@ class SearchBounds(msgspec.Struct, frozen=True):
     most_pairs: int = 36
     reach: float = 32.0
     """Rates are at most so many times above or below the first one."""
-
-
-def curves_of(found: Mapping[str, Sequence[RoundCount]], attainment: float) -> dict[str, AttainmentCurve]:
-    """Return the curve of each variant."""
-    return {variant: AttainmentCurve(rounds, attainment) for variant, rounds in found.items()}
 
 
 def next_rate(found: Mapping[str, Sequence[RoundCount]], start_rate: float, bounds: SearchBounds) -> float | None:

@@ -136,9 +136,9 @@ class RequestMetrics:
         )
         self.rejected = counter(
             "ridgeline_rejected",
-            "Requests refused for want of room or workers: draining, not_ready, no_worker, too_large (can never fit), overload (too "
-            "many requests), prompt_wait (too long a queue), kv_blocks (too little KV cache), client_share (this "
-            "client holds its share)",
+            "Requests refused for want of room or workers: draining, not_ready, no_worker, too_large (can never fit), "
+            "overload (too many requests), prompt_wait (too long a queue), kv_blocks (too little KV cache), "
+            "client_share (this client holds its share)",
             ("reason",),
         )
         self.unread = counter(

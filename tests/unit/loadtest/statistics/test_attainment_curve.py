@@ -6,12 +6,13 @@ Simulated rounds scatter more than binomially: the rate that one feels differs f
 import math
 from collections.abc import Callable, Mapping, Sequence
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 import pytest
 
-from ridgeline.loadtest.statistics.attainment_curve import AttainmentCurve, RoundCount
-from ridgeline.loadtest.statistics.next_rate import SearchBounds, curves_of, next_rate
+from ridgeline.loadtest.statistics.attainment_curve import AttainmentCurve, RoundCount, curves_of
+from ridgeline.loadtest.statistics.next_rate import SearchBounds, next_rate
 from ridgeline.loadtest.statistics.rate_verdict import RateVerdict, judge_rates
 
 Curve = Callable[[float], float]
@@ -38,13 +39,19 @@ def _lapsing(max_rate: float) -> Curve:
 
 
 def _searched(
-    seed: int, curves: Mapping[str, Curve], start: float, *, requests: int = 30, effect: float = 0.05
+    seed: int,
+    curves: Mapping[str, Curve],
+    start: float,
+    *,
+    requests: int = 30,
+    effect: float = 0.05,
+    pairs: int = BOUNDS.most_pairs,
 ) -> dict[str, list[RoundCount]]:
     """Run a simulated search to its end."""
     draw = np.random.default_rng(seed)
     found: dict[str, list[RoundCount]] = {}
     rate: float | None = start
-    for _ in range(BOUNDS.most_pairs):
+    for _ in range(pairs):
         if rate is None:
             break
         for name, curve in curves.items():
@@ -66,9 +73,9 @@ def _true_rate(curve: Curve, effect: float) -> float:
     return low
 
 
-def _verdicts(curves: Mapping[str, Curve], runs: int) -> list[RateVerdict]:
+def _verdicts(curves: Mapping[str, Curve], runs: int, **given: Any) -> list[RateVerdict]:
     return [
-        judge_rates(curves_of(_searched(seed, curves, (0.8, 1.6, 2.4)[seed % 3]), BOUNDS.attainment))
+        judge_rates(curves_of(_searched(seed, curves, (0.8, 1.6, 2.4)[seed % 3], **given), BOUNDS.attainment))
         for seed in range(runs)
     ]
 
@@ -85,9 +92,9 @@ def check_interval(curve: Curve, effect: float, least: float, runs: int) -> None
     assert np.median(widths) < 1.6, "an interval that holds everything says nothing"
 
 
-def check_equal_variants(runs: int) -> None:
-    """Fail if of two equal variants one is called better, with strong evidence, more often than 1 in 20 times."""
-    verdicts = _verdicts({"a": _logistic(2.0, 8), "b": _logistic(2.0, 8)}, runs)
+def check_equal_variants(runs: int, **given: Any) -> None:
+    """Fail if of equal variants one is called better, with strong evidence, more often than 1 in 20 times."""
+    verdicts = _verdicts(dict.fromkeys("abc", _logistic(2.0, 8)), runs, **given)
     wrong = sum(one.evidence == "strong" and bool(one.behind) for one in verdicts)
     assert wrong <= 0.05 * runs + 3 * math.sqrt(0.05 * 0.95 * runs)
 
@@ -111,13 +118,29 @@ def test_the_interval_holds_the_true_rate_in_a_thousand_simulated_searches(curve
     check_interval(curve, effect, least, LONG_RUNS)
 
 
-def test_of_two_equal_variants_hardly_ever_one_is_called_better():
-    check_equal_variants(RUNS)
+RUNS_OF_EQUALS = [{}, {"effect": 0.35, "pairs": 3}]
+"""A long run, and a short one on a machine whose speed changes by a third from round to round."""
+
+
+@pytest.mark.parametrize("given", RUNS_OF_EQUALS)
+def test_of_equal_variants_hardly_ever_one_is_called_better(given: dict[str, Any]):
+    check_equal_variants(RUNS, **given)
 
 
 @pytest.mark.long
-def test_of_a_thousand_times_two_equal_variants_hardly_ever_one_is_called_better():
-    check_equal_variants(LONG_RUNS)
+@pytest.mark.parametrize("given", RUNS_OF_EQUALS)
+def test_of_a_thousand_times_equal_variants_hardly_ever_one_is_called_better(given: dict[str, Any]):
+    check_equal_variants(LONG_RUNS, **given)
+
+
+def test_how_rounds_scatter_is_learned_from_all_variants_together():
+    steady = [RoundCount(rate, met, 60) for rate, met in ((1.0, 60), (1.5, 60), (2.0, 54), (3.0, 5))]
+    erratic = [RoundCount(rate, met, 60) for rate, met in ((1.0, 30), (1.5, 60), (2.0, 20), (2.0, 58), (3.0, 40))]
+    alone = curves_of({"a": steady}, 0.9)["a"].max_goodput_rate()
+    beside = curves_of({"a": steady, "b": erratic}, 0.9)["a"].max_goodput_rate()
+    assert alone.low is not None
+    assert alone.high is not None
+    assert (beside.high or math.inf) / (beside.low or 1e-9) > 1.2 * alone.high / alone.low
 
 
 @pytest.mark.parametrize(("factor", "least"), [(1.25, 0.6), (1.5, 0.9), (2.0, 0.95)])
@@ -154,7 +177,7 @@ def test_a_rate_that_no_measured_rate_bounds_is_open():
 
 
 def test_one_bad_round_at_a_low_rate_widens_the_interval_and_moves_no_maximum_below_it():
-    good = [RoundCount(rate, met, 40) for rate, met in ((1.0, 40), (2.0, 39), (3.0, 38), (4.0, 10))]
+    good = [RoundCount(rate, met, 40) for rate, met in ((1.0, 40), (2.0, 39), (3.0, 38), (4.0, 10))] * 2
     clean = AttainmentCurve(good, 0.9).max_goodput_rate()
     disturbed = AttainmentCurve([*good, RoundCount(1.0, 20, 40)], 0.9).max_goodput_rate()
     assert clean.rate == pytest.approx(3.1, rel=0.1)
