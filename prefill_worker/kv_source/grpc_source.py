@@ -7,7 +7,6 @@ has left for the socket, so a slow reader costs one frame plus the flow-control 
 
 from __future__ import annotations
 
-import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -167,7 +166,8 @@ class GrpcKvSource:
     @contextmanager
     def _slot(self, context: grpc.ServicerContext) -> Iterator[None]:
         """Reserve room for one stream; a HandoffError inside becomes the call's status."""
-        if (context.time_remaining() or math.inf) > LONGEST_FETCH_S:
+        left_s = context.time_remaining()
+        if left_s is None or left_s > LONGEST_FETCH_S:  # 0.0 is a deadline that has passed
             sentence = f"a fetch must carry a deadline of at most {LONGEST_FETCH_S:g} s"
             grpc_methods.abort(context, errors.TransferFailed(errors.BAD_REQUEST, sentence))
         if not self._fetch_slots.acquire(blocking=False):

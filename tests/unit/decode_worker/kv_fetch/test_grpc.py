@@ -116,6 +116,27 @@ async def test_a_source_that_stays_busy_is_named_when_time_is_up(source, pool):
     assert (result.outcome, result.reason) == ("failed", errors.BUSY)
 
 
+def test_a_call_whose_deadline_has_passed_is_not_taken_for_one_without_a_deadline(source):
+    aborted = []
+
+    class Late:
+        def time_remaining(self):
+            return 0.0
+
+        def set_trailing_metadata(self, _metadata):
+            pass
+
+        def abort(self, code, details):
+            aborted.append(code)
+            raise RuntimeError(details)
+
+    source._fetch_slots.acquire()
+    with pytest.raises(RuntimeError, match="slots"), source._slot(Late()):
+        pass
+    source._fetch_slots.release()
+    assert aborted == [grpc.StatusCode.RESOURCE_EXHAUSTED]
+
+
 async def test_a_source_that_was_busy_and_is_silent_until_time_is_up_is_named_busy(source, pool):
     slots = source._fetch_slots
 
