@@ -81,8 +81,9 @@ def curves_of(found: Mapping[str, Sequence[RoundCount]], attainment: float) -> "
     """Return the curve of each variant; all of them say together how much rounds scatter on this machine."""
     curves = {variant: AttainmentCurve(rounds, attainment) for variant, rounds in found.items()}
     evidence = {variant: curve.log_evidence for variant, curve in curves.items()}
+    of_all = np.sum(list(evidence.values()), axis=0)
     for variant, curve in curves.items():
-        curve.learn_scatter(sum((one for name, one in evidence.items() if name != variant), np.zeros(len(SCATTERS))))
+        curve.learn_scatter(of_all - evidence[variant])
     return curves
 
 
