@@ -13,7 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 Mode = Literal["colocated", "disaggregated", "adaptive"]
 COLOCATED: Mode = "colocated"
 DISAGGREGATED: Mode = "disaggregated"
-ADAPTIVE: Mode = "adaptive"
 MODES: tuple[Mode, ...] = get_args(Mode)
 BASELINE: Final = "baseline"
 """The kind of a variant that somebody else runs."""

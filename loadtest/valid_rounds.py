@@ -16,7 +16,7 @@ from typing import get_args
 from rich.console import Console
 
 from ridgeline.loadtest.errors import NotDisaggregatedError, RestartedError, ServerError
-from ridgeline.loadtest.plan import ADAPTIVE, DISAGGREGATED, ComparePlan
+from ridgeline.loadtest.plan import DISAGGREGATED, MODES, ComparePlan
 from ridgeline.loadtest.preparation import Prepared, prepared_before
 from ridgeline.loadtest.report.pools import disaggregated_fraction, recomputes
 from ridgeline.loadtest.report.rounds import Interruption, Round, VariantLabel, labels_of
@@ -149,9 +149,13 @@ class RoundRunner:
                 self.cold |= set(self.variants)
 
     def _told_limits(self, variant: Variant, server: str | Servers) -> str | Servers:
-        """Return the server, told the plan's SLOs if it serves by them."""
+        """Return the server, told the plan's SLOs unless it is a baseline.
+
+        The pure modes do not serve by them, but mode adaptive goes by what came before its turn: requests without SLOs
+        would have it look for the least latency.
+        """
         limits = self.plan.slos
-        return with_slo_headers(server, limits.ttft_ms, limits.tpot_ms) if variant.mode == ADAPTIVE else server
+        return with_slo_headers(server, limits.ttft_ms, limits.tpot_ms) if variant.mode in MODES else server
 
     async def _round(
         self, side: Side, requests: RoundRequests, title: str, record_file: RecordFile

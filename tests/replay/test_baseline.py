@@ -115,6 +115,9 @@ async def test_the_baseline_is_asked_in_its_own_way_with_its_own_key_and_our_sid
         assert "the prefix cache of vLLM is emptied before each round" in notes
         notes += await baseline.same_model(url, plan)
         await compare((_Ours(url), baseline), plan, tmp_path, console, notes=notes, is_alone=False)
+    in_rounds = 2 * 6
+    assert ours.slos[-in_rounds:] == ["200000"] * in_rounds, "mode adaptive goes by what came before its turn"
+    assert set(theirs.slos) == {None}
     assert all("messages" in body for body in theirs.bodies)
     assert all("prompt" in body for body in ours.bodies)
     assert theirs.cache_resets == 1 + 2, "at the check and before each round"

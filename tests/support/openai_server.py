@@ -48,6 +48,8 @@ class Behaviour:
     faults: dict[int, str] = field(default_factory=dict)
     prompts: list[list[int]] = field(default_factory=list)
     bodies: list[dict] = field(default_factory=list)
+    slos: list[str | None] = field(default_factory=list)
+    """The TTFT SLO that each request named, in ms; None without one."""
 
     def wait_for_requests(self, count: int) -> None:
         """Block until `count` completion requests have arrived."""
@@ -118,6 +120,7 @@ def make_app(behaviour: Behaviour) -> Starlette:
         body = await request.json()
         number = len(behaviour.bodies)
         behaviour.bodies.append(body)
+        behaviour.slos.append(request.headers.get("x-ridgeline-ttft-ms"))
         behaviour.prompts.append(body.get("prompt") or body["messages"])
         if number + 1 == behaviour.restarts_at or (behaviour.restarts_every and number % behaviour.restarts_every == 0):
             metrics.restarts.labels("colocated", "0", "engine_died").inc()
