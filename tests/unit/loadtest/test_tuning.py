@@ -57,9 +57,9 @@ class _Servers:
     async def replay(self, server, plan, _console, *, label, round_index, requests, record_file):
         if self.breaks_after is not None and len(self.replayed) >= self.breaks_after:
             raise ServerError("gone")
-        rows = requests.trace.rows
-        self.replayed.append((server, rows, round_index))
-        records = tuple(a_record(index, TTFT_S[server], input_tokens=32, output_tokens=8) for index in range(len(rows)))
+        (name,), rows = server.urls, requests.trace.rows
+        self.replayed.append((name, rows, round_index))
+        records = tuple(a_record(index, TTFT_S[name], input_tokens=32, output_tokens=8) for index in range(len(rows)))
         for record in records:
             record_file.add(record)
         return ReplayResult(requests.trace, records, 20.0, MetricsDelta({}, {}, 20.0), ())
