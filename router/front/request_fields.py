@@ -216,8 +216,8 @@ HEADERS: dict[str, FieldRule] = {
     "x-api-key": Honoured("tests/components/router/front/middleware/test_auth.py"),
     "x-request-id": Honoured(f"{FIELD_TESTS}::test_a_request_id_comes_back_in_the_answer"),
     "x-ridgeline-timeout-s": Honoured(f"{FIELD_TESTS}::test_a_client_is_told_when_its_time_is_over"),
-    "x-ridgeline-ttft-ms": Honoured(TIME_LIMITS, "in mode adaptive; other modes validate and ignore it"),
-    "x-ridgeline-tpot-ms": Honoured(TIME_LIMITS, "in mode adaptive; other modes validate and ignore it"),
+    "x-ridgeline-ttft-ms": Honoured(TIME_LIMITS, "in mode adaptive; other modes validate and remember it"),
+    "x-ridgeline-tpot-ms": Honoured(TIME_LIMITS, "in mode adaptive; other modes validate and remember it"),
     "x-vllm-priority": RefusedField(
         "X-Vllm-Priority must be 0 or absent: the router orders requests itself, fairly among clients",
         but_for=("0",),
