@@ -101,12 +101,12 @@ class ReplayPlan(BaseModel):
     settle_s: NotNegative = 1.0
     """seconds between two readings of /metrics, repeated until two agree"""
     slo: Literal["auto"] | None = None
-    """auto: take the SLOs on TTFT and TPOT from the unloaded server, measured before the run; one on the largest gap is
-    set by --slo-gap-ms alone"""
+    """auto: take the SLOs on TTFT and TPOT from the unloaded server, measured before the run, and tell them to the
+    server in each request; one on the largest gap is set by --slo-gap-ms alone"""
     slo_ttft_ms: Positive = 2000.0
-    """goodput: TTFT at most this many ms"""
+    """goodput: TTFT at most this many ms; told to the server in each request if given"""
     slo_tpot_ms: Positive = 100.0
-    """goodput: TPOT at most this many ms"""
+    """goodput: TPOT at most this many ms; told to the server in each request if given"""
     slo_gap_ms: PositiveOrNone = None
     """goodput: largest gap between two tokens of a request at most this many ms; off by default"""
     client_cores: str | None = None
@@ -124,6 +124,11 @@ class ReplayPlan(BaseModel):
     def slos(self) -> Slo:
         """The SLOs as one value; with `slo` auto they are right only once they were measured."""
         return Slo(ttft_ms=self.slo_ttft_ms, tpot_ms=self.slo_tpot_ms, gap_ms=self.slo_gap_ms)
+
+    @property
+    def names_slos(self) -> bool:
+        """Whether SLOs on TTFT and TPOT were given or measured, so that a server can be told them."""
+        return bool({"slo_ttft_ms", "slo_tpot_ms"} & self.model_fields_set)
 
     @property
     def sends_text(self) -> bool:

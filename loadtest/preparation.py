@@ -17,6 +17,7 @@ from ridgeline.loadtest.run.calibration import (
     Workers,
     beside_arrivals_s,
     fit_budget,
+    fit_budget_over_rates,
     given_load,
     least_requests,
     minutes_text,
@@ -107,8 +108,12 @@ async def prepare(
         beside_s = beside_arrivals_s(plan.of_warm_round(), trace, unloaded)
         schedule = Schedule(STARTS_IN_A_PAIR, variant.start_s, beside_s, rounds=len(plan.kinds))
         requests = PairTraces(plan, card.max_model_len).requests
-        least = least_requests(load.rate, trace, unloaded) if plan.find_rate and load.rate else 1
-        plan, load = fit_budget(plan, load, requests, schedule, time.monotonic() - began_s, least)
+        spent_s = time.monotonic() - began_s
+        if plan.find_rate and load.rate:
+            least = least_requests(load.rate, trace, unloaded)
+            plan, load = fit_budget_over_rates(plan, load, requests, schedule, spent_s, least)
+        else:
+            plan, load = fit_budget(plan, load, requests, schedule, spent_s)
     traces = PairTraces(plan, card.max_model_len)
     load = msgspec.structs.replace(load, notes=(*notes, *load.notes, traces.note))
     most = traces.prefix_ids + 1 + max(traces.most_requests, traces.most_at_a_rate)

@@ -148,29 +148,30 @@ class RoundRunner:
                     )
                 self.cold |= set(self.variants)
 
-    def _told_limits(self, variant: Variant, server: str | Servers) -> str | Servers:
+    def _told_slos(self, variant: Variant, server: str | Servers) -> str | Servers:
         """Return the server, told the plan's SLOs unless it is a baseline.
 
         The pure modes do not serve by them, but mode adaptive goes by what came before its turn: requests without SLOs
         would have it look for the least latency.
         """
-        limits = self.plan.slos
-        return with_slo_headers(server, limits.ttft_ms, limits.tpot_ms) if variant.mode in MODES else server
+        slos = self.plan.slos
+        return with_slo_headers(server, slos.ttft_ms, slos.tpot_ms) if variant.mode in MODES else server
 
     async def _round(
         self, side: Side, requests: RoundRequests, title: str, record_file: RecordFile
     ) -> tuple[ReplayResult | None, Disturbance | None, tuple[str, ...]]:
         variant = self.variants[side]
         reached = await variant.ready()
+        server = self._told_slos(variant, reached.server)
         if reached.is_fresh or side in self.cold:
             self.cold.discard(side)
             asked = self.plan.model_copy(update=dict(reached.plan_changes))
             await until_whole(reached.server)
-            await warm_up_workers(reached.server, asked, requests, self._new_round_index(), self.console)
+            await warm_up_workers(server, asked, requests, self._new_round_index(), self.console)
         before = await asyncio.to_thread(read_cpu, reached.processes)
         try:
             result = await run_replay(
-                self._told_limits(variant, reached.server),
+                server,
                 self.plan.of_warm_round().model_copy(update=dict(reached.plan_changes)),
                 self.console,
                 label=title,

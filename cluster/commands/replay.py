@@ -15,6 +15,7 @@ from ridgeline.loadtest.report.replay_output import report_replay
 from ridgeline.loadtest.run.calibration import given_load, settle, workers_of
 from ridgeline.loadtest.run.records import RecordFile
 from ridgeline.loadtest.run.replay import check_client, run_replay
+from ridgeline.loadtest.run.server import with_slo_headers
 from ridgeline.loadtest.run.unloaded import measure_unloaded, sizes_of
 from ridgeline.loadtest.run_folder import RunFolder, new_folder
 
@@ -31,5 +32,6 @@ async def replay_command(url: str, plan: ReplayPlan, out: Path | None, console: 
         console.print(sentence, highlight=False, markup=False)
     out = new_folder(RunFolder(out), console).path if out else None
     record_file = RecordFile(out / "records.jsonl") if out else None
-    result = await run_replay(url, plan, console, record_file=record_file)
+    told = with_slo_headers(url, plan.slo_ttft_ms, plan.slo_tpot_ms) if plan.names_slos else url
+    result = await run_replay(told, plan, console, record_file=record_file)
     report_replay(result, plan, load, out, console)

@@ -38,6 +38,7 @@ def write_guidellm_report(path: Path, rounds: Sequence[tuple[RoundHead, Sequence
     }
     benchmarks = [_benchmark(index, head, records, slo) for index, (head, records) in enumerate(rounds)]
     report = GenerativeBenchmarksReport.model_validate({"config": scenario, "benchmarks": benchmarks})
+    path.parent.mkdir(exist_ok=True)
     report.save_file(path)
 
 

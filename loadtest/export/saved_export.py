@@ -32,7 +32,6 @@ def export_rounds(folder: Path, kind: ExportFormat) -> list[Path]:
         raise LoadTestError(f"{folder / RECORDS} has no records of round {missing[0]}: restore the file, or run again")
     rounds = [(_head(each, summary), records[each["round"]]) for each in valid]
     out = folder / kind
-    out.mkdir(exist_ok=True)
     write = _write_vllm_bench if kind == "vllm-bench" else _write_guidellm
     return list(write(out, rounds, Slo(**summary["slo"])))
 
@@ -40,6 +39,7 @@ def export_rounds(folder: Path, kind: ExportFormat) -> list[Path]:
 def _write_vllm_bench(out: Path, rounds: Sequence[Round], slo: Slo) -> Iterator[Path]:
     for head, records in rounds:
         path = out / f"round-{head.metadata['round']}-{head.metadata['variant']}.json"
+        out.mkdir(exist_ok=True)
         path.write_bytes(msgspec.json.encode(vllm_bench_result(head, records, slo)) + b"\n")
         yield path
 

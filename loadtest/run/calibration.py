@@ -197,48 +197,62 @@ def fit_budget(
     most_requests: int,
     schedule: Schedule,
     spent_s: float,
-    least_requests: int = 1,
 ) -> tuple[ComparePlan, Load]:
     """Choose requests in a round and the most pairs for the time that is left, and say how long it takes at most.
 
     The pairs that a result takes, and one to spare, come first; then longer rounds, then more pairs. Without a budget
-    the plan's own rounds and pairs stay. `most_requests` are those of the plan's round; `least_requests` are what a
-    round should have, however few pairs the time then allows.
+    the plan's own rounds and pairs stay. `most_requests` are those of the plan's round.
     """
     if load.rate is None:
         return plan, load
-    pairs, requests, notes, fitting = plan.pairs, most_requests, list[str](), plan.pairs
+    pairs, requests, fitting = plan.pairs, most_requests, plan.pairs
     if plan.budget_s is not None:
-        left_s = plan.budget_s - spent_s
-        planned = min(plan.planned_pairs, plan.pairs)
-        within = schedule.requests_within(left_s / planned, load.rate)
-        requests = min(most_requests, max(LEAST_REQUESTS, least_requests, within))
-        fitting = int(left_s / schedule.pair_s(requests, load.rate))
+        requests, fitting = _within_budget(plan, load.rate, most_requests, schedule, plan.budget_s - spent_s)
         # These are planned in any case: rounds may be shorter than they were estimated, and the time ends them if not.
         pairs = min(plan.pairs, max(plan.planned_pairs, fitting))
+        plan = plan.model_copy(update={"limit": requests, "pairs": pairs})
     pair_s = schedule.pair_s(requests, load.rate)
-    round_s = (requests - 1) / load.rate
-    if plan.find_rate:
-        count = plan.pairs if plan.budget_s is None else max(1, fitting)
-        notes.append(
-            f"{'at most' if plan.budget_s is None else 'about'} {count} {'pair' if count == 1 else 'pairs'} of "
-            f"{schedule.rounds} rounds, each with arrivals for {round_s:.0f} s ({requests} requests "
-            f"at the first rate), about {minutes_text(pair_s)} a pair"
-        )
-        changes = {"limit": requests} if plan.budget_s is not None else {}
-        return plan.model_copy(update=changes), msgspec.structs.replace(load, notes=(*load.notes, *notes))
-    notes.append(
-        f"at most {pairs} {'pair' if pairs == 1 else 'pairs'} of rounds of {requests} requests, "
-        f"{round_s:.0f} s each: about {minutes_text(pairs * pair_s)}"
-    )
-    if plan.budget_s is not None and fitting < plan.wanted_pairs <= plan.pairs:
+    notes = [
+        f"at most {_count(pairs, 'pair')} of rounds of {requests} requests, {(requests - 1) / load.rate:.0f} s each: "
+        f"about {minutes_text(pairs * pair_s)}"
+    ]
+    if plan.budget_s is not None and fitting < plan.wanted_pairs <= pairs:
         notes.append(
             f"the {plan.wanted_pairs} pairs that a conclusion takes need about "
             f"{minutes_text(spent_s + plan.wanted_pairs * pair_s)} on this machine, and there are "
             f"{minutes_text(plan.budget_s)}: it may end without one"
         )
-    changes = {"limit": requests, "pairs": pairs} if plan.budget_s is not None else {}
-    return plan.model_copy(update=changes), msgspec.structs.replace(load, notes=(*load.notes, *notes))
+    return plan, msgspec.structs.replace(load, notes=(*load.notes, *notes))
+
+
+def fit_budget_over_rates(
+    plan: ComparePlan, load: Load, most_requests: int, schedule: Schedule, spent_s: float, least_requests: int
+) -> tuple[ComparePlan, Load]:
+    """Choose requests in a round of a comparison over rates for the time that is left, and say how many pairs fit.
+
+    `least_requests` are what a round should have, however few pairs the time then allows; otherwise as `fit_budget`.
+    """
+    if load.rate is None:
+        return plan, load
+    requests, told = most_requests, f"at most {_count(plan.pairs, 'pair')}"
+    if plan.budget_s is not None:
+        left_s = plan.budget_s - spent_s
+        requests, fitting = _within_budget(plan, load.rate, most_requests, schedule, left_s, least_requests)
+        plan, told = plan.model_copy(update={"limit": requests}), f"about {_count(max(1, fitting), 'pair')}"
+    note = (
+        f"{told} of {schedule.rounds} rounds, each with arrivals for {(requests - 1) / load.rate:.0f} s ({requests} "
+        f"requests at the first rate), about {minutes_text(schedule.pair_s(requests, load.rate))} a pair"
+    )
+    return plan, msgspec.structs.replace(load, notes=(*load.notes, note))
+
+
+def _within_budget(
+    plan: ComparePlan, rate: float, most_requests: int, schedule: Schedule, left_s: float, least_requests: int = 1
+) -> tuple[int, int]:
+    """Return the requests of a round with which the planned pairs fit into the time, and the pairs that then fit."""
+    within = schedule.requests_within(left_s / min(plan.planned_pairs, plan.pairs), rate)
+    requests = min(most_requests, max(LEAST_REQUESTS, least_requests, within))
+    return requests, int(left_s / schedule.pair_s(requests, rate))
 
 
 def duration_text(seconds: float) -> str:

@@ -18,6 +18,8 @@ import pytest
 from plotly.offline import get_plotlyjs
 from rich.console import Console
 
+from ridgeline.cluster.commands import replay as replay_command_module
+from ridgeline.cluster.commands.replay import replay_command
 from ridgeline.loadtest.compare import compare
 from ridgeline.loadtest.errors import LoadTestError, NotDisaggregatedError, ServerError
 from ridgeline.loadtest.plan import ComparePlan, ReplayPlan
@@ -528,3 +530,14 @@ async def test_a_run_that_was_disaggregated_in_name_only_is_refused(tmp_path, co
     assert not (tmp_path / "summary.json").exists()
     with pytest.raises(NotDisaggregatedError, match="publishes no ridgeline_ metrics"):
         await _Cluster(has_metrics=False).compare(_compare_plan(), tmp_path, console)
+
+
+async def test_a_replay_tells_the_server_slos_that_were_given_and_no_others(console, monkeypatch):
+    monkeypatch.setattr(replay_command_module, "check_client", lambda _: None)  # there is no tokenizer to load
+    behaviour = Behaviour(ttft_s=0.01, tpot_s=0.001)
+    with running(behaviour) as url:
+        await replay_command(url, _plan(), None, console)
+        assert set(behaviour.slos) == {None}
+        behaviour.slos.clear()
+        await replay_command(url, _plan(slo_ttft_ms=750.0), None, console)
+        assert set(behaviour.slos) == {"750"}

@@ -65,7 +65,7 @@ class _Servers:
         return ReplayResult(requests.trace, records, 20.0, MetricsDelta({}, {}, 20.0), ())
 
     async def warm_up(self, server, *_):
-        self.warmed.append(server)
+        self.warmed.extend(server.urls)
 
     async def whole(self, _server):
         return None

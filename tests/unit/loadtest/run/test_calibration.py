@@ -13,6 +13,7 @@ from ridgeline.loadtest.run.calibration import (
     beside_arrivals_s,
     decode_token_s,
     fit_budget,
+    fit_budget_over_rates,
     given_load,
     minutes_text,
     most_rate,
@@ -164,10 +165,10 @@ def test_a_machine_too_slow_for_six_pairs_plans_seven_and_is_told_that_it_may_en
 def test_a_search_divides_its_budget_among_four_pairs_but_makes_no_round_shorter_than_two_long_answers():
     asked = ComparePlan(rate=1.0, budget_s=300.0, find_rate=True).of_search()
     three = dataclasses.replace(COURSE, starts=0.0, beside_arrivals_s=6.0, rounds=3)
-    plan, load = fit_budget(asked, given_load(asked, TRACE), 60, three, 12.0)
+    plan, load = fit_budget_over_rates(asked, given_load(asked, TRACE), 60, three, 12.0, 1)
     assert plan.limit == 19, "288 s are 24 s a round, of which 6 s have no arrivals"
     assert "it may end without one" not in " ".join(load.notes)
-    assert fit_budget(asked, given_load(asked, TRACE), 60, three, 12.0, 31)[0].limit == 31
+    assert fit_budget_over_rates(asked, given_load(asked, TRACE), 60, three, 12.0, 31)[0].limit == 31
 
 
 def test_without_starts_as_when_modes_are_switched_six_pairs_fit_where_one_did():
