@@ -25,6 +25,12 @@ STAGE_COLORS = {
 INK, GRID, MUTED = "#1b2330", "#e8ecf1", "#5f6b7a"
 INTERVAL_COLOR = "#c2410c"
 SHORT_NAMES = {"ttft": "TTFT", "ttst": "1st to 2nd", "tpot": "TPOT", "largest_gap": "largest gap"}
+STEP_TEXT_POSITIONS = {
+    "prefill": ("middle right", "top right", "bottom right"),
+    "mixed": ("bottom center", "bottom left", "middle left"),
+    "decode": ("middle right", "top center", "bottom center"),
+}
+"""One for each of the texts that a kind of step can have: what binds it is compute, memory or neither."""
 RATIO_TICKS = (0.1, 0.2, 0.5, 0.8, 1, 1.25, 2, 5, 10)
 SLO_SCALES = tuple(float(scale) for scale in np.geomspace(0.25, 4.0, 65))
 TIME_TICKS_MS = tuple(digit * 10.0**power for power in range(6) for digit in (1, 3))
@@ -371,7 +377,8 @@ def roofline(variants: Mapping[str, Mapping[str, Any]]) -> go.Figure | None:
         _mark(figure, peak_flops / peak_bytes, f"ridge {peak_flops / peak_bytes:.1f}", log=True)
     sources = dict.fromkeys(source for *_, pool in pools if (source := pool.get("peaks_source")))
     named: set[str] = set()
-    for label, color, name, pool in pools:
+    texts = _step_texts([pool["step_kinds"] for *_, pool in pools])
+    for (label, color, name, pool), shown in zip(pools, texts, strict=True):
         owner = label if label.startswith(name) else f"{label}, {name} pool"
         found = list(pool["step_kinds"].values())
         figure.add_scatter(
@@ -383,9 +390,9 @@ def roofline(variants: Mapping[str, Mapping[str, Any]]) -> go.Figure | None:
                 "color": color,
                 "opacity": 0.7,
             },
-            text=[f"{step}: {kind['bound']}" for step, kind in pool["step_kinds"].items()],
-            textposition="bottom center" if color == VARIANT_COLORS[0] else "top center",
-            textfont={"color": color},
+            text=[text for text, _ in shown],
+            textposition=[position for _, position in shown],
+            textfont={"color": MUTED},
             name=label,
             showlegend=label not in named,
             customdata=[[kind["busy_seconds"], kind["mfu"], kind["mbu"]] for kind in found],
@@ -415,6 +422,23 @@ def roofline(variants: Mapping[str, Mapping[str, Any]]) -> go.Figure | None:
     figure.update_xaxes(range=np.log10(span[[0, -1]]).tolist())
     figure.update_yaxes(type="log", dtick=1, exponentformat="SI")
     return figure
+
+
+def _step_texts(pools: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[list[tuple[str, str]]]:
+    """Return text and position for each kind of step of each pool; the same text only once, at the largest dot.
+
+    Kinds have positions of their own, since the dots of variants lie close to each other.
+    """
+    largest = {
+        f"{step}: {kind['bound']}": (index, step)
+        for index, step, kind in sorted(
+            ((index, step, kind) for index, kinds in enumerate(pools) for step, kind in kinds.items()),
+            key=lambda each: each[2]["busy_seconds"],
+        )
+    }
+    free = {step: list(positions) for step, positions in STEP_TEXT_POSITIONS.items()}
+    at = {place: (text, free[place[1]].pop(0)) for text, place in largest.items()}
+    return [[at.get((index, step), ("", "top center")) for step in kinds] for index, kinds in enumerate(pools)]
 
 
 def _mark(figure: go.Figure, x: float, text: str, *, log: bool = False) -> None:

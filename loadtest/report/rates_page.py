@@ -201,7 +201,7 @@ def _figures(summary: Summary) -> list[go.Figure | None]:
 def _setting(summary: Summary) -> str:
     machine, trace, rates = summary["machine"], summary["trace"], summary["rates"]
     return (
-        f"SLOs: {Slo(**summary['slo'])} · trace '{trace['name']}' · "
+        f"{rates['attainment']:.0%} of requests within {Slo(**summary['slo'])} · trace '{trace['name']}' · "
         f"{sum(each['valid'] for each in rates['rounds'])} rounds in {rates['took_s'] / 60:.1f} minutes · "
         f"{machine['processor']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB"
     )

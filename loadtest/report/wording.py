@@ -215,10 +215,12 @@ def _verdict_text(
     if unclear:
         others = _listed([labels[name] for name in unclear], "and")
         most = max(end for name in unclear for one in (verdict.over(name),) for end in (one.high, 1 / one.low))
-        behind = f" {_upper(_listed([labels[name] for name in less], 'and'))} holds less." if less else ""
+        behind = (
+            f" {_upper(_listed([labels[name] for name in less], 'and'))} holds less than {leaders}." if less else ""
+        )
         return (
-            f"cannot tell yet whether {leaders} holds more than {others}; they differ by x {most:.2f} at most."
-            f"{behind} {_more_time(verdict, took_s)}"
+            f"cannot tell yet whether {leaders} holds more than {others}; they differ by a factor of {most:.2f} "
+            f"at most.{behind} {_more_time(verdict, took_s)}"
         )
     alike = f", alike within {ALIKE - 1:.0%}" if verdict.alike else ""
     return f"{leaders}{alike}, {verdict.evidence} evidence."
