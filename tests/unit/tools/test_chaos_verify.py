@@ -54,6 +54,15 @@ def test_each_loss_is_found(changes: dict[str, Any], says: str):
 
 
 @pytest.mark.parametrize(
+    ("rest", "is_text_of_tokens"),
+    [("", True), ("\ufffd\ufffd", True), (" \ufffd", True), (" ", False), ("\ufffda", False)],
+)
+def test_only_a_token_that_ends_within_a_character_may_be_missing_from_the_text(rest: str, is_text_of_tokens: bool):
+    found = verify.violations(good(), lambda _: f"abc{rest}")
+    assert (not found) == is_text_of_tokens, found
+
+
+@pytest.mark.parametrize(
     "changes",
     [
         {"left": True, "dones": 0, "usage_tokens": None},
