@@ -126,9 +126,9 @@ class ReplayPlan(BaseModel):
         return Slo(ttft_ms=self.slo_ttft_ms, tpot_ms=self.slo_tpot_ms, gap_ms=self.slo_gap_ms)
 
     @property
-    def names_slos(self) -> bool:
-        """Whether SLOs on TTFT and TPOT were given or measured, so that a server can be told them."""
-        return bool({"slo_ttft_ms", "slo_tpot_ms"} & self.model_fields_set)
+    def named_slos(self) -> list[str]:
+        """Which of the SLOs on TTFT and TPOT were given or measured, so that a server can be told them."""
+        return sorted({"slo_ttft_ms", "slo_tpot_ms"} & self.model_fields_set)
 
     @property
     def sends_text(self) -> bool:
@@ -177,7 +177,7 @@ class ReplayPlan(BaseModel):
     def _contradictions(self) -> Iterator[str]:
         if self.rate is not None and self.time_scale != 1:
             yield "rate and time_scale both rescale time: give one of them"
-        given = sorted({"slo_ttft_ms", "slo_tpot_ms"} & self.model_fields_set)
+        given = self.named_slos
         if self.slo == AUTO and given:
             yield f"slo auto measures TTFT and TPOT: leave out {' and '.join(given)}, or slo"
 

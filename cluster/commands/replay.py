@@ -32,6 +32,6 @@ async def replay_command(url: str, plan: ReplayPlan, out: Path | None, console: 
         console.print(sentence, highlight=False, markup=False)
     out = new_folder(RunFolder(out), console).path if out else None
     record_file = RecordFile(out / "records.jsonl") if out else None
-    told = with_slo_headers(url, plan.slo_ttft_ms, plan.slo_tpot_ms) if plan.names_slos else url
+    told = with_slo_headers(url, plan.slo_ttft_ms, plan.slo_tpot_ms) if plan.named_slos else url
     result = await run_replay(told, plan, console, record_file=record_file)
     report_replay(result, plan, load, out, console)
