@@ -36,7 +36,7 @@ from tools.chaos.drive import Load
 from tools.chaos.faults import KINDS, Fault, Injector, Kind
 from tools.chaos.modes import ModeChanges
 from tools.chaos.records import Record
-from tools.chaos.running import Running, pool_settings, running, stop
+from tools.chaos.running import LOCAL, Running, pool_settings, running, stop
 from tools.chaos.scaling import Operations
 from tools.chaos.scoring import Scores, score
 from tools.chaos.wishes import MIXED, Mix
@@ -76,7 +76,7 @@ class Outcome:
 
 
 def settings(options: argparse.Namespace) -> list[str]:
-    """Return the settings for `ridgeline serve` in addition to deploy/local.yaml."""
+    """Return the settings for `ridgeline serve` in addition to the configuration."""
     found = pool_settings(options.prefill, options.decode, options.cores, options.kv_cache, options.step_tokens)
     found.append(f"transfer.lease_s={LEASE_S:g}")
     if options.kv_faults != "none":
@@ -93,7 +93,7 @@ async def run(options: argparse.Namespace, console: Console) -> Outcome:
     outcome = Outcome()
     shared_before = set(os.listdir(SHARED_MEMORY))
     began_s = time.monotonic()
-    async with running(settings(options)) as setup:
+    async with running(settings(options), options.config) as setup:
         console.print(f"ready after {time.monotonic() - began_s:.0f} s: {setup.deployment.url}")
         await _run(setup, options, outcome, console)
         if wrong := await stop(setup):
@@ -287,6 +287,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=1800)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--config", type=Path, default=LOCAL, help="of the deployment (default: deploy/local.yaml)")
     parser.add_argument("--prefill", type=int, default=2, help="workers")
     parser.add_argument("--decode", type=int, default=2, help="workers")
     parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)))

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import httpx
@@ -15,9 +16,10 @@ from transformers import AutoTokenizer
 
 from ridgeline.loadtest.run.server import first_model, open_http
 from ridgeline.loadtest.trace.prompts import load_text_tokens
-from tests.engines.serve_process import serving
+from tests.engines.serve_process import REPOSITORY, serving
 from tools.chaos.deployment import Deployment
 
+LOCAL: Final = REPOSITORY / "deploy/local.yaml"
 STOPPED_WITHIN_S: Final = 90.0
 
 
@@ -38,9 +40,9 @@ class Running:
 
 
 @asynccontextmanager
-async def running(settings: Sequence[str]) -> AsyncIterator[Running]:
-    """Run `ridgeline serve` on the shipped configuration with these `--set` values until the block ends."""
-    arguments = [word for setting in settings for word in ("--set", setting)]
+async def running(settings: Sequence[str], config: Path) -> AsyncIterator[Running]:
+    """Run `ridgeline serve` on this configuration with these `--set` values until the block ends."""
+    arguments = ["-c", str(config), *(word for setting in settings for word in ("--set", setting))]
     with serving(*arguments) as serve:
         url = await asyncio.to_thread(serve.wait_ready)
         async with open_http(url) as http:

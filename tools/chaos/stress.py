@@ -36,7 +36,7 @@ from ridgeline.cluster.doctor.checks import resolve_dtype
 from ridgeline.cluster.model_store import prepare_model
 from tests.engines.harness import Engines
 from tests.engines.tiny_model import make_tiny_model
-from tools.chaos.running import Running, pool_settings, running, stop
+from tools.chaos.running import LOCAL, Running, pool_settings, running, stop
 from tools.chaos.wishes import SCHEMA
 
 MAX_MODEL_LEN_TOKENS: Final = 1024
@@ -292,7 +292,7 @@ async def run(options: argparse.Namespace, console: Console) -> list[str]:
         model = await asyncio.to_thread(tiny_model, Path(folder))
         settings = [f"model.path={model}", f"model.max_model_len_tokens={MAX_MODEL_LEN_TOKENS}"]
         settings += [*pool_settings(1, 1, 2, options.kv_cache, STEP_TOKENS), f"transfer.lease_s={LEASE_S:g}"]
-        async with running([*settings, *options.set]) as setup:
+        async with running([*settings, *options.set], LOCAL) as setup:
             tallies = await stress(setup, options, console)
             found = [await stop(setup)]
     clean = sum(not tally.held and not tally.errors for tally in tallies)
