@@ -15,7 +15,7 @@ from pathlib import Path
 from ridgeline.cluster.config.models import RidgelineConfig
 from ridgeline.cluster.doctor.checks import resolve_dtype
 
-TOKEN_TESTS = ("test_tokens.py", "test_repeated_tokens.py", "test_recompute.py")
+TOKEN_TESTS = ("test_tokens.py", "test_repeated_tokens.py", "test_recompute.py", "test_clients.py")
 ONE_TRANSPORT = "not grpc and not collective"
 """Transports carry bytes, whatever they mean; what differs between formats is computed by engines."""
 

@@ -72,7 +72,6 @@ def shell(tmp_path: Path) -> dict[str, str]:
         **{name.upper(): nobody for name in proxies},
         "RAY_ADDRESS": "127.0.0.1:6399",
         "TMPDIR": str(long_folder),
-        "PYTHONPATH": f":{os.environ.get('PYTHONPATH', '')}" if os.environ.get("PYTHONPATH") else "",
     }
 
 
