@@ -23,6 +23,8 @@ FIRST_TOKEN_FOLLOWS = "first_token_follows"
 with the KV."""
 PREFIX_CACHE_SKIPPED = "prefix_cache_skipped"
 """Why a prompt is computed although its KV was there: vLLM reads neither its cache nor ours for this request."""
+NO_ROOM = "no_room"
+"""The same: this engine is full of hand-offs that wait for others, which may wait for this one."""
 
 
 @dataclass

@@ -8,6 +8,8 @@ gives them, and `kv_connector` passes calls on unchanged. Order of calls in one 
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,6 +25,7 @@ from ridgeline.engine.connector.chunks import PartialExports
 from ridgeline.engine.connector.events import TransferEvent
 from ridgeline.engine.connector.messages import (
     FIRST_TOKEN_FOLLOWS,
+    NO_ROOM,
     PREFIX_CACHE_SKIPPED,
     TRANSFER_EVENTS,
     CounterStats,
@@ -43,6 +46,8 @@ POLL_S = 0.001
 """The first wait while vLLM has other requests that cannot run, say while a grammar is being compiled: vLLM's own
 pause. Nothing tells the loop when they can. Each wait is longer by as much, so that the steps leave their CPU time to
 what they wait for, and notice its end late by a small part of the time it took."""
+STUCK_S = 5.0
+"""How long an engine runs and moves nothing before one of its requests gives up its KV on another worker."""
 
 
 class SchedulerSide:
@@ -56,6 +61,7 @@ class SchedulerSide:
         accountant: StepAccountant,
         send_at_once: Callable[[dict[str, Any]], bool] = lambda stats: False,
         publish_at_once: Callable[[Publish], bool] = lambda publish: False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`vocabulary_tokens` is the vocabulary's size: a first token sent by a peer must be below it.
 
@@ -69,6 +75,7 @@ class SchedulerSide:
         self._accountant = accountant
         self._send_at_once = send_at_once
         self._publish_at_once = publish_at_once
+        self._clock = clock
         self._endpoints: list[Endpoint] = []
         self._step = 0
         self._last_computing = 0
@@ -95,6 +102,7 @@ class SchedulerSide:
         self._events: list[TransferEvent] = []
         self._transfer_ended = False
         """Whether one did after the last step was scheduled."""
+        self._stuck_since_s = math.inf
         self._also: Callable[[], dict[str, Any]] = dict
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
@@ -216,6 +224,7 @@ class SchedulerSide:
         if scheduled.scheduled_new_reqs:
             mark("scheduled")
         self._step += 1
+        self._end_standstill(scheduled)
         self._transfer_ended = False
         self._announce(self._partial.begin(self._step, scheduled))
         instructions, self._next = self._next, StepInstructions(step=self._step + 1)
@@ -227,6 +236,31 @@ class SchedulerSide:
             self._last_computing = self._step
         instructions.quiet = self._last_computing <= self._last_ended
         return instructions
+
+    def _end_standstill(self, scheduled: Any) -> None:
+        """Give up the oldest request's KV on another worker if nothing has run or moved for long.
+
+        Two engines that hand over to each other can fill each other: neither has blocks for what it is to fetch, so
+        neither frees the blocks that the other is to fetch.
+        """
+        moves = scheduled.total_num_scheduled_tokens or self._fetching or self._transfer_ended
+        if moves or not self._incoming or not self._publishing or self._last_computing > self._last_ended:
+            self._stuck_since_s = math.inf
+            return
+        now_s = self._clock()
+        self._stuck_since_s = min(self._stuck_since_s, now_s)
+        if now_s - self._stuck_since_s < STUCK_S:
+            return
+        self._stuck_since_s = now_s
+        request_id, handoff = next(iter(self._incoming.items()))
+        if request_id in self._following:
+            self._hold(request_id, handoff, NO_ROOM)
+            return
+        del self._incoming[request_id]
+        self._covered.discard(request_id)
+        self._next.release.append(handoff)
+        self._accountant.recompute(request_id, NO_ROOM)
+        self._results[request_id] = TransferResult(outcome="failed", reason=NO_ROOM)
 
     def _forbid_placeholders(self, scheduled: Any) -> None:
         if self._following or self._held:

@@ -179,6 +179,8 @@ def map_memory(pid: int, descriptor: int, inode: int, num_bytes: int) -> mmap.mm
         if (found.st_ino, found.st_size) != (inode, num_bytes):
             raise CannotOpen(f"{name} is not the memory that was offered")
         return mmap.mmap(opened, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
+    except OSError as error:
+        raise CannotOpen(f"{name} cannot be mapped ({error.strerror}): see `ulimit -v`") from error
     finally:
         os.close(opened)
 

@@ -183,7 +183,7 @@ class LeaseTable:
             lease = self._open.get(handoff_id)
             if lease is not None and not lease.blocks.complete:
                 lease.revoked = True
-                self._close(handoff_id, "revoked")
+                self._close(handoff_id, "released" if lease.released else "revoked")
 
     def take_finished(self) -> set[str]:
         """Return the owners whose blocks may be freed now; each is returned exactly once per publication."""

@@ -1,6 +1,7 @@
 """The service two engines own, over the real transport: everything the connector relies on."""
 
 import asyncio
+import os
 import threading
 import time
 
@@ -356,6 +357,30 @@ def test_a_pair_that_copies_blocks_as_they_are_says_that_no_encoding_is_used():
         service.close()
     assert not isinstance(paired, str)
     assert (paired.transport, "wire_dtype int8 is not used" in paired.why) == ("shm", True)
+
+
+def test_a_cache_for_which_this_process_has_no_address_space_is_fetched_over_grpc():
+    (prefill, source), (decode, target) = make_service("auto"), make_service("auto")
+    descriptor = os.memfd_create("larger than any address space")
+    os.ftruncate(descriptor, 1 << 60)
+    prefill._source.server._offers["shm"] |= {
+        "descriptor": descriptor,
+        "inode": os.fstat(descriptor).st_ino,
+        "num_bytes": 1 << 60,
+    }
+    try:
+        paired = decode.pair([prefill.address]).result(PATIENCE_S)[prefill.address]
+        assert not isinstance(paired, str)
+        assert paired.transport == "grpc"
+        assert "cannot be mapped (Cannot allocate memory)" in paired.why
+        decode.start_fetch("d", offer(prefill, "p", [3]), 0, [7])
+        _, results = collect(decode, lambda _sent, results: results)
+        assert results["d"].outcome == "ok"
+        assert all(torch.equal(target[name][7], layer[3]) for name, layer in source.items())
+    finally:
+        for service in (decode, prefill):
+            service.close()
+        os.close(descriptor)
 
 
 @pytest.mark.parametrize("published", [True, False], ids=["published", "not yet published"])

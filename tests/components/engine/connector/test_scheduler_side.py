@@ -24,10 +24,11 @@ from ridgeline.engine.connector.messages import (
     TransferResults,
     join_results,
 )
-from ridgeline.engine.connector.scheduler_side import IDLE_WAIT_S, POLL_S, SchedulerSide
+from ridgeline.engine.connector.scheduler_side import IDLE_WAIT_S, POLL_S, STUCK_S, SchedulerSide
 from ridgeline.prefill_worker.kv_source.grpc_source import MAX_CONCURRENT_FETCHES
 from ridgeline.roofline.cost import StepCostModel
 from ridgeline.roofline.model_shape import load_model_shape
+from tests.support.clock import FakeClock
 from tests.support.samples import LAYOUT, make_handoff
 
 MODEL = StepCostModel(load_model_shape("smollm2-135m"))
@@ -47,9 +48,18 @@ CANCELLED = TransferResult(outcome="cancelled", reason="cancelled")
 
 
 @pytest.fixture
-def side():
+def clock():
+    return FakeClock()
+
+
+@pytest.fixture
+def side(clock):
     side = SchedulerSide(
-        block_size_tokens=32, lease_s=30.0, vocabulary_tokens=VOCABULARY_TOKENS, accountant=StepAccountant(MODEL)
+        block_size_tokens=32,
+        lease_s=30.0,
+        vocabulary_tokens=VOCABULARY_TOKENS,
+        accountant=StepAccountant(MODEL),
+        clock=clock,
     )
     side.set_xfer_handshake_metadata({0: Endpoint("127.0.0.1:7001", LAYOUT.compatibility_hash(), 100, 2048)})
     return side
@@ -394,6 +404,65 @@ def test_the_result_of_an_aborted_fetch_is_forgotten(side):
     again = a_request("r")
     side.on_new_request(again)
     assert end(side, again, RequestStatus.FINISHED_STOPPED) == (False, None)
+
+
+# --- what waits for blocks that wait for others
+
+
+def stand_still(side, clock, steps=2):
+    """Run steps that compute nothing, `STUCK_S` apart; returns the hand-offs released in each."""
+    released = []
+    for _ in range(steps):
+        released.append(side.build_connector_meta(IDLE).release)
+        clock.now_s += STUCK_S
+    return released
+
+
+def a_full_engine(side):
+    """It keeps the blocks of a prompt that another engine is to fetch."""
+    request = a_request("kept", do_remote_decode=True)
+    side.on_new_request(request)
+    end(side, request, RequestStatus.FINISHED_LENGTH_CAPPED, [1, 2, 3])
+
+
+def test_a_request_without_room_on_an_engine_full_of_handoffs_gives_its_own_up_and_computes_the_prompt(side, clock):
+    a_full_engine(side)
+    first, second = (a_fetching_request(name, handoff=make_handoff(f"h-{name}")) for name in ("r1", "r2"))
+    for request in (first, second):
+        side.on_new_request(request)
+        assert side.get_num_new_matched_tokens(request, 0) == (70, True), "vLLM finds no blocks for it"
+    assert stand_still(side, clock, 3) == [[], [make_handoff("h-r1")], [make_handoff("h-r2")]], "one at a time"
+    assert side.get_num_new_matched_tokens(first, 0) == (0, False)
+    assert recomputes(side) == {"no_room": 2}
+    _, told = end(side, first, RequestStatus.FINISHED_STOPPED)
+    assert (told["result"]["outcome"], told["result"]["reason"]) == ("failed", "no_room")
+
+
+def test_a_following_request_without_room_is_handed_back(side, clock):
+    a_full_engine(side)
+    request = a_following_request()
+    side.on_new_request(request)
+    assert stand_still(side, clock) == [[], []], "another leg fetches it or releases it"
+    [event] = side.take_events()
+    assert event["failed"] == "no_room"
+    assert side.get_num_new_matched_tokens(request, 0) == (None, False)
+
+
+@pytest.mark.parametrize("goes_on", ["it keeps nothing", "a step computes", "a fetch runs", "blocks were freed"])
+def test_a_request_that_waits_while_anything_goes_on_keeps_its_handoff(side, clock, goes_on):
+    if goes_on != "it keeps nothing":
+        a_full_engine(side)
+    if goes_on == "a fetch runs":
+        start_fetch(side, a_fetching_request("fetching", handoff=make_handoff("h2")))
+    side.on_new_request(a_fetching_request())
+    stand_still(side, clock, 1)
+    if goes_on == "a step computes":
+        report(side, step=side.build_connector_meta(a_step(cached=[("another", [], 80, 1)])).step)
+    if goes_on == "blocks were freed":
+        a_full_engine(side)
+        report(side, finished_sending={"kept"})
+        a_full_engine(side)
+    assert stand_still(side, clock, 1) == [[]]
 
 
 # --- what vLLM must never hear

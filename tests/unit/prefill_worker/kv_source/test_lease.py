@@ -80,6 +80,16 @@ def test_a_release_is_remembered_after_a_revocation_too(leases):
     assert leases.stats().open_leases == 0
 
 
+def test_a_release_during_a_read_is_remembered_after_a_revocation_too(leases):
+    leases.extend("h", "r", [1])
+    with leases.reading("h"):
+        assert leases.release("h") is True  # the reader has given up, and its call has not ended here yet
+        leases.revoke("h")
+        publish(leases)
+        assert leases.take_finished() == {"r"}
+    assert leases.stats().open_leases == 0
+
+
 def test_a_hand_off_that_nobody_releases_tells_its_life(leases, clock, caplog):
     leases.extend("h", "r", [1])
     publish(leases)
