@@ -36,7 +36,7 @@ from ridgeline.router.dispatch.orchestrator import DeadlineExceeded, Orchestrato
 from ridgeline.router.dispatch.request import Sampling, SequenceRequest
 from ridgeline.router.fleet.policy import NoWorker
 from ridgeline.router.flow.admission import Admission, AdmissionTicket
-from ridgeline.router.flow.admission_rules import Ask, Refused
+from ridgeline.router.flow.admission_rules import NONE_BEFORE, Accepted, Ask, Refused
 from ridgeline.router.front.http.context import MAX_REQUEST_ID_CHARACTERS, current
 from ridgeline.router.front.sampling import sampling_of
 from ridgeline.router.front.text_stream import TextSink
@@ -171,10 +171,13 @@ class RouterEngineClient(EngineClient):
         request.request_id = f"r-{secrets.token_hex(8)}"  # short: every token between router and workers carries it
         if prompt_text is None:
             prompt_text, _, _ = extract_prompt_components(self.model_config, prompt)
-        client = current().client
+        context = current()
+        client = context.client
         with _as_http():
-            ticket = self._admission.admit(client, _ask(request, self.model_config.get_vocab_size()))
-        current().taken_in()
+            ask = _ask(request, self.model_config.get_vocab_size(), context.accepted)
+            ticket = self._admission.admit(client, ask)
+        context.accepted = ticket.accepted
+        context.taken_in()
         return self._serve(request, wanted, request_id, prompt_text, client, ticket)
 
     async def _serve(
@@ -350,7 +353,7 @@ def _check_request_id(request_id: str) -> None:
         )
 
 
-def _ask(request: EngineCoreRequest, vocabulary_size: int) -> Ask:
+def _ask(request: EngineCoreRequest, vocabulary_size: int, before: Accepted = NONE_BEFORE) -> Ask:
     params = request.sampling_params
     assert params is not None
     prompt_tokens, output_tokens = len(request.prompt_token_ids or []), params.max_tokens or 0
@@ -362,7 +365,7 @@ def _ask(request: EngineCoreRequest, vocabulary_size: int) -> Ask:
     each = prompt_tokens * entries(params.prompt_logprobs)
     if params.output_kind is RequestOutputKind.FINAL_ONLY:  # a stream's entries come token by token, not in one piece
         each += output_tokens * entries(params.num_logprobs)
-    return Ask(params.n, prompt_tokens, output_tokens, logprobs=params.n * each)
+    return Ask(params.n, prompt_tokens, output_tokens, logprobs=params.n * each, before=before)
 
 
 def _tell_of_a_failure(collector: RequestOutputCollector, task: asyncio.Task[None]) -> None:
