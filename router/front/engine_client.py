@@ -191,9 +191,11 @@ class RouterEngineClient(EngineClient):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of an admitted request. It is never started if its client has left already."""
         tasks: list[asyncio.Task[None]] = []
-        finished = False
+        context, finished, unread = current(), False, False
 
         def end(why: Why) -> None:
+            nonlocal unread
+            unread = True
             if why == "stream_bytes":  # other reasons are counted by the code that ends it
                 self._on_unread(why)
             for task in tasks:
@@ -202,7 +204,7 @@ class RouterEngineClient(EngineClient):
 
         def sequence_ended(task: asyncio.Task[None]) -> None:
             _tell_of_a_failure(collector, task)
-            ticket.sequence_ended(left=task.cancelled() and not finished)
+            ticket.sequence_ended(left=task.cancelled() and not (finished or context.failed))
             if collector in self._collectors and all(one.done() for one in tasks):
                 self._unread.add(collector)
 
@@ -220,6 +222,9 @@ class RouterEngineClient(EngineClient):
                 output = collector.get_nowait() or await collector.get()
                 finished = output.finished
                 yield output
+        except Exception:  # a client that leaves has this cancelled or closed, which is none
+            context.failed = context.failed or not unread
+            raise
         finally:
             self._groups.pop(request_id, None)
             self._collectors.discard(collector)

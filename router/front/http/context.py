@@ -62,6 +62,8 @@ class RequestContext:
     """Ends its turn in the concurrency limiter: from now on it needs only its tokens delivered. May be called twice."""
     accepted: Accepted = NONE_BEFORE
     """The prompts of its list that have been accepted so far."""
+    failed: bool = False
+    """Whether one of its sequences has failed here: the others end with it, and their client has not left them."""
     streams: bool = False
     """Whether the answer has begun as a stream of events."""
 
