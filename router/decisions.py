@@ -119,9 +119,9 @@ class SharedQueue:
         """Prompt tokens that the whole pool computes per second; None until measured."""
         return self.now.tokens_per_s
 
-    def wait_s(self, client: str, prompt_tokens: int, prompts: int = 1) -> float | None:
+    def wait_s(self, client: str, prompt_tokens: int, before_tokens: int = 0) -> float | None:
         """Estimate a prompt's wait, see `QueueNow.wait_s`."""
-        return self.now.wait_s(client, prompt_tokens, prompts)
+        return self.now.wait_s(client, prompt_tokens, before_tokens)
 
 
 class SharedDecisions:

@@ -24,6 +24,8 @@ from ridgeline.router.fleet.fleet import Fleet, Worker
 from ridgeline.router.fleet.policy import Demand
 from ridgeline.router.flow.admission_rules import (
     LEFT_WINDOW_S,
+    NONE_BEFORE,
+    Accepted,
     AdmissionState,
     Ask,
     Refused,
@@ -87,8 +89,8 @@ class Holdings(msgspec.Struct):
 class Wait(Protocol):
     """What admission asks of a pool's queue: `ridgeline.router.placement.pool_queue.PoolQueue`, or `QueueNow`."""
 
-    def wait_s(self, client: str, prompt_tokens: int, prompts: int = 1) -> float | None:
-        """Estimate the seconds that a prompt would wait; None until measured."""
+    def wait_s(self, client: str, prompt_tokens: int, before_tokens: int = 0) -> float | None:
+        """Estimate the seconds that a prompt would wait behind others of its request; None until measured."""
         ...
 
 
@@ -168,7 +170,8 @@ class Admission:
     def admit(self, client: str, ask: Ask) -> AdmissionTicket:
         """Accept a request until its ticket is released. Raises Refused."""
         pool = self._prompt_pool(ask.prompt_tokens)
-        now = self._snapshot(client, pool, self._queues[pool].wait_s(client, ask.prompt_tokens, ask.sequences))
+        wait_s = self._queues[pool].wait_s(client, ask.prompt_tokens, ask.tokens_before_the_last)
+        now = self._snapshot(client, pool, wait_s)
         self._decide(ask, now)
         blocks = blocks_of(ask.prompt_tokens, now)
         self._count(client, ask.sequences, blocks)
@@ -178,7 +181,7 @@ class Admission:
             if left:
                 self._left.setdefault(client, FadingAmount(self._clock, LEFT_WINDOW_S)).add(ended)
 
-        return AdmissionTicket(ask.sequences, give_back)
+        return AdmissionTicket(ask.sequences, give_back, ask.accepted(blocks))
 
     def _decide(self, ask: Ask, now: Snapshot) -> None:
         self._or_counted(lambda: decide(ask, now, self._limits))
@@ -298,8 +301,12 @@ class AdmissionTicket:
     sequences never reached a worker, so they do not count as left.
     """
 
-    def __init__(self, sequences: int, give_back: Callable[[int, bool], None]) -> None:
+    def __init__(
+        self, sequences: int, give_back: Callable[[int, bool], None], accepted: Accepted = NONE_BEFORE
+    ) -> None:
         """`give_back` receives how many sequences have ended, and whether they were left before their end."""
+        self.accepted = accepted
+        """What is before the next prompt of the same list."""
         self._rest = [sequences]
         self._give_back = give_back
         self._finalizer = weakref.finalize(self, _give_back_rest, self._rest, give_back)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Literal
+from typing import Final, Literal
 
 from ridgeline.contracts.vocabulary import Pool
 from ridgeline.router.settings import RouterConfig
@@ -32,6 +32,19 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
+class Accepted:
+    """The prompts of a list that were accepted before the next one: a list is limited as one request, not by prompt."""
+
+    sequences: int = 0
+    prompt_tokens: int = 0
+    prompt_blocks: int = 0
+    logprobs: int = 0
+
+
+NONE_BEFORE: Final = Accepted()
+
+
+@dataclass(frozen=True)
 class Ask:
     """What a request asks for. Token counts are 0 until its prompt is tokenised."""
 
@@ -40,6 +53,21 @@ class Ask:
     output_tokens: int = 0
     logprobs: int = 0
     """Log-probabilities in the answer, if it gets as many tokens as it asks for."""
+    before: Accepted = NONE_BEFORE
+
+    @property
+    def tokens_before_the_last(self) -> int:
+        """Prompt tokens that start before the last of its sequences does."""
+        return self.before.prompt_tokens + (self.sequences - 1) * self.prompt_tokens
+
+    def accepted(self, blocks_each: int) -> Accepted:
+        """Return what is before the next prompt of its list, if there is one."""
+        return Accepted(
+            self.before.sequences + self.sequences,
+            self.before.prompt_tokens + self.sequences * self.prompt_tokens,
+            self.before.prompt_blocks + self.sequences * blocks_each,
+            self.before.logprobs + self.logprobs,
+        )
 
 
 @dataclass(frozen=True)
@@ -73,7 +101,7 @@ class Snapshot:
     """Rate at which sequences have ended recently."""
     blocks_per_s: float
     prompt_wait_s: float | None
-    """Seconds that this client's next prompt, or the last of its n, would wait to start; None until measured."""
+    """Seconds that this client's next prompt, or the last of several, would wait to start; None until measured."""
 
 
 def decide(ask: Ask, now: Snapshot, limits: RouterConfig) -> None:
@@ -97,28 +125,29 @@ def _refuse_unless_open(now: Snapshot) -> None:
 
 
 def _refuse_what_never_fits(ask: Ask, now: Snapshot, limits: RouterConfig) -> None:
-    if ask.sequences > limits.max_outstanding_requests:
+    sequences, logprobs = ask.before.sequences + ask.sequences, ask.before.logprobs + ask.logprobs
+    if sequences > limits.max_outstanding_requests:
         raise Refused(
             HTTPStatus.BAD_REQUEST,
             "too_large",
-            f"n = {ask.sequences} sequences can never be served at a time, the limit is "
+            f"{_several(ask, 'sequences')} can never be served at a time, the limit is "
             f"{limits.max_outstanding_requests} (router.max_outstanding_requests): ask for fewer",
         )
-    if ask.logprobs > limits.max_logprobs_per_request:
+    if logprobs > limits.max_logprobs_per_request:
         raise Refused(
             HTTPStatus.BAD_REQUEST,
             "too_large",
-            f"the answer may have {ask.logprobs} log-probabilities (of the prompt's tokens and of max_tokens, for each "
-            f"of n sequences), the limit is {limits.max_logprobs_per_request} (router.max_logprobs_per_request): ask "
-            "for fewer per token, lower max_tokens or n, send a shorter prompt, or stream the answer, so that its own "
-            "log-probabilities do not count",
+            f"the answer may have {logprobs} log-probabilities (of the prompt's tokens and of max_tokens, for each of "
+            f"n sequences and of a list's prompts), the limit is {limits.max_logprobs_per_request} "
+            "(router.max_logprobs_per_request): ask for fewer per token, lower max_tokens or n, send fewer or shorter "
+            "prompts, or stream the answer, so that its own log-probabilities do not count",
         )
     alone = share_of(limits.max_outstanding_requests, limits)
-    if ask.sequences > alone:
+    if sequences > alone:
         raise Refused(
             HTTPStatus.BAD_REQUEST,
             "too_large",
-            f"n = {ask.sequences} sequences can never be served to one client at a time, {alone} of the "
+            f"{_several(ask, 'sequences')} can never be served to one client at a time, {alone} of the "
             f"{limits.max_outstanding_requests} can (router.max_client_share): ask for fewer",
         )
     if now.usable_answer_workers:  # otherwise their size is not known
@@ -143,13 +172,14 @@ def _refuse_what_no_worker_holds(ask: Ask, now: Snapshot) -> None:
                 f"{what} take {needed} KV blocks and the largest worker has {have}: send a shorter prompt or lower "
                 "max_tokens (the server's setting is pools.*.kv_cache_bytes)",
             )
-    if ask.sequences * prompt_blocks > now.whole_answer_blocks:
+    together = ask.before.prompt_blocks + ask.sequences * prompt_blocks
+    if together > now.whole_answer_blocks:
         raise Refused(
             HTTPStatus.BAD_REQUEST,
             "too_large",
-            f"n = {ask.sequences} prompts of {prompt_blocks} KV blocks each take {ask.sequences * prompt_blocks}, and "
-            f"the {now.answer_pool} pool has {now.whole_answer_blocks}: ask for fewer, or send a shorter prompt (the "
-            f"server's settings are pools.{now.answer_pool}.kv_cache_bytes and workers)",
+            f"{_several(ask, 'prompts')} take {together} KV blocks, and the {now.answer_pool} pool has "
+            f"{now.whole_answer_blocks}: ask for fewer, or send shorter ones (the server's settings are "
+            f"pools.{now.answer_pool}.kv_cache_bytes and workers)",
         )
 
 
@@ -165,7 +195,7 @@ def _refuse_what_is_too_much_now(ask: Ask, now: Snapshot, limits: RouterConfig) 
     if now.prompt_wait_s is not None and now.prompt_wait_s > limits.max_prompt_wait_s:
         raise _overload(
             "prompt_wait",
-            f"{_prompts(ask)} would wait about {now.prompt_wait_s:.0f} s to be started, the limit is "
+            f"{_last_prompt(ask)} would wait about {now.prompt_wait_s:.0f} s to be started, the limit is "
             f"{limits.max_prompt_wait_s:.0f} s (router.max_prompt_wait_s)",
             now.prompt_wait_s - limits.max_prompt_wait_s,
         )
@@ -229,8 +259,15 @@ def _overload(reason: str, sentence: str, retry_after_s: float) -> Refused:
     return refused
 
 
-def _prompts(ask: Ask) -> str:
-    return "a prompt" if ask.sequences == 1 else f"the last of n = {ask.sequences} prompts"
+def _several(ask: Ask, what: str) -> str:
+    if ask.before.sequences:
+        return f"the first {ask.before.sequences + ask.sequences} {what} of the list"
+    return f"n = {ask.sequences} {what}"
+
+
+def _last_prompt(ask: Ask) -> str:
+    several = ask.before.sequences + ask.sequences > 1
+    return f"the last of {_several(ask, 'prompts')}" if several else "a prompt"
 
 
 def blocks_of(tokens: int, now: Snapshot) -> int:

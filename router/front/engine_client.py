@@ -36,7 +36,7 @@ from ridgeline.router.dispatch.orchestrator import DeadlineExceeded, Orchestrato
 from ridgeline.router.dispatch.request import Sampling, SequenceRequest
 from ridgeline.router.fleet.policy import NoWorker
 from ridgeline.router.flow.admission import Admission, AdmissionTicket
-from ridgeline.router.flow.admission_rules import Ask, Refused
+from ridgeline.router.flow.admission_rules import NONE_BEFORE, Accepted, Ask, Refused
 from ridgeline.router.front.http.context import MAX_REQUEST_ID_CHARACTERS, current
 from ridgeline.router.front.sampling import sampling_of
 from ridgeline.router.front.text_stream import TextSink
@@ -171,10 +171,13 @@ class RouterEngineClient(EngineClient):
         request.request_id = f"r-{secrets.token_hex(8)}"  # short: every token between router and workers carries it
         if prompt_text is None:
             prompt_text, _, _ = extract_prompt_components(self.model_config, prompt)
-        client = current().client
+        context = current()
+        client = context.client
         with _as_http():
-            ticket = self._admission.admit(client, _ask(request, self.model_config.get_vocab_size()))
-        current().taken_in()
+            ask = _ask(request, self.model_config.get_vocab_size(), context.accepted)
+            ticket = self._admission.admit(client, ask)
+        context.accepted = ticket.accepted
+        context.taken_in()
         return self._serve(request, wanted, request_id, prompt_text, client, ticket)
 
     async def _serve(
@@ -188,9 +191,11 @@ class RouterEngineClient(EngineClient):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of an admitted request. It is never started if its client has left already."""
         tasks: list[asyncio.Task[None]] = []
-        finished = False
+        context, finished, unread = current(), False, False
 
         def end(why: Why) -> None:
+            nonlocal unread
+            unread = True
             if why == "stream_bytes":  # other reasons are counted by the code that ends it
                 self._on_unread(why)
             for task in tasks:
@@ -199,7 +204,7 @@ class RouterEngineClient(EngineClient):
 
         def sequence_ended(task: asyncio.Task[None]) -> None:
             _tell_of_a_failure(collector, task)
-            ticket.sequence_ended(left=task.cancelled() and not finished)
+            ticket.sequence_ended(left=task.cancelled() and not (finished or context.failed))
             if collector in self._collectors and all(one.done() for one in tasks):
                 self._unread.add(collector)
 
@@ -217,6 +222,9 @@ class RouterEngineClient(EngineClient):
                 output = collector.get_nowait() or await collector.get()
                 finished = output.finished
                 yield output
+        except Exception:  # a client that leaves has this cancelled or closed, which is none
+            context.failed = context.failed or not unread
+            raise
         finally:
             self._groups.pop(request_id, None)
             self._collectors.discard(collector)
@@ -350,7 +358,7 @@ def _check_request_id(request_id: str) -> None:
         )
 
 
-def _ask(request: EngineCoreRequest, vocabulary_size: int) -> Ask:
+def _ask(request: EngineCoreRequest, vocabulary_size: int, before: Accepted = NONE_BEFORE) -> Ask:
     params = request.sampling_params
     assert params is not None
     prompt_tokens, output_tokens = len(request.prompt_token_ids or []), params.max_tokens or 0
@@ -362,7 +370,7 @@ def _ask(request: EngineCoreRequest, vocabulary_size: int) -> Ask:
     each = prompt_tokens * entries(params.prompt_logprobs)
     if params.output_kind is RequestOutputKind.FINAL_ONLY:  # a stream's entries come token by token, not in one piece
         each += output_tokens * entries(params.num_logprobs)
-    return Ask(params.n, prompt_tokens, output_tokens, logprobs=params.n * each)
+    return Ask(params.n, prompt_tokens, output_tokens, logprobs=params.n * each, before=before)
 
 
 def _tell_of_a_failure(collector: RequestOutputCollector, task: asyncio.Task[None]) -> None:

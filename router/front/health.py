@@ -7,6 +7,7 @@ requests, skips admission, and is not counted among the requests. Its prompt is 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import secrets
 import time
@@ -105,11 +106,14 @@ class Readiness:
         began_s, computed = self._clock(), self._computed()
         problem = await self._try_probe()
         await self._refresh()
-        for pool, workers in self._pools().items():
+        before, verdict = verdict, {}
+        for pool, workers in self._pools().items():  # other ones if the mode has changed meanwhile
             if not self._has_worker(pool):
                 verdict[pool] = self._recent(pool, workers)
-            elif pool in tried:
-                progressed = self._computed()[pool] > computed.get(pool, 0.0)
+            elif pool in before and pool not in tried:
+                verdict[pool] = before[pool]
+            else:
+                progressed = self._computed()[pool] > computed.get(pool, math.inf)
                 verdict[pool] = self._judge(workers, problem, began_s, progressed)
         return verdict
 

@@ -62,19 +62,19 @@ class QueueNow(msgspec.Struct, frozen=True):
     tokens_per_s: float | None
     """Prompt tokens that the whole pool computes per second; None until measured."""
 
-    def wait_s(self, client: str, prompt_tokens: int, prompts: int = 1) -> float | None:
-        """Estimate the seconds that the last of `prompts` prompts of this client would wait; None until measured.
+    def wait_s(self, client: str, prompt_tokens: int, before_tokens: int = 0) -> float | None:
+        """Estimate the seconds that a prompt of this client would wait; None until measured.
 
-        `prompt_tokens` is the length of each. A prompt that a worker would take at once does not wait, however slow the
-        pool was when last measured: else a low rate would keep away the prompts that correct it.
+        `before_tokens` are those of the same request's prompts that come here before it. A prompt that a worker would
+        take at once does not wait, however slow the pool was when last measured: else a low rate would keep away the
+        prompts that correct it.
         """
         if self.tokens_per_s is None:
             return None
-        siblings_tokens = (prompts - 1) * prompt_tokens
         if self.starts_at_once:
-            return siblings_tokens / self.tokens_per_s
-        ahead = self.waiting.tokens_ahead(client, prompts * prompt_tokens)
-        return (self.on_workers_tokens + ahead + siblings_tokens) / self.tokens_per_s
+            return before_tokens / self.tokens_per_s
+        ahead = self.waiting.tokens_ahead(client, before_tokens + prompt_tokens)
+        return (self.on_workers_tokens + ahead + before_tokens) / self.tokens_per_s
 
 
 class PoolQueue(Generic[W]):
@@ -245,9 +245,9 @@ class PoolQueue(Generic[W]):
             tokens_per_s=self.tokens_per_s,
         )
 
-    def wait_s(self, client: str, prompt_tokens: int, prompts: int = 1) -> float | None:
+    def wait_s(self, client: str, prompt_tokens: int, before_tokens: int = 0) -> float | None:
         """Estimate a prompt's wait, see `QueueNow.wait_s`."""
-        return None if self._rate.tokens_per_s is None else self.now().wait_s(client, prompt_tokens, prompts)
+        return None if self._rate.tokens_per_s is None else self.now().wait_s(client, prompt_tokens, before_tokens)
 
     # ---
 

@@ -57,10 +57,11 @@ class Comparing:
         return recording(wanted, self.policy, self._traffic, lambda: self._fleet.mode, self._model)
 
     def tell_affinities(self) -> None:
-        """Have each worker say which phase it is for."""
+        """Have each worker say which phase it is for: policies divide those that serve, and the others have none."""
         workers = self._fleet.pool("adaptive")
-        for worker, phase in zip(workers, self.policy.affinities(len(workers)), strict=True):
-            worker.outstanding.favours = phase
+        phases = iter(self.policy.affinities(sum(worker.usable for worker in workers)))
+        for worker in workers:
+            worker.outstanding.favours = next(phases) if worker.usable else None
 
     async def _compare(self) -> None:
         before, advised = self.policy.name, self.policy.advised

@@ -156,6 +156,21 @@ async def test_policies_are_compared_by_what_was_served_and_the_workers_say_what
         comparing.cancel()
 
 
+async def test_a_worker_that_has_to_do_both_phases_while_the_other_is_away_is_not_said_to_be_for_one():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started, a_fleet(addresses(started), ROLES) as fleet:
+        serving = await adaptive(started, fleet)
+        await serving.learn()
+        serving.policy.serve_by("1 of 2 for prefill")
+        serving.comparing.tell_affinities()
+        assert sorted(worker.favours for worker in fleet.workers) == ["decode", "prefill"]
+        await fleet.workers[0].client.drain(PATIENCE_S)
+        await eventually(lambda: not fleet.workers[0].usable)
+        _, ending = serving.ask(3)
+        await serving.step_until(ending)
+        serving.comparing.tell_affinities()
+        assert [worker.favours for worker in fleet.workers] == [None, None]
+
+
 async def test_what_came_in_another_mode_counts_as_soon_as_policies_are_compared():
     async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started, a_fleet(addresses(started), ROLES) as fleet:
         serving = Serving(started, fleet)

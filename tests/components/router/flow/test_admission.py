@@ -103,7 +103,7 @@ def test_n_sequences_whose_prompts_no_pool_could_hold_are_a_bad_request_on_an_id
     decide(Ask(6, 1000, 16), IDLE, LIMITS)
     refused = refusal(Ask(10, 1000, 16))
     assert (refused.status, refused.reason) == (HTTPStatus.BAD_REQUEST, "too_large")
-    assert "n = 10 prompts of 32 KV blocks each take 320, and the decode pool has 200" in str(refused)
+    assert "n = 10 prompts take 320 KV blocks, and the decode pool has 200" in str(refused)
 
 
 def test_the_first_request_of_an_idle_server_is_counted_like_any_other():
@@ -325,6 +325,17 @@ async def test_a_request_of_n_sequences_is_refused_by_the_wait_of_the_last_of_it
     router.admission.admit("a", Ask(4, 600, 16))
     with pytest.raises(Refused, match="the last of n = 5 prompts would wait about 38 s"):
         router.admission.admit("a", Ask(5, 600, 16))
+
+
+async def test_a_prompt_of_a_list_is_refused_by_the_wait_that_it_would_have_behind_the_list():
+    router = Router()
+    router.prompt(0, "a", 4000, computed_in_s=64.0)  # 62.5 tokens/s
+    ask = Ask(1, 600, 16)
+    for _ in range(4):
+        ask = replace(ask, before=router.admission.admit("a", ask).accepted)
+    with pytest.raises(Refused, match="the last of the first 5 prompts of the list would wait about 38 s"):
+        router.admission.admit("a", ask)
+    router.admission.admit("b", Ask(1, 600, 16))
 
 
 def test_short_prompts_of_a_split_deployment_are_judged_by_the_pool_that_computes_them():

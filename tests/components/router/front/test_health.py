@@ -221,6 +221,18 @@ async def test_a_pool_busy_with_a_prompt_longer_than_the_deadline_is_ready():
     assert deployment.refreshed == 1
 
 
+async def test_a_mode_that_changes_during_the_probe_is_judged_by_the_pools_of_the_new_one(deployment):
+    def change():
+        deployment.token(deployment.prefill, deployment.decode)
+        deployment.readiness._pools = lambda: {"colocated": [deployment.prefill, deployment.decode]}
+
+    deployment.probe_does = change
+    assert await deployment.get() == (
+        200,
+        {"ready": True, "pools": {"colocated": {"ready": True, "last_token_s_ago": 0.0}}},
+    )
+
+
 async def test_many_askers_at_a_time_share_one_probe_and_its_verdict_for_a_second(deployment):
     deployment.blocked = asyncio.Event()
     asking = [asyncio.create_task(deployment.readiness.check()) for _ in range(20)]

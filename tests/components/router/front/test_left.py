@@ -1,10 +1,13 @@
 """What counts as left before its end, over HTTP: vLLM's real app, real gRPC, engines without a model."""
 
+import asyncio
+
 import pytest
 import pytest_asyncio
 
+from ridgeline.router.fleet.policy import NoWorker
 from ridgeline.router.flow.admission_rules import Ask
-from tests.support.patience import eventually
+from tests.support.patience import PATIENCE_S, eventually
 from tests.support.served_router import serving
 from tests.support.talking_router import TalkingEngine
 
@@ -61,3 +64,18 @@ async def test_a_list_of_prompts_that_could_never_be_served_at_a_time_is_a_bad_r
     assert "router.max_client_share" in answer.text
     assert (await ask(http, prompt=[[5] * 8] * 2, n=SHARE // 2)).status_code == 200
     assert (await ask(http, prompt=[[5] * 8] * 2, n=SHARE // 2 + 1)).status_code == 400
+
+
+@pytest.mark.parametrize("fields", [{"n": 3}, {"prompt": [[5] * 8] * 3}], ids=["n", "a list"])
+async def test_sequences_that_end_because_another_one_failed_do_not_count_as_left(served, monkeypatch, fields):
+    async def fails_if_first(self, request, emit):
+        if request.client_request_id.endswith(("[0]", "-0")):
+            raise NoWorker("there is no worker")
+        await asyncio.sleep(PATIENCE_S)
+
+    http, admission = served
+    admission._left.clear()
+    monkeypatch.setattr("ridgeline.router.dispatch.orchestrator.Orchestrator.run", fails_if_first)
+    assert (await ask(http, **fields)).status_code == 503
+    await eventually(lambda: admission.sequences == 0)
+    assert not admission._left
