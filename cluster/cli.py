@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import math
 import sys
 import warnings
 from collections.abc import Coroutine, Iterator
@@ -76,6 +78,14 @@ AdminKeyOption = Annotated[
 ]
 UrlOption = Annotated[str, typer.Option(parser=server_url, metavar="URL", help="a running server")]
 PortOption = Annotated[int | None, typer.Option(help="HTTP port")]
+
+
+def _finite(seconds: float) -> float:
+    if not math.isfinite(seconds):
+        raise typer.BadParameter("a number of seconds is meant; 1000000 is more than anything takes")
+    return seconds
+
+
 NameOption = Annotated[str, typer.Option(help="the deployment's name, as in `ridgeline status`")]
 DEFAULT_NAME = "ridgeline"
 
@@ -111,7 +121,9 @@ def load(config: Path | None, settings: list[str] | None, *, both_modes: bool = 
         if not equals:
             fail([f"--set {setting}: write it as section.key=value"], 2)
         overrides[key.strip()] = value
-    overrides |= {key.replace("__", "."): str(value) for key, value in flags.items() if value is not None}
+    # Quoted as YAML, in which the name 2 would be a number.
+    given = {key.replace("__", "."): value for key, value in flags.items() if value is not None}
+    overrides |= {key: json.dumps(value, ensure_ascii=False) for key, value in given.items()}
     try:
         return load_config(config, overrides, both_modes=both_modes)
     except ConfigError as error:
@@ -319,8 +331,9 @@ def drain(
     worker: Annotated[str, typer.Argument(help="the worker that is to leave, as in the table of serve: worker-1")],
     url: UrlOption = LOCAL_URL,
     timeout_s: Annotated[
-        float, typer.Option(help="seconds that its running requests get; then they go on elsewhere", min=0)
-    ] = (30.0),
+        float,
+        typer.Option(help="seconds that its running requests get; then they go on elsewhere", min=0, callback=_finite),
+    ] = 30.0,
     force: Annotated[
         bool, typer.Option("--force", help="drain even the last worker of its pool; needs an admin key")
     ] = False,
@@ -404,7 +417,11 @@ def scale(
     url: UrlOption = LOCAL_URL,
     timeout_s: Annotated[
         float,
-        typer.Option(help="seconds that requests running on a leaving worker get; then they go on elsewhere", min=0),
+        typer.Option(
+            help="seconds that requests running on a leaving worker get; then they go on elsewhere",
+            min=0,
+            callback=_finite,
+        ),
     ] = 30.0,
     admin_key_file: AdminKeyOption = None,
 ) -> None:
@@ -423,7 +440,10 @@ def scale(
 def restart(
     url: UrlOption = LOCAL_URL,
     timeout_s: Annotated[
-        float, typer.Option(help="seconds that requests running on a worker get; then they go on elsewhere", min=0)
+        float,
+        typer.Option(
+            help="seconds that requests running on a worker get; then they go on elsewhere", min=0, callback=_finite
+        ),
     ] = 30.0,
     admin_key_file: AdminKeyOption = None,
 ) -> None:

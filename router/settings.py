@@ -12,7 +12,7 @@ import msgspec
 from pydantic import AfterValidator, Field, IPvAnyNetwork, PlainValidator, model_validator
 
 from ridgeline.contracts.rpc.tls import TlsFiles
-from ridgeline.contracts.section import MIB, Bytes, Section
+from ridgeline.contracts.section import MIB, Bytes, Resources, Section
 from ridgeline.contracts.vocabulary import Mode, Pool, RebalanceMode
 from ridgeline.contracts.workers import Role
 from ridgeline.router.scheduler.registry import ADAPTIVE, make_policy
@@ -165,7 +165,7 @@ class RouterConfig(Section):
         "cores allow",
     )
     request_deadline_s: float = Field(default=600.0, gt=0, description="longest life of one request")
-    resources: dict[str, Annotated[float, Field(gt=0)]] = Field(
+    resources: Resources = Field(
         default_factory=dict, description="custom Ray resources the router takes, to bind it to a node type"
     )
     max_outstanding_requests: int = Field(

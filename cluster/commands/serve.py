@@ -9,11 +9,12 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.markup import escape
@@ -61,6 +62,28 @@ class StopSignals:
         self.stop.set()
 
 
+class _Lossy:
+    """An output that loses what cannot be written: the disk of a log may be full, or what reads a pipe may be gone.
+
+    To serve on, or to finish what runs, is worth more than to say so.
+    """
+
+    def __init__(self, output: IO[str]) -> None:
+        self._output = output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._output, name)
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._output.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._output.flush()
+
+
 def refuse_unfit_machine(config: RidgelineConfig) -> None:
     """Raise Unfit before anything starts. A joined cluster's machines are checked by Ray's placement instead."""
     if config.ray.address is None:
@@ -74,6 +97,7 @@ async def serve(config: RidgelineConfig, console: Console, *, detached: bool = F
 
     Raises AlreadyRunning, Unfit, PlacementError, DeploymentFailed.
     """
+    console = Console(file=cast(IO[str], _Lossy(console.file)), width=console.width)
     with DeploymentFolder(config.name).held(detached=detached) as held:
         refuse_unfit_machine(config)
         await _serve(config, console, held)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from pydantic import TypeAdapter, ValidationError
+
 GPU_ORIGIN: Final = "default on GPUs"
 
 POOLS: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -27,6 +29,7 @@ SHARED: Final[Mapping[str, Any]] = {
     "supervision.stall_timeout_s": 180.0,
 }
 """Settings of the deployment where any pool has GPUs."""
+_whole_number: Final = TypeAdapter(int)
 
 
 def gpu_defaults(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -51,4 +54,7 @@ def _adaptive(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _has_gpus(number: object) -> bool:
-    return isinstance(number, int) and number > 0
+    try:
+        return _whole_number.validate_python(number) > 0  # as the setting is read: 1.0 and "1" are 1
+    except ValidationError:
+        return False

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
-from ridgeline.cluster.config.loader import ConfigError, invalid_yaml, read_yaml, value_of
+from ridgeline.cluster.config.loader import ConfigError, given_twice, invalid_yaml, read_yaml, value_of
 from ridgeline.cluster.config.models import RidgelineConfig, conflicts
 from ridgeline.contracts.vocabulary import Mode
 
@@ -110,7 +110,7 @@ def both_variants(colocated: CandidateConfig, disaggregated: CandidateConfig) ->
 
 def _read(path: Path) -> TuningGrid:
     root = read_yaml(path)
-    if root is not None and (twice := list(_twice(root))):
+    if root is not None and (twice := list(given_twice(root))):
         raise ConfigError([f"{path}:{line}: {name} is there already: remove one of them" for name, line in twice])
     try:
         return TuningGrid.model_validate({} if root is None else value_of(root) or {})
@@ -124,18 +124,6 @@ def _read(path: Path) -> TuningGrid:
                 for one in error.errors()
             ]
         ) from error
-
-
-def _twice(node: yaml.Node) -> Iterator[tuple[str, int]]:
-    """Yield each key that its mapping already has, which YAML would silently replace, with its line."""
-    if not isinstance(node, yaml.MappingNode):
-        return
-    seen = set()
-    for key, value in node.value:
-        if key.value in seen:
-            yield key.value, key.start_mark.line + 1
-        seen.add(key.value)
-        yield from _twice(value)
 
 
 def _paths(overrides: Mapping[str, Any]) -> Iterator[str]:

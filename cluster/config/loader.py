@@ -8,6 +8,7 @@ to change. Everything else receives the finished `RidgelineConfig`.
 
 import difflib
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -70,8 +71,8 @@ def load_config(
         if leaf is None:
             problems.append(_not_a_setting(assignment))
             continue
-        _assign(values, assignment.path, assignment.value)
-        origins[leaf] = assignment.origin
+        if _assign(values, assignment.path, assignment.value):
+            origins[leaf] = assignment.origin
     for setting, default in gpu_defaults(values):
         if origins[setting] == DEFAULT_ORIGIN:
             _assign(values, setting, default)
@@ -123,7 +124,8 @@ _SECTIONS = {path: section for path, section in _fields(RidgelineConfig) if sect
 _LEAVES = [path for path, section in _fields(RidgelineConfig) if section is None]
 
 
-_TABLES = [path for path in _LEAVES if path.rpartition(".")[2] in ("resources", "engine_args", "server_args")]
+_TABLE_NAMES = ("resources", "engine_args", "server_args", "options", "adaptive")
+_TABLES = [path for path in _LEAVES if path.rpartition(".")[2] in _TABLE_NAMES]
 
 
 def _leaf_of(path: str) -> str | None:
@@ -156,8 +158,26 @@ def read_yaml(path: Path) -> yaml.Node | None:
 
 
 def value_of(node: yaml.Node) -> Any:
-    """Return what a tree says, as yaml.safe_load would."""
-    return yaml.SafeLoader("").construct_object(node, deep=True)
+    """Return what a tree says, as yaml.safe_load would. Raises yaml.YAMLError."""
+    whole = deepcopy(node)  # to merge (`<<`) changes it
+    try:
+        return yaml.SafeLoader("").construct_object(whole, deep=True)
+    except (ArithmeticError, AttributeError, LookupError, ValueError) as error:  # such as 2026-13-45 or !!int many
+        problem = "a value looks like a number or a date and is none; quote it if it is text"
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from error
+
+
+def given_twice(node: yaml.Node, above: tuple[yaml.Node, ...] = ()) -> Iterator[tuple[str, int]]:
+    """Yield each key that its mapping already has, which YAML would silently replace, with its line."""
+    if not isinstance(node, yaml.MappingNode) or node in above:
+        return
+    seen = set()
+    for key, value in node.value:
+        if isinstance(key, yaml.ScalarNode):
+            if key.value in seen:
+                yield key.value, key.start_mark.line + 1
+            seen.add(key.value)
+        yield from given_twice(value, (*above, node))
 
 
 def _read_file(path: Path, problems: list[str]) -> list[_Assignment]:
@@ -198,13 +218,18 @@ def _walk(node: yaml.Node, prefix: str, file: Path, problems: list[str]) -> Iter
         if path in _SECTIONS:
             yield from _walk(value_node, f"{path}.", file, problems)
         else:
+            problems += (
+                f"{file}:{again}: {name} is already set in {path}: remove one of them."
+                for name, again in given_twice(value_node)
+            )
             yield _Assignment(path, value_of(value_node), f"{file}:{line}")
 
 
 def _read_overrides(overrides: Mapping[str, str], problems: list[str]) -> Iterator[_Assignment]:
     for path, text in overrides.items():
         try:
-            yield _Assignment(_present_name(path), yaml.safe_load(text), FLAG_ORIGIN)
+            root = yaml.compose(text, Loader=yaml.SafeLoader)
+            yield _Assignment(_present_name(path), None if root is None else value_of(root), FLAG_ORIGIN)
         except yaml.YAMLError:
             problems.append(f"{FLAG_ORIGIN}: {path}: {text!r} is not a valid value; quote it as in YAML.")
 
@@ -233,7 +258,8 @@ def _last(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-def _assign(values: dict[str, Any], path: str, value: Any) -> None:
+def _assign(values: dict[str, Any], path: str, value: Any) -> bool:
+    """Set what a path names; False if that is an entry of a table that is none, which is left for the validation."""
     leaf = _leaf_of(path)
     assert leaf is not None
     *sections, name = leaf.split(".")
@@ -241,8 +267,12 @@ def _assign(values: dict[str, Any], path: str, value: Any) -> None:
         values = values[section]
     if path == leaf:
         values[name] = value
-    else:  # one entry of a table; its name may itself contain dots
-        values[name] = {**(values[name] or {}), path.removeprefix(f"{leaf}."): value}
+        return True
+    if not isinstance(values[name], dict | None):
+        return False
+    # One entry of a table; its name may itself contain dots.
+    values[name] = {**(values[name] or {}), path.removeprefix(f"{leaf}."): value}
+    return True
 
 
 def _look_up(values: Mapping[str, Any], path: str) -> Any:
@@ -258,16 +288,20 @@ def _validate(values: dict[str, Any], origins: Mapping[str, str], problems: list
     except ValidationError as error:
         for detail in error.errors():
             path = ".".join(str(part) for part in detail["loc"])
-            origin = origins[_leaf_of_error(detail["loc"])]
+            origin = _origin_of_error(detail["loc"], origins)
             message = detail["msg"][0].lower() + detail["msg"][1:]
             problems.append(f"{origin}: {path}: {message}, not {detail['input']!r}.")
         return None
 
 
-def _leaf_of_error(location: tuple[int | str, ...]) -> str:
-    """Find the setting that holds what is wrong: itself, or an element of its list or table."""
+def _origin_of_error(location: tuple[int | str, ...], origins: Mapping[str, str]) -> str:
+    """Say where what is wrong was set: a setting, an element of its list or table, or a section as a whole."""
     parts = [str(part) for part in location]
-    return next(leaf for end in range(len(parts), 0, -1) if (leaf := ".".join(parts[:end])) in _LEAVES)
+    paths = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+    if leaf := next((path for path in paths if path in origins), None):
+        return origins[leaf]
+    below = (origin for leaf, origin in origins.items() if leaf.startswith(f"{paths[0]}."))
+    return next((origin for origin in below if origin != DEFAULT_ORIGIN), DEFAULT_ORIGIN)
 
 
 def _shown(path: str, value: Any) -> str:

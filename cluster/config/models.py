@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field
 from ridgeline.cluster.config.autoscale import AutoscaleConfig
 from ridgeline.cluster.node_address import network_of
 from ridgeline.contracts.rpc.tls import TlsFiles
-from ridgeline.contracts.section import GIB, MIB, Bytes, Section
+from ridgeline.contracts.section import GIB, MIB, Bytes, Resources, Section
 from ridgeline.contracts.vocabulary import Mode, Pool
 from ridgeline.engine import passed_args
 from ridgeline.kv_transfer.names import AUTO, LONGEST_FETCH_DEADLINE_S, MAX_GROUPS, TransportName, WireDtype
@@ -131,7 +131,7 @@ class PoolConfig(Section):
         description="with ray.share_gpus: the part of the GPU's multiprocessors that each engine may use, under "
         "NVIDIA's MPS (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE); null: engines take turns",
     )
-    resources: dict[str, Annotated[float, Field(gt=0)]] = Field(
+    resources: Resources = Field(
         default_factory=dict, description="custom Ray resources each worker takes, to bind a pool to a node type"
     )
     engine_args: dict[str, Any] = Field(

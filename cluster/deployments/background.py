@@ -29,13 +29,14 @@ class NotRunning(RuntimeError):
 def detach(name: str, arguments: Sequence[str], console: Console) -> None:
     """Start `ridgeline serve` with these arguments in a session of its own and return when it is ready.
 
-    What it prints until then is printed here too. Raises AlreadyRunning, and NotRunning if it ends before it is ready.
+    What it prints until then is printed here too. Raises AlreadyRunning, NoFolder, and NotRunning if it ends before it
+    is ready.
     """
     place = DeploymentFolder(name)
     if (state := place.state()) is not None:
         raise AlreadyRunning(taken(name, state))
     place.make_folder()
-    with place.log.open("w") as log:
+    with place.open_log("w") as log:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "ridgeline.cluster.cli", "serve", *arguments, DETACHED],
             env={**os.environ, "PYTHONPATH": search_path()},
@@ -55,7 +56,7 @@ def detach(name: str, arguments: Sequence[str], console: Console) -> None:
 
 
 def _until_ready(place: DeploymentFolder, process: subprocess.Popen[bytes], console: Console) -> None:
-    with place.log.open() as lines:
+    with place.open_log("r") as lines:
         while True:
             ended, state = process.poll() is not None, place.state()
             for line in lines:  # those that had come by then, since the last time
@@ -124,7 +125,7 @@ def stop(name: str, *, now: bool, console: Console) -> None:
 def logs(name: str, *, follow: bool, console: Console) -> None:
     """Print what a detached deployment has printed, and with `follow` what it prints, until it ends.
 
-    Raises NotRunning if there is nothing to print.
+    Raises NotRunning if there is nothing to print, NoFolder if it cannot be read.
     """
     place = DeploymentFolder(name)
     state = place.state()
@@ -132,7 +133,7 @@ def logs(name: str, *, follow: bool, console: Console) -> None:
         raise NotRunning(f"{name} was not detached: its output is in its terminal (process {state.pid})")
     if not place.log.exists():
         raise NotRunning(f"no deployment named {name!r} has been detached on this machine{_others()}")
-    with place.log.open() as lines:
+    with place.open_log("r") as lines:
         while True:
             alive = follow and place.state() is not None
             for line in lines:

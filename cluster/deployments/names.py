@@ -7,6 +7,7 @@ again however the process ends.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ Phase = Literal["starting", "ready", "draining"]
 _LOCK, _STATE, _LOG = "lock", "state.json", "serve.log"
 READ_WITHIN_S = 1.0
 READ_AGAIN_S = 0.02
+logger = logging.getLogger(__name__)
 
 
 class AlreadyRunning(RuntimeError):
@@ -72,24 +74,41 @@ class DeploymentFolder:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise NoFolder(
-                f"the folder {self.folder} cannot be made ({error.strerror}): set XDG_STATE_HOME to a directory that "
-                "can be written"
-            ) from error
+            raise self._unusable(error) from error
+
+    def open_log(self, mode: Literal["r", "w"]) -> IO[str]:
+        """Open the log; what is no text in it is replaced. Raises NoFolder."""
+        try:
+            return self.log.open(mode, errors="replace")
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    def _unusable(self, error: OSError) -> NoFolder:
+        return NoFolder(
+            f"{error.filename or self.folder} cannot be used ({error.strerror}): set XDG_STATE_HOME to a directory "
+            "that can be written, and has room"
+        )
 
     @contextmanager
     def held(self, *, detached: bool = False) -> Iterator[HeldName]:
         """Hold the name while the block runs. Raises AlreadyRunning if another process holds it, or NoFolder."""
         self.make_folder()
-        with (self.folder / _LOCK).open("a") as lock:
+        try:
+            lock = (self.folder / _LOCK).open("a")
+        except OSError as error:
+            raise self._unusable(error) from error
+        with lock:
             self._take(lock)
             began = time.strftime("%Y-%m-%d %H:%M:%S %z")
             held = HeldName(self.folder / _STATE, State(pid=os.getpid(), began=began, detached=detached))
-            held.tell(phase="starting")
+            try:
+                held.write()
+            except OSError as error:
+                raise self._unusable(error) from error
             try:
                 yield held
             finally:
-                with suppress(FileNotFoundError):
+                with suppress(OSError):
                     (self.folder / _STATE).unlink()
 
     def _take(self, lock: IO[str]) -> None:
@@ -152,7 +171,10 @@ class HeldName:
         warnings: Sequence[str] | None = None,
         kv: Sequence[str] | None = None,
     ) -> None:
-        """Write what this process is doing now, and which workers are `away` (see `State`); the rest stays."""
+        """Write what this process is doing now, and which workers are `away` (see `State`); the rest stays.
+
+        On a disk that is full by now others read what was told before: that ends no deployment.
+        """
         self._state = msgspec.structs.replace(
             self._state,
             phase=phase,
@@ -161,6 +183,13 @@ class HeldName:
             warnings=self._state.warnings if warnings is None else list(warnings),
             kv=self._state.kv if kv is None else list(kv),
         )
+        try:
+            self.write()
+        except OSError as error:
+            logger.warning("`ridgeline status` does not show what is so now: %s (%s)", self._file, error.strerror)
+
+    def write(self) -> None:
+        """Write what was told last. Raises OSError."""
         unfinished = self._file.with_suffix(".tmp")
         unfinished.write_bytes(msgspec.json.encode(self._state))
         unfinished.replace(self._file)

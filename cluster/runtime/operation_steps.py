@@ -194,6 +194,7 @@ class OperationSteps:
             return
         if name in self._unusable(members):
             note(f"{name}: does not serve at the moment, and leaves before those that do")
+        self._supervisor.let_leave(name)  # it may drain already, for a restart that was cancelled
         if await self._drain(name, operation.timeout_s, note) or name not in self._supervisor.workers:
             try:
                 await self._gone(name, operation.timeout_s)

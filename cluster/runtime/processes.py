@@ -43,13 +43,16 @@ def semaphores_of(pids: Sequence[int]) -> tuple[str, ...]:
     Python's resource tracker would remove them, but Ray may kill it along with an actor that it watches. /proc/PID/maps
     shows the name under which a file was created, so files are matched by inode.
     """
-    inodes = {
-        int(line.split()[4])
-        for pid in pids
-        for line in Path(f"/proc/{pid}/maps").read_text().splitlines()
-        if "/dev/shm/sem." in line
-    }
+    inodes = {int(line.split()[4]) for pid in pids for line in _maps(pid) if "/dev/shm/sem." in line}
     return tuple(str(path) for path in Path("/dev/shm").glob("sem.mp-*") if _inode(path) in inodes)
+
+
+def _maps(pid: int) -> list[str]:
+    """Return what a process has mapped; nothing if it has ended, as helpers of an engine's start do."""
+    try:
+        return Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
 
 
 def _inode(path: Path) -> int | None:

@@ -190,6 +190,10 @@ class Supervisor:
         self._restarts.pop(name, None)
         return True
 
+    def let_leave(self, name: str) -> None:
+        """Have a worker leave once it has drained, also if it should have been started again then."""
+        self._restarts.pop(name, None)
+
     async def run(self, say: Say, on_away: Callable[[Mapping[str, str]], None] = lambda _: None) -> None:
         """Never return; raise DeploymentFailed once the last worker has left on purpose.
 

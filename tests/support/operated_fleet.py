@@ -58,6 +58,8 @@ class OperatedFleet:
         ):
             raise NotReached(f"router could not drain_worker: WorkerLost: {name}")
         self.log.append(f"drain {name} {timeout_s:g}")
+        if name in self.draining:  # a drain that has begun is not begun again
+            return
         self.draining.add(name)
         leaving = asyncio.get_running_loop().create_task(self._leave(name))
         if self.lost_answers:
@@ -70,7 +72,9 @@ class OperatedFleet:
         self.draining.discard(name)
         if name in self.restarts:
             self.incarnations[name] += 1
-            self.restarts.pop(name).set_result(None)
+            back = self.restarts.pop(name)
+            if not back.done():
+                back.set_result(None)
         else:
             del self.pool_of[name]
             self.room += 1
@@ -99,6 +103,9 @@ class OperatedFleet:
             return False
         self.restarts.pop(name, None)
         return True
+
+    def let_leave(self, name):
+        self.restarts.pop(name, None)
 
 
 class OperatedWorker:

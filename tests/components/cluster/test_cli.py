@@ -1,6 +1,7 @@
 """The `ridgeline` command: exit status, a sentence that names the fix, and nothing started when something is wrong."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -109,6 +110,21 @@ def test_a_wrong_setting_ends_every_command_with_a_sentence_that_names_it(run_ri
     assert status == 2
     assert error.startswith("error:")
     assert sentence in error
+
+
+@pytest.mark.parametrize("value", ["2", "1e3", "null", "models #1", "2026-11-28", "a: b", "\u00fcber"])
+def test_a_flag_is_taken_as_it_was_typed(run_ridgeline, value):
+    status, out, _ = run_ridgeline("serve", "--explain", "--model", value)
+    assert status == 0
+    assert (value, "flag") == re.search(r"model.path +\u2502 (.*?) +\u2502 (\w+)", out).groups()
+
+
+@pytest.mark.parametrize("command", [("drain", "worker-1"), ("scale", "decode=1"), ("restart",)])
+def test_time_without_end_for_a_leaving_worker_is_refused_by_its_option(run_ridgeline, command):
+    status, _, error = run_ridgeline(*command, "--timeout-s", "inf")
+    assert status == 2
+    assert "--timeout-s" in error
+    assert "a number of seconds is meant" in error
 
 
 @pytest.mark.parametrize("setting", ["[/x]", "[red]server.port", "server.port=[/]", "a[b]=1"])

@@ -3,12 +3,15 @@
 import asyncio
 import contextlib
 import io
+import os
+import signal
+from pathlib import Path
 
 import msgspec
 import pytest
 from rich.console import Console
 
-from ridgeline.cluster.commands.serve import StopSignals, _drain, _run
+from ridgeline.cluster.commands.serve import StopSignals, _drain, _run, serve
 from ridgeline.cluster.config.models import RidgelineConfig
 from ridgeline.cluster.deployments.names import DeploymentFolder, State
 from ridgeline.cluster.runtime.deployment import DRAIN_ANSWER_S, Deployment, limits_too_short
@@ -16,6 +19,7 @@ from ridgeline.cluster.runtime.handles.actor import ActorGone, DeploymentFailed
 from ridgeline.router.fleet.pairing import KvPair
 from ridgeline.router.settings import SloConfig
 from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
+from tests.support.patience import PATIENCE_S
 
 
 class Router:
@@ -112,6 +116,50 @@ async def test_limits_that_cannot_be_kept_are_printed_before_ready_and_kept_for_
         assert state.kv == ["KV goes by grpc for 2 pairs of workers (not cuda-ipc: no)"]
     lines = console.file.getvalue().splitlines()
     assert lines.index(warning) == next(number for number, line in enumerate(lines) if line.startswith("ready")) - 1
+
+
+def a_full_disk():
+    return Path("/dev/full").open("w")
+
+
+def a_pipe_that_nobody_reads():
+    """As of `ridgeline serve | tee log`, after Ctrl-C has ended tee."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    return os.fdopen(writes, "w")
+
+
+@pytest.mark.parametrize("output", [a_full_disk, a_pipe_that_nobody_reads])
+async def test_what_cannot_be_printed_ends_no_deployment_and_no_drain(monkeypatch, tmp_path, output):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    deployment, router = a_deployment(0)
+    says_on = asyncio.Event()
+
+    async def watch(say, on_away):
+        say("worker-0 is gone (its process ended); restarting")
+        says_on.set()
+        await asyncio.Event().wait()
+
+    @contextlib.asynccontextmanager
+    async def there(*args):
+        yield deployment
+
+    deployment.watch = watch
+    monkeypatch.setattr("ridgeline.cluster.commands.serve.refuse_unfit_machine", lambda config: None)
+    monkeypatch.setattr("ridgeline.cluster.commands.serve.ray_runtime", there)
+    monkeypatch.setattr("ridgeline.cluster.commands.serve.started", there)
+    file = output()
+    try:
+        serving = asyncio.create_task(serve(RidgelineConfig(name="quiet"), Console(file=file)))
+        watching = asyncio.create_task(says_on.wait())
+        await asyncio.wait({serving, watching}, timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
+        if not serving.done():  # else nobody would handle the signal
+            os.kill(os.getpid(), signal.SIGTERM)
+        await serving
+    finally:
+        with contextlib.suppress(OSError):
+            file.close()
+    assert [call[0] for call in router.calls] == ["drain"]
 
 
 @pytest.mark.parametrize(

@@ -142,6 +142,21 @@ def test_logs_prints_what_was_printed_and_follows_to_the_end(ridgeline, serves):
     stopping.join()
 
 
+def test_logs_prints_also_what_is_no_text(ridgeline, serves):
+    serves("ridgeline")
+    with DeploymentFolder("ridgeline").log.open("ab") as log:
+        log.write(b"a library says \xff\n" + "\u250f".encode()[:2])
+    assert ridgeline("logs")[:2] == (0, "ready\na library says \ufffd\n\ufffd")
+
+
+@pytest.mark.parametrize("command", [("logs",), ("serve", "--detach")])
+def test_a_log_that_cannot_be_used_is_one_sentence_that_names_it(ridgeline, command):
+    DeploymentFolder("ridgeline").log.mkdir(parents=True)
+    status, _, error = ridgeline(*command)
+    assert status == 1
+    assert "serve.log cannot be used (Is a directory): set XDG_STATE_HOME" in error
+
+
 @pytest.mark.parametrize(
     ("detached", "name", "sentence"),
     [

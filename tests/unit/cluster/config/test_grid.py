@@ -66,6 +66,9 @@ colocated:
         ("colocated: {x: ", "is not valid YAML"),
         ("colocated: !other {}", "is not valid YAML"),
         ("colocated: \x01", "is not valid YAML"),
+        ("colocated: &a {x: *a}", "is not valid YAML"),
+        ("colocated: {? [x] : {}}", "is not valid YAML"),
+        ("colocated: {x: {engine_args: {revision: 2026-13-45}}}", "is not valid YAML"),
         ("- colocated", "grid.yaml: the file: Input should be a valid dictionary"),
     ],
 )

@@ -111,9 +111,36 @@ def test_a_key_given_twice_is_an_error(tmp_path):
     assert "server.port is already set in line 2" in only_problem_of(write(tmp_path, "server:\n  port: 1\n  port: 2\n"))
 
 
+def test_a_key_given_twice_is_an_error_in_a_table_too(tmp_path):
+    path = write(tmp_path, "engine_args:\n  seed: 1\n  hf_overrides: {a: 1}\n  seed: 2\n")
+    assert only_problem_of(path) == f"{path}:4: seed is already set in engine_args: remove one of them."
+    anchors = "pools:\n  prefill:\n    resources: &r {a: 1}\n  decode:\n    resources: {<<: *r, a: 2}\n"
+    assert load_config(write(tmp_path, anchors)).config.pools.decode.resources == {"a": 2.0}
+
+
 @pytest.mark.parametrize("text", ["a: [", "- mode", "mode: !!python/name:os.system\n", "just text", "a: b: c"])
 def test_a_file_that_is_no_configuration_is_an_error_not_a_traceback(tmp_path, text):
     assert "some.yaml" in problems_of(write(tmp_path, text))[0]
+
+
+@pytest.mark.parametrize("value", ["2026-13-45", "0x_", "!!int many", "!!timestamp soon", "!!bool perhaps"])
+def test_a_value_that_yaml_takes_for_a_number_or_a_date_and_is_none_is_an_error_not_a_traceback(tmp_path, value):
+    path = write(tmp_path, f"mode: colocated\nname: {value}\n")
+    assert only_problem_of(path).startswith(f"{path}:2: is not valid YAML: ")
+    assert "quote it as in YAML" in only_problem_of(name=value)
+
+
+def test_an_impossible_policy_is_an_error_with_its_origin_not_a_traceback(tmp_path):
+    assert "flag: router.policy: value error, there is no policy 'none'" in only_problem_of(router__policy__name="none")
+    path = write(tmp_path, "router:\n  policy:\n    options: {x: 1}\n")
+    assert only_problem_of(path).startswith(f"{path}:3: router.policy: value error, policy adaptive has no options")
+
+
+def test_an_entry_of_a_table_that_is_none_is_an_error_that_names_the_table_and_no_traceback(tmp_path):
+    path = write(tmp_path, "engine_args: [seed]\n")
+    assert only_problem_of(path, engine_args__seed="1").startswith(
+        f"{path}:1: engine_args: input should be a valid dict"
+    )
 
 
 def test_a_missing_file_is_an_error_that_says_so(tmp_path):
@@ -125,6 +152,14 @@ def test_bytes_are_read_as_text_with_a_unit_or_as_a_number():
     config = load_config(None, overrides).config
     assert type(config.pools.decode.kv_cache_bytes) is int
     assert (config.pools.decode.kv_cache_bytes, config.ray.object_store_bytes) == (2 * 1024**3, 100_000_000)
+
+
+def test_options_of_a_policy_and_the_pool_of_mode_adaptive_are_set_one_by_one(tmp_path):
+    path = write(tmp_path, "pools:\n  adaptive: {workers: 2, max_num_seqs: 32, max_num_batched_tokens: 512}\n")
+    policy = {"router.policy.name": "threshold", "router.policy.options.split_above_tokens": "256"}
+    config = load_config(path, {"pools.adaptive.workers": "3", **policy}).config
+    assert (config.pools.adaptive.workers, config.pools.adaptive.max_num_seqs) == (3, 32)
+    assert config.router.policy.options == {"split_above_tokens": 256}
 
 
 def test_resources_are_set_as_a_table_or_one_by_one(tmp_path):
@@ -394,6 +429,19 @@ def test_trusted_proxies_are_addresses_and_networks_and_nothing_that_trusts_ever
         assert why in only_problem_of(server__trusted_proxies=written)
 
 
+@pytest.mark.parametrize("section", ["pools.prefill", "router"])
+@pytest.mark.parametrize(
+    ("resource", "number", "fix"),
+    [
+        ("CPU", "2", "cores_per_worker and gpus_per_worker of a pool"),
+        ("GPU", "1", "cores_per_worker and gpus_per_worker of a pool"),
+        ("slot", "1.5", "slot: Ray takes parts of one and whole numbers, not 1.5"),
+    ],
+)
+def test_a_resource_that_ray_would_refuse_once_it_runs_is_refused_before(section, resource, number, fix):
+    assert fix in only_problem_of(**{f"{section}.resources.{resource}": number})
+
+
 def test_a_file_with_a_character_that_yaml_forbids_is_named_and_is_no_traceback(tmp_path):
     file = tmp_path / "control.yaml"
     file.write_text("mode: \x01")
@@ -458,6 +506,18 @@ def test_what_is_set_beats_the_defaults_of_gpus(tmp_path):
     prefill = loaded.config.pools.prefill
     assert (prefill.kv_cache_bytes, prefill.max_num_batched_tokens) == (8 * 1024**3, 4096)
     assert loaded.config.supervision.start_timeout_s == 60
+
+
+@pytest.mark.parametrize("gpus", ["1.0", "'1'"])
+def test_gpus_that_are_written_as_text_or_with_a_decimal_point_bring_the_defaults_of_gpus_too(gpus):
+    pool = load_config(None, {"mode": "colocated", "pools.colocated.gpus_per_worker": gpus}).config.pools.colocated
+    assert (pool.gpus_per_worker, pool.kv_cache_bytes, pool.max_num_seqs) == (1, None, 256)
+
+
+@pytest.mark.parametrize("setting", ["supervision.start_timeout_s", "server.drain_timeout_s", "autoscale.interval_s"])
+@pytest.mark.parametrize("value", [".inf", ".nan"])
+def test_a_time_without_end_is_refused(setting, value):
+    assert "input should be a finite number" in only_problem_of(**{setting: value})
 
 
 def test_a_number_of_gpus_that_is_none_is_reported_and_changes_no_default():

@@ -8,7 +8,7 @@ import sys
 import msgspec
 import pytest
 
-from ridgeline.cluster.deployments.names import AlreadyRunning, DeploymentFolder, running
+from ridgeline.cluster.deployments.names import AlreadyRunning, DeploymentFolder, NoFolder, running
 
 HOLD = """
 import sys
@@ -75,3 +75,22 @@ def test_each_phase_keeps_the_url_that_was_told_before():
 def test_without_any_deployment_nothing_runs():
     assert running() == {}
     assert DeploymentFolder("mine").state() is None
+
+
+@pytest.mark.parametrize("file", ["lock", "state.tmp"])
+def test_a_folder_that_is_there_and_cannot_be_written_is_refused_with_the_fix(file):
+    place = DeploymentFolder("mine")
+    (place.folder / file).mkdir(parents=True)  # cannot be opened as a file, whoever runs this
+    with pytest.raises(NoFolder, match="XDG_STATE_HOME"), place.held():
+        pass
+
+
+def test_what_cannot_be_told_any_more_ends_no_deployment(caplog):
+    place = DeploymentFolder("mine")
+    with place.held() as held:
+        held.tell(phase="ready", url="http://h:1")
+        (place.folder / "state.tmp").mkdir()  # as on a full disk: no other state can be written
+        held.tell(phase="ready", away={"worker-1": "in restart back-off"})
+        assert "`ridgeline status` does not show what is so now" in caplog.text
+        state = msgspec.json.decode((place.folder / "state.json").read_bytes())
+        assert (state["url"], state["away"]) == ("http://h:1", {})

@@ -414,6 +414,22 @@ async def test_a_worker_that_drains_when_its_restart_is_cancelled_comes_back():
         assert fleet.log == ["drain worker-0 1"]
 
 
+async def test_a_worker_that_drains_for_a_cancelled_restart_leaves_if_its_pool_shrinks_meanwhile():
+    fleet = OperatedFleet(start=["decode", "decode"])
+    fleet.may_leave.clear()
+    async with serving(fleet) as (router,):
+        restart = router.book.give("restart", 1.0)
+        await eventually(lambda: fleet.draining)
+        router.book.cancel(restart.operation_id)
+        await ended(router, restart)
+        shrinks = scale(router, {"decode": 1})
+        await until_told(router, shrinks, "worker-0: drains")
+        fleet.may_leave.set()
+        progress = await ended(router, shrinks)
+        assert progress.sentences[-1] == "done after 0 s: decode has 1 worker"
+        assert fleet.workers == ["worker-1"]
+
+
 # --- calls that get lost
 
 

@@ -55,6 +55,12 @@ def test_a_process_whose_first_thread_alone_has_ended_still_holds_what_it_had():
         assert not _runs(found), "nobody has collected it yet, and it holds nothing"
 
 
+def test_a_process_that_has_just_ended_holds_no_semaphores_and_is_no_error():
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait(PATIENCE_S)
+    assert semaphores_of((process.pid, os.getpid())) == semaphores_of((os.getpid(),))
+
+
 def test_a_process_that_took_over_the_number_of_one_that_ended_is_left_alone():
     me = this_process()
     assert end_processes([ProcessId(me.pid, me.started_s - 3600.0)]) == []

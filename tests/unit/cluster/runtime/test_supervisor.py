@@ -769,6 +769,15 @@ async def test_a_restart_cannot_be_taken_back_once_the_worker_drains():
     assert "start worker-1" in scene.log
 
 
+async def test_a_worker_that_drains_for_a_restart_can_still_be_let_leave():
+    scene = Scene(worker_1=["draining", "draining", "drained"])
+    scene.supervisor.restart_drained("worker-1")
+    scene.supervisor.let_leave("worker-1")
+    await scene.play()
+    assert "start worker-1" not in scene.log
+    assert "retire worker-1" in scene.log
+
+
 async def test_a_restart_cannot_be_taken_back_while_the_worker_is_being_started_again():
     scene = Scene(worker_1=["drained"])
     back = scene.supervisor.restart_drained("worker-1")
