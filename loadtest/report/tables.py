@@ -7,6 +7,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ridgeline.loadtest.run.quantities import counted
+
 Summary = Mapping[str, Any]
 POOL_ORDER = ("colocated", "prefill", "decode")
 WIDE_COLUMNS = 120
@@ -154,7 +156,7 @@ def pools_of(summary: Summary) -> dict[str, Summary]:
 def device_columns(summary: Summary) -> dict[str, Summary]:
     """Return the figures per device of each variant whose devices are known, by its label with their number."""
     return {
-        f"{variant['label']}, {found['devices']} {found['unit']}{'' if found['devices'] == 1 else 's'}": found
+        f"{variant['label']}, {counted(found['devices'], found['unit'])}": found
         for variant in summary["variants"].values()
         if (found := variant.get("per_device"))
     }

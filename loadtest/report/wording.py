@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from ridgeline.loadtest.plan import Slo
+from ridgeline.loadtest.run.quantities import counted
 from ridgeline.loadtest.run.records import RequestRecord
 from ridgeline.loadtest.statistics.attainment_curve import MaxGoodputRate
 from ridgeline.loadtest.statistics.looks import ALPHA, LEAST_PAIRS
@@ -69,15 +70,15 @@ def gap_tails(records: Mapping[str, Sequence[RequestRecord]]) -> dict[str, GapTa
 def _headline(found: Conclusion, labels: Mapping[Side, str], slo: Slo) -> str:
     shares = f"{labels['a']} met {slo.counted} for {found.attainment_a:.0%} of requests, {labels['b']} for "
     shares += f"{found.attainment_b:.0%}"
-    counted = _pairs(found.pairs)
+    rounds = f"{counted(found.pairs, 'pair')} of rounds"
     if found.outcome == "better":
         better = labels[found.better or "a"]
-        return f"{_upper(better)} is better under {slo}: {shares} ({_difference(found)}; {counted})."
+        return f"{_upper(better)} is better under {slo}: {shares} ({_difference(found)}; {rounds})."
     if found.outcome == "equivalent":
-        return f"Equivalent within {_points(found.margin)} under {slo}: {shares} ({_difference(found)}; {counted})."
+        return f"Equivalent within {_points(found.margin)} under {slo}: {shares} ({_difference(found)}; {rounds})."
     if found.outcome == "slo_unreachable":
-        return f"Out of reach at this load: {slo}. {_upper(shares)} ({counted}), so the SLOs cannot tell them apart."
-    return f"Inconclusive under {slo}: {shares} ({_difference(found)}; {counted})."
+        return f"Out of reach at this load: {slo}. {_upper(shares)} ({rounds}), so the SLOs cannot tell them apart."
+    return f"Inconclusive under {slo}: {shares} ({_difference(found)}; {rounds})."
 
 
 def _details(found: Conclusion, labels: Mapping[Side, str]) -> str:
@@ -89,7 +90,7 @@ def _details(found: Conclusion, labels: Mapping[Side, str]) -> str:
             sentences.append(_exact_test(found.attainment))
         if found.smallest_seen is not None:
             sentences.append(
-                f"With {_pairs(found.pairs)} that scatter like these, a difference below "
+                f"With {counted(found.pairs, 'pair')} of rounds that scatter like these, a difference below "
                 f"{_points(found.smallest_seen)} is missed more than one time in five; to see "
                 f"{_points(found.margin)} takes about {_needed(found.pairs_for_margin)}."
             )
@@ -133,10 +134,6 @@ def _points(share: float) -> str:
 
 def _needed(pairs: int | None) -> str:
     return "more than 1,000 pairs" if pairs is None else f"{pairs} pairs"
-
-
-def _pairs(count: int) -> str:
-    return f"{count} {'pair' if count == 1 else 'pairs'} of rounds"
 
 
 def _ratio(log_ratio: float) -> str:
@@ -230,7 +227,7 @@ def _more_time(verdict: RateVerdict, took_s: float) -> str:
     if verdict.factor is None or verdict.factor > MOST_FACTOR:
         return f"To tell takes more than {MOST_FACTOR:g} times as long as this run."
     minutes = max(1, math.ceil((verdict.factor - 1) * took_s / 60))
-    return f"About {minutes} more {'minute' if minutes == 1 else 'minutes'} would tell."
+    return f"About {counted(minutes, 'more minute')} would tell."
 
 
 def _listed(words: Sequence[str], conjunction: str) -> str:

@@ -15,7 +15,6 @@ from ridgeline.loadtest.run.calibration import (
     fit_budget,
     fit_budget_over_rates,
     given_load,
-    minutes_text,
     most_rate,
     settle,
     workers_of,
@@ -188,7 +187,3 @@ def test_a_round_ends_with_a_long_answer_of_busy_workers():
     plan = ReplayPlan(warmup_requests=2, settle_s=1)
     warm_up_s, readings_s, last_s = 2 * (1.25 + 8 * 0.04), 4, 2 * 1.25 + 120 * 0.054
     assert beside_arrivals_s(plan, Trace("t", rows), CPU) == pytest.approx(warm_up_s + readings_s + last_s)
-
-
-def test_minutes_are_written_as_on_a_clock():
-    assert [minutes_text(seconds) for seconds in (4.6, 59.7, 245.0)] == ["0:05 min", "1:00 min", "4:05 min"]
