@@ -201,26 +201,35 @@ def _verdict_text(
     if outcomes == {"below"}:
         return "out of reach, no rate measured was low enough for these SLOs."
     leaders = _listed([labels[name] for name in (verdict.leader, *verdict.alike)], "and")
-    if not verdict.behind and outcomes == {"found"}:
+    if not verdict.behind and outcomes != {"above"}:
         return f"no difference that matters, all within {ALIKE - 1:.0%} of the highest."
     unclear = [name for name, evidence in verdict.behind.items() if evidence == "none"]
     less = [name for name in verdict.behind if name not in unclear]
-    if outcomes == {"above"} or (unclear and held[verdict.leader].outcome == "above"):
+    is_low = any(held[name].outcome == "below" for name in unclear)
+    if outcomes == {"above"} or (unclear and held[verdict.leader].outcome == "above" and not is_low):
         unclear = unclear or [name for name in held if name not in (verdict.leader, *verdict.alike)]
         together = _listed([labels[name] for name in (verdict.leader, *verdict.alike, *unclear)], "and")
         return f"{together} are not told apart, since no rate measured was high enough."
     if unclear:
         others = _listed([labels[name] for name in unclear], "and")
-        most = max(end for name in unclear for one in (verdict.over(name),) for end in (one.high, 1 / one.low))
-        behind = (
-            f" {_upper(_listed([labels[name] for name in less], 'and'))} holds less than {leaders}." if less else ""
+        hold = "hold" if verdict.alike else "holds"
+        differ = _difference_of_rates(held, verdict, unclear)
+        behind = "".join(
+            f" {_upper(labels[name])} holds less than {labels[verdict.leader]}, {verdict.behind[name]} evidence."
+            for name in less
         )
-        return (
-            f"cannot tell yet whether {leaders} holds more than {others}; they differ by a factor of {most:.2f} "
-            f"at most.{behind} {_more_time(verdict, took_s)}"
-        )
+        more_time = _more_time(verdict, took_s)
+        return f"cannot tell yet whether {leaders} {hold} more than {others}{differ}.{behind} {more_time}"
     alike = f", alike within {ALIKE - 1:.0%}" if verdict.alike else ""
     return f"{leaders}{alike}, {verdict.evidence} evidence."
+
+
+def _difference_of_rates(held: Mapping[str, MaxGoodputRate], verdict: RateVerdict, unclear: Sequence[str]) -> str:
+    """Say by how much rates differ at most; nothing where no measured rate bounds one of them, so no round says it."""
+    if any(None in (held[name].low, held[name].high) for name in (verdict.leader, *unclear)):
+        return ""
+    most = max(end for name in unclear for one in (verdict.over(name),) for end in (one.high, 1 / one.low))
+    return f"; they differ by a factor of {most:.2f} at most"
 
 
 def _more_time(verdict: RateVerdict, took_s: float) -> str:
