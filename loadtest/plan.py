@@ -104,9 +104,11 @@ class ReplayPlan(BaseModel):
     """auto: take the SLOs on TTFT and TPOT from the unloaded server, measured before the run, and tell them to the
     server in each request; one on the largest gap is set by --slo-gap-ms alone"""
     slo_ttft_ms: Positive = 2000.0
-    """goodput: TTFT at most this many ms; told to the server in each request if given"""
+    """goodput: TTFT at most this many ms; compare tells it to Ridgeline in each request, replay only if an SLO on TTFT
+    or TPOT is given"""
     slo_tpot_ms: Positive = 100.0
-    """goodput: TPOT at most this many ms; told to the server in each request if given"""
+    """goodput: TPOT at most this many ms; compare tells it to Ridgeline in each request, replay only if an SLO on TTFT
+    or TPOT is given"""
     slo_gap_ms: PositiveOrNone = None
     """goodput: largest gap between two tokens of a request at most this many ms; off by default"""
     client_cores: str | None = None

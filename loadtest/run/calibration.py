@@ -96,6 +96,7 @@ def settle(plan: Plan, trace: Trace, unloaded: Unloaded, workers: Workers) -> tu
     `trace` has the plan's sizes at its own times. The settled plan offers the same load again without measuring.
     """
     limits, slo_source = plan.slos, _given_slo_source(plan)
+    changes: dict[str, Any] = {}
     if plan.slo == AUTO:
         limits = Slo(
             ttft_ms=_three_digits(TTFT_FACTOR * unloaded.median_ttft_s * 1e3),
@@ -103,8 +104,8 @@ def settle(plan: Plan, trace: Trace, unloaded: Unloaded, workers: Workers) -> tu
             gap_ms=plan.slo_gap_ms,
         )
         slo_source = f"{TTFT_FACTOR:g} times the unloaded median TTFT and {TPOT_FACTOR:g} times the median TPOT"
+        changes = {"slo": None, "slo_ttft_ms": limits.ttft_ms, "slo_tpot_ms": limits.tpot_ms}
         slo_source += ", any gap" if plan.slo_gap_ms is None else ", the largest gap as given"
-    changes: dict[str, Any] = {"slo": None, "slo_ttft_ms": limits.ttft_ms, "slo_tpot_ms": limits.tpot_ms}
     rate, rate_source = trace.mean_rate, _given_rate_source(plan)
     if plan.rate == AUTO:
         most, bound = most_rate(unloaded, workers, limits.tpot_ms / 1e3)

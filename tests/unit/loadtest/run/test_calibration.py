@@ -65,6 +65,14 @@ def test_only_what_is_auto_is_measured():
     assert (plan.rate, load.rate, load.slo_source) == (None, TRACE.mean_rate, "the defaults")
 
 
+@pytest.mark.parametrize(
+    ("asked", "named"), [({}, 0), ({"slo_ttft_ms": 700}, 1), ({"slo": "auto"}, 2)], ids=["defaults", "given", "auto"]
+)
+def test_a_measured_rate_makes_no_slo_one_that_was_named(asked, named):
+    plan, _ = settle(ReplayPlan(rate="auto", **asked), TRACE, CPU, PAIR)
+    assert len(plan.named_slos) == named
+
+
 def test_both_are_printed_with_their_source():
     plan, load = settle(ReplayPlan(rate="auto", slo="auto"), TRACE, CPU, PAIR)
     assert load.sentences(plan.slos) == [
