@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal, Self, cast, get_args
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -317,7 +318,7 @@ class ComparePlan(ReplayPlan):
     @classmethod
     def _urls(cls, value: str | None) -> str | None:
         for url in (value or "").split(",") if value is not None else ():
-            if not re.fullmatch(r"https?://[^/\s@]+(/.*)?", url.strip()):
+            if not re.fullmatch(r"https?://[^/\s@]+(/.*)?", url.strip()) or not _has_port_or_none(url.strip()):
                 raise ValueError(f"must be URLs such as http://127.0.0.1:8001, separated by commas, not {url!r}")
         return value
 
@@ -373,3 +374,11 @@ class ComparePlan(ReplayPlan):
             yield f"grid does not go with {name}, since {reasons[name]}: leave one of them out"
         if len(set(self.modes)) == 1:
             yield f"grid needs two modes, and variants are {self.variants}: the same candidate would be chosen twice"
+
+
+def _has_port_or_none(url: str) -> bool:
+    try:
+        _ = urlsplit(url).port
+    except ValueError:
+        return False
+    return True
