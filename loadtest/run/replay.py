@@ -67,9 +67,12 @@ class ReplayResult:
 
     @property
     def window_s(self) -> float:
-        """Seconds in which requests arrived: to the last arrival and one mean gap more, or all if they came at once."""
-        rate = self.trace.mean_rate
-        return len(self.trace.rows) / rate if rate else self.duration_s
+        """Seconds in which requests arrived: to the last arrival and one mean gap more, or all if they came at once.
+
+        A later turn of a session arrives when it is due, which the trace alone does not say.
+        """
+        last_s, requests = max(record.scheduled_s for record in self.records), len(self.records)
+        return last_s * requests / (requests - 1) if self.trace.mean_rate and last_s else self.duration_s
 
 
 def check_client(plan: ReplayPlan) -> None:
