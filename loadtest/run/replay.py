@@ -147,13 +147,17 @@ class BodyMaker:
     endpoint: Endpoint
     tokenizer: str | None
     """What turns prompts into text; None if they are sent as token ids."""
+    max_model_tokens: int | None = None
+    """What the model can hold of a prompt and its answer."""
 
     def body(self, trace: Trace, index: int, round_index: int) -> bytes:
         """Return the body for the trace's row `index`."""
         return self._encoded(self.prompts.prompt(index, round_index), trace.rows[index].output_tokens)
 
     def warmup_body(self, number: int, round_index: int, input_tokens: int, output_tokens: int) -> bytes:
-        """Return a body whose prompt begins like no other one's of any round."""
+        """Return a body whose prompt begins like no other one's of any round, shorter where the model holds no more."""
+        if self.max_model_tokens is not None:
+            input_tokens = max(1, min(input_tokens, self.max_model_tokens - output_tokens))
         return self._encoded(self.prompts.warmup_prompt(number, round_index, input_tokens), output_tokens)
 
     def _encoded(self, prompt: list[int], output_tokens: int) -> bytes:
@@ -168,7 +172,7 @@ def body_maker(trace: Trace, plan: ReplayPlan, card: ModelCard, ordinals_per_rou
         raise LoadTestError("the server does not say where its model's tokenizer is: pass --tokenizer PATH")
     windows = TextWindows(load_text_tokens(tokenizer), plan.seed)
     prompts = PromptMaker(windows, trace, plan.warmup_requests, ordinals_per_round)
-    return BodyMaker(prompts, card.id, plan.endpoint, tokenizer if plan.sends_text else None)
+    return BodyMaker(prompts, card.id, plan.endpoint, tokenizer if plan.sends_text else None, card.max_model_len)
 
 
 def completions(trace: Trace, bodies: BodyMaker, round_index: int) -> Iterator[Completion]:
