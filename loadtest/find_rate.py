@@ -167,7 +167,9 @@ class _Pairs:
             f"{self.runner.labels[side]} {found[side].met / found[side].total:.0%}" for side in self.runner.variants
         )
         self.runner.console.print(
-            f"pair {pair + 1} at {rate:.3g} requests/s: {', '.join(shares)} within the SLOs", highlight=False
+            f"pair {pair + 1} at {rate:.3g} requests/s: {', '.join(shares)} within the SLOs",
+            highlight=False,
+            markup=False,
         )
         return {str(side): one for side, one in found.items()}
 
