@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from rich.console import Console
 
 from ridgeline.loadtest.errors import ServerError
@@ -26,7 +25,6 @@ from ridgeline.loadtest.run_folder import (
     RECORD_TABLE,
     RECORDS,
     REPORT,
-    SUMMARY,
     TUNING,
     Past,
     RunFolder,
@@ -175,7 +173,7 @@ def _finish(
         summary["tuning"] = tuning
     out = folder.path
     report = write_report(out / REPORT, summary, records)
-    (out / SUMMARY).write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
     write_record_table(out / RECORD_TABLE, folder.record_lines(), runner.rounds, prepared.plan.slos)
+    folder.finish(summary)
     print_comparison(summary, runner.console)
     return Comparison(summary, judged.conclusion, report)
