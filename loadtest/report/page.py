@@ -258,14 +258,20 @@ def _method(summary: Summary) -> str:
         "comparisons. Latencies are secondary: the mean log ratio of the requests that finished in both variants, with "
         "Holm's correction.",
         "Open-loop: each request left at its time in the trace, whatever the server did. "
-        "Each server was warmed up until every worker had made a step. Prompts are real English, "
-        "exact to the token; each answer has exactly the trace's number of tokens (ignore_eos), greedy.",
+        f"Each server was warmed up until every worker had made a step. Prompts are real English, {_exactness(plan)}; "
+        "each answer has exactly the trace's number of tokens (ignore_eos), greedy.",
         *pool_sentences(summary),
         f"Recomputed prompts, by reason: {'; '.join(f'{label} {reasons}' for label, reasons in recomputed.items())}.",
         *(f"{sentence[0].upper()}{sentence[1:]}." for sentence in summary["load"]["sentences"]),
         *(f"Trace: {change}." for change in trace["changes"]),
     ]
     return "".join(f"<li>{html.escape(line)}</li>" for line in lines)
+
+
+def _exactness(plan: Summary) -> str:
+    as_text = ("text_prompts", "baseline_text_prompts")
+    is_text = any(map(plan.get, as_text)) or "chat" in (plan.get("endpoint"), plan.get("baseline_endpoint"))
+    return "some or all sent as text, whose tokens vary" if is_text else "exact to the token"
 
 
 def _formulas(summary: Summary) -> str:

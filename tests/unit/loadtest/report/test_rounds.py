@@ -113,3 +113,13 @@ def test_a_name_is_text_on_the_terminal_and_on_the_page(tmp_path):
     page = write_report(tmp_path / "report.html", summary, records).read_text()
     assert name not in page
     assert "&lt;/script&gt;&lt;b&gt;[/tp=2]" in page
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_exact"), [({}, True), ({"endpoint": "chat"}, False), ({"text_prompts": True}, False)]
+)
+def test_the_page_calls_no_prompts_exact_that_were_sent_as_text(tmp_path, changes, is_exact):
+    summary, records = comparison_summary(PLAN.model_copy(update=changes))
+    page = write_report(tmp_path / "report.html", summary, records).read_text()
+    assert ("exact to the token" in page) == is_exact
+    assert ("sent as text, whose tokens vary" in page) != is_exact
