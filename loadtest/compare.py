@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from rich.console import Console
 
 from ridgeline.loadtest.errors import ServerError
@@ -21,11 +20,11 @@ from ridgeline.loadtest.report.record_table import write_record_table
 from ridgeline.loadtest.report.rounds import Interruption, interruptions_summary, summarise_comparison
 from ridgeline.loadtest.report.tables import print_comparison
 from ridgeline.loadtest.run.calibration import Workers
+from ridgeline.loadtest.run.quantities import counted
 from ridgeline.loadtest.run_folder import (
     RECORD_TABLE,
     RECORDS,
     REPORT,
-    SUMMARY,
     TUNING,
     Past,
     RunFolder,
@@ -127,7 +126,7 @@ class _Judged:
         done = len(self.differences)
         self.looks = (*self.looks, done)
         self.conclusion = conclude(self.differences, self.looks, plan.pairs, plan.margin)
-        console.print(f"after {_pairs(done)}: {self.conclusion.outcome}", highlight=False)
+        console.print(f"after {counted(done, 'pair')}: {self.conclusion.outcome}", highlight=False)
 
 
 async def _judge_pairs(prepared: Prepared, runner: RoundRunner) -> _Judged:
@@ -145,7 +144,7 @@ async def _judge_pairs(prepared: Prepared, runner: RoundRunner) -> _Judged:
         if runner.has_begun(done):
             continue  # before an interruption: its time is spent
         if plan.budget_s is not None and time.monotonic() - runner.began_s + 2 * runner.longest_s > plan.budget_s:
-            judged.notes = (f"ended after {_pairs(done)}, since another would not fit into the time",)
+            judged.notes = (f"ended after {counted(done, 'pair')}, since another would not fit into the time",)
             if done not in looks:
                 judged.look(plan, runner.console)
             break
@@ -174,11 +173,7 @@ def _finish(
         summary["tuning"] = tuning
     out = folder.path
     report = write_report(out / REPORT, summary, records)
-    (out / SUMMARY).write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
     write_record_table(out / RECORD_TABLE, folder.record_lines(), runner.rounds, prepared.plan.slos)
+    folder.finish(summary)
     print_comparison(summary, runner.console)
     return Comparison(summary, judged.conclusion, report)
-
-
-def _pairs(count: int) -> str:
-    return f"{count} {'pair' if count == 1 else 'pairs'}"

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from rich.console import Console
 
 from ridgeline.loadtest.errors import ServerError
@@ -28,7 +27,6 @@ from ridgeline.loadtest.run_folder import (
     RECORD_TABLE,
     RECORDS,
     REPORT,
-    SUMMARY,
     Past,
     RunFolder,
     new_folder,
@@ -113,9 +111,9 @@ async def _to_the_end(
         time.monotonic() - runner.began_s,
     )
     summary |= {"setup": dict(folder.setup), "interruptions": interruptions_summary(interruptions)}
-    (folder.path / SUMMARY).write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
     report = write_rate_report(folder.path / REPORT, summary)
     write_record_table(folder.path / RECORD_TABLE, folder.record_lines(), runner.rounds, runner.plan.slos)
+    folder.finish(summary)
     print_rates(summary, runner.console)
     return FoundRates(summary, report)
 
@@ -167,7 +165,9 @@ class _Pairs:
             f"{self.runner.labels[side]} {found[side].met / found[side].total:.0%}" for side in self.runner.variants
         )
         self.runner.console.print(
-            f"pair {pair + 1} at {rate:.3g} requests/s: {', '.join(shares)} within the SLOs", highlight=False
+            f"pair {pair + 1} at {rate:.3g} requests/s: {', '.join(shares)} within the SLOs",
+            highlight=False,
+            markup=False,
         )
         return {str(side): one for side, one in found.items()}
 

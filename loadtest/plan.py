@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal, Self, cast, get_args
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -104,9 +105,11 @@ class ReplayPlan(BaseModel):
     """auto: take the SLOs on TTFT and TPOT from the unloaded server, measured before the run, and tell them to the
     server in each request; one on the largest gap is set by --slo-gap-ms alone"""
     slo_ttft_ms: Positive = 2000.0
-    """goodput: TTFT at most this many ms; told to the server in each request if given"""
+    """goodput: TTFT at most this many ms; compare tells it to Ridgeline in each request, replay only if an SLO on TTFT
+    or TPOT is given"""
     slo_tpot_ms: Positive = 100.0
-    """goodput: TPOT at most this many ms; told to the server in each request if given"""
+    """goodput: TPOT at most this many ms; compare tells it to Ridgeline in each request, replay only if an SLO on TTFT
+    or TPOT is given"""
     slo_gap_ms: PositiveOrNone = None
     """goodput: largest gap between two tokens of a request at most this many ms; off by default"""
     client_cores: str | None = None
@@ -315,7 +318,7 @@ class ComparePlan(ReplayPlan):
     @classmethod
     def _urls(cls, value: str | None) -> str | None:
         for url in (value or "").split(",") if value is not None else ():
-            if not re.fullmatch(r"https?://[^/\s@]+(/.*)?", url.strip()):
+            if not re.fullmatch(r"https?://[^/\s@]+(/.*)?", url.strip()) or not _has_port_or_none(url.strip()):
                 raise ValueError(f"must be URLs such as http://127.0.0.1:8001, separated by commas, not {url!r}")
         return value
 
@@ -371,3 +374,11 @@ class ComparePlan(ReplayPlan):
             yield f"grid does not go with {name}, since {reasons[name]}: leave one of them out"
         if len(set(self.modes)) == 1:
             yield f"grid needs two modes, and variants are {self.variants}: the same candidate would be chosen twice"
+
+
+def _has_port_or_none(url: str) -> bool:
+    try:
+        _ = urlsplit(url).port
+    except ValueError:
+        return False
+    return True

@@ -20,10 +20,10 @@ from ridgeline.loadtest.run.calibration import (
     fit_budget_over_rates,
     given_load,
     least_requests,
-    minutes_text,
     settle,
     workers_of,
 )
+from ridgeline.loadtest.run.quantities import minutes_text
 from ridgeline.loadtest.run.server import as_servers, first_model
 from ridgeline.loadtest.run.unloaded import measure_unloaded, sizes_of
 from ridgeline.loadtest.run.warm_up import MOST_REQUESTS, MOST_WAVES

@@ -178,6 +178,12 @@ class RunFolder:
             )
         )
 
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Write summary.json, which says that the comparison is finished: after all other files, and whole or not."""
+        unfinished = self.path / f"{SUMMARY}.tmp"
+        unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+        unfinished.replace(self.path / SUMMARY)
+
     def past(self) -> Past:
         """Return what an interrupted comparison has left here.
 

@@ -21,6 +21,7 @@ from ridgeline.loadtest.preparation import Prepared, prepared_before
 from ridgeline.loadtest.report.pools import disaggregated_fraction, recomputes
 from ridgeline.loadtest.report.rounds import Interruption, Round, VariantLabel, labels_of
 from ridgeline.loadtest.run.machine import Disturbance, disturbance, read_cpu
+from ridgeline.loadtest.run.quantities import counted
 from ridgeline.loadtest.run.records import RecordFile
 from ridgeline.loadtest.run.replay import ReplayResult, RoundRequests, run_replay
 from ridgeline.loadtest.run.server import Servers, with_slo_headers
@@ -245,8 +246,7 @@ def taken_up(
     folder.add_resumed(interruption)
     valid = sum(each.is_kept for each in past.rounds)
     console.print(
-        f"going on after {valid} valid {'round' if valid == 1 else 'rounds'}; it was interrupted at "
-        f"{past.stopped:%Y-%m-%d %H:%M:%S} UTC",
+        f"going on after {counted(valid, 'valid round')}; it was interrupted at {past.stopped:%Y-%m-%d %H:%M:%S} UTC",
         highlight=False,
     )
     runner = new_runner(

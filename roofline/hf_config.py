@@ -14,9 +14,15 @@ from typing import Any
 
 from ridgeline.roofline.errors import ModelConfigError
 
-_UNGATED_MLP_MODEL_TYPES = frozenset({"gpt_neox", "nemotron", "phi", "starcoder2"})
+_UNGATED_MLP_MODEL_TYPES = frozenset(
+    {"apertus", "arcee", "gpt_neox", "jais2", "nanochat", "nemotron", "persimmon", "phi", "starcoder2"}
+)
 _ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
+_OTHER_LAYERS_KEYS = ("attn_type_list", "hybrid_override_pattern", "lru_width", "mamba_d_state", "ssm_state_size")
+"""Keys of models with recurrent layers. Those that also list `layer_types` are judged by that list."""
 _NUM_EXPERTS_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
+_OTHER_EXPERTS_KEYS = ("moe_num_experts",)
+"""Keys of mixtures of experts whose other keys are not read here."""
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -44,7 +50,7 @@ def shape_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         "num_q_heads": num_q_heads,
         "num_kv_heads": _optional(config, "num_key_value_heads") or num_q_heads,
         "head_dim": mla_head_dim or _optional(config, "head_dim") or hidden_size // num_q_heads,
-        "intermediate_size": _required(config, "intermediate_size"),
+        "intermediate_size": _optional(config, "intermediate_size_mlp") or _required(config, "intermediate_size"),
         "vocab_size": _required(config, "vocab_size"),
         # Transformers 4 leaves this key out of the file exactly when it has the base class's default, True.
         "tied_embeddings": bool(config.get("tie_word_embeddings", True)),
@@ -71,6 +77,9 @@ def _states_per_token(config: Mapping[str, Any], num_layers: int) -> float:
 
 
 def _moe_fields(config: Mapping[str, Any], num_layers: int) -> dict[str, int]:
+    for key in _OTHER_EXPERTS_KEYS:
+        if config.get(key):
+            raise ModelConfigError(key, "is of a mixture of experts that this arithmetic does not cover")
     num_experts = _optional(config, *_NUM_EXPERTS_KEYS)
     if num_experts <= 1:
         return {}
@@ -80,15 +89,20 @@ def _moe_fields(config: Mapping[str, Any], num_layers: int) -> dict[str, int]:
         "num_experts": num_experts,
         "experts_per_token": _required(config, "num_experts_per_tok", "experts_per_token"),
         "moe_intermediate_size": expert_width,
-        "num_shared_experts": _optional(config, "n_shared_experts") or shared_width // expert_width,
+        "num_shared_experts": _num_shared_experts(config) or shared_width // expert_width,
         "num_dense_layers": _num_dense_layers(config, num_layers),
     }
+
+
+def _num_shared_experts(config: Mapping[str, Any]) -> int:
+    """Return the experts that every token passes through; Llama 4 has one and does not say so."""
+    return 1 if config.get("model_type") == "llama4_text" else _optional(config, "n_shared_experts")
 
 
 def _num_dense_layers(config: Mapping[str, Any], num_layers: int) -> int:
     """Return how many layers of a mixture of experts keep a dense MLP (DeepSeek's first ones, Qwen's listed ones)."""
     num_leading = _optional(config, "first_k_dense_replace")
-    sparse_step = _optional(config, "decoder_sparse_step") or 1
+    sparse_step = _optional(config, "decoder_sparse_step", "interleave_moe_layer_step") or 1
     listed = frozenset(config.get("mlp_only_layers") or ())
     return sum(
         1 for layer in range(num_layers) if layer < num_leading or layer in listed or (layer + 1) % sparse_step != 0
@@ -104,9 +118,13 @@ def _mla_fields(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _refuse_layers_without_attention(config: Mapping[str, Any]) -> None:
-    foreign = sorted(set(config.get("layer_types") or ()) - _ATTENTION_LAYER_TYPES)
+    layer_types = config.get("layer_types")
+    foreign = sorted(set(layer_types or ()) - _ATTENTION_LAYER_TYPES)
     if foreign:
         raise ModelConfigError("layer_types", f"has layers this arithmetic does not cover: {', '.join(foreign)}")
+    for key in () if layer_types else _OTHER_LAYERS_KEYS:
+        if config.get(key):
+            raise ModelConfigError(key, "is of recurrent layers, which this arithmetic does not cover")
 
 
 def _required(config: Mapping[str, Any], *spellings: str) -> int:

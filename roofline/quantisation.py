@@ -11,7 +11,9 @@ from ridgeline.roofline.errors import ModelConfigError
 from ridgeline.roofline.hf_config import text_config
 
 _DTYPE_BYTES: Mapping[str, float] = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "float8_e4m3fn": 1.0}
-_METHOD_BYTES: Mapping[str, float] = {"fp8": 1.0, "fbgemm_fp8": 1.0, "modelopt": 1.0, "mxfp4": 0.5 + 1 / 32}
+_METHOD_BYTES: Mapping[str, float] = {"fp8": 1.0, "fbgemm_fp8": 1.0, "mxfp4": 0.5 + 1 / 32}
+_NVFP4_BYTES = 0.5 + 1 / 16
+"""4 bits, and a scale of 8 bits for 16 weights."""
 _SCALE_BYTES = 2.0
 
 
@@ -48,7 +50,7 @@ def multiplies_in_fp8(config: Mapping[str, Any], asked: object = None) -> bool:
     if method in {"fp8", "fbgemm_fp8", "ptpc_fp8"}:
         return True
     if method.startswith("modelopt"):
-        return "FP8" in str(scheme.get("quant_algo", scheme.get("quantization", {}))).upper()
+        return "FP8" in _modelopt_algorithm(scheme)
     groups = scheme.get("config_groups")
     if method != "compressed-tensors" or not isinstance(groups, Mapping):
         return False
@@ -60,6 +62,8 @@ def _quantised_bytes(scheme: Mapping[str, Any]) -> float:
     method = str(scheme.get("quant_method", ""))
     if method in _METHOD_BYTES:
         return _METHOD_BYTES[method]
+    if method.startswith("modelopt"):
+        return _modelopt_bytes(method, _modelopt_algorithm(scheme))
     if method in {"gptq", "awq"}:
         return _grouped_bytes(scheme.get("bits"), scheme.get("group_size"))
     if method == "compressed-tensors":
@@ -68,6 +72,19 @@ def _quantised_bytes(scheme: Mapping[str, Any]) -> float:
     if method == "bitsandbytes":
         return 0.5 if scheme.get("load_in_4bit") else 1.0
     raise ModelConfigError("quantization_config", f"has quant_method {method!r}, whose bytes per weight are not known")
+
+
+def _modelopt_algorithm(scheme: Mapping[str, Any]) -> str:
+    """Return NVIDIA's name of the algorithm; older files have it in a section of its own."""
+    return str(scheme.get("quant_algo", scheme.get("quantization", {}))).upper()
+
+
+def _modelopt_bytes(method: str, algorithm: str) -> float:
+    if "NVFP4" in algorithm or method == "modelopt_fp4":
+        return _NVFP4_BYTES
+    if "FP8" in algorithm or algorithm == "{}":
+        return 1.0
+    raise ModelConfigError("quantization_config.quant_algo", f"is {algorithm!r}, whose bytes per weight are not known")
 
 
 def _compressed_tensors_weights(scheme: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -77,7 +77,7 @@ async def compare_command(
     baseline, notes_of_baseline = await _checked_baseline(config, plan)
     notes = (*notes, *notes_of_baseline)
     async with ray_runtime(config) as ray_messages:
-        console.print(f"[dim]what Ray itself says goes to {ray_messages}[/]", highlight=False)
+        console.print(f"what Ray itself says goes to {ray_messages}", style="dim", highlight=False, markup=False)
         first = config if grid is None else both_variants(grid[COLOCATED][0], grid[DISAGGREGATED][0])
         workers = split_workers(first) if plan.modes[:2] == (COLOCATED, DISAGGREGATED) else None
         async with Deployments(partial(_serving, config, console)) as deployments:
@@ -105,7 +105,9 @@ async def compare_command(
                     plan, folder, console, workers=workers, notes=notes, is_alone=is_alone, began_s=began_s
                 )
     out = found.report.parent
-    console.print(f"wrote {out}/summary.json, {out}/records.jsonl, {out}/records.parquet and {found.report}")
+    console.print(
+        f"wrote {out}/summary.json, {out}/records.jsonl, {out}/records.parquet and {found.report}", markup=False
+    )
 
 
 @asynccontextmanager
@@ -188,7 +190,9 @@ async def _variants(
     for variant in switched:
         if (why_not := await variant.obstacle()) is not None:
             console.print(
-                f"variants need a start each, {variant.mode} cannot be switched to: {why_not}", highlight=False
+                f"variants need a start each, {variant.mode} cannot be switched to: {why_not}",
+                highlight=False,
+                markup=False,
             )
             return url, restarted
     return url, switched

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from ridgeline.loadtest.errors import LoadTestError
 from ridgeline.loadtest.export.saved_export import ExportFormat, export_rounds
+from ridgeline.loadtest.run.quantities import counted
 from ridgeline.loadtest.saved import print_side_by_side, report_again
 
 
@@ -19,7 +20,9 @@ def report(folders: list[Path], console: Console, export: ExportFormat | None = 
             raise LoadTestError(f"--export writes the rounds of one run: give one folder, not {len(folders)}")
         paths = export_rounds(first, export)
         console.print(
-            f"wrote the valid rounds to {len(paths)} files in {first / export}", highlight=False, markup=False
+            f"wrote the valid rounds to {counted(len(paths), 'file')} in {first / export}",
+            highlight=False,
+            markup=False,
         )
         return
     if not others:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ridgeline.loadtest.errors import LoadTestError
-from ridgeline.loadtest.run.calibration import duration_text
+from ridgeline.loadtest.run.quantities import duration_text
 from ridgeline.router.scheduler.features import FleetModel
 from ridgeline.router.scheduler.hindsight import Recorded, fleet_of, recorded, requests_of, serve, serve_adaptively
 from ridgeline.router.scheduler.recorded_events import AnyEvent, BadRecording, read_recording

@@ -29,6 +29,7 @@ from ridgeline.loadtest.report.tables import (
     tuning_rows,
     variant_table,
 )
+from ridgeline.loadtest.run.quantities import counted
 
 TEMPLATE_FILE = Path(__file__).parents[1] / "data" / "report.html.template"
 WINNER_COLORS = {"equivalent": "#0b8a6b", "unclear": "#b8c0cc", "unreachable": "#1b2330", "not measured": "#ffffff"}
@@ -124,7 +125,7 @@ def _warnings(summary: Summary) -> str:
     ]
     disturbed = sum(each["valid"] and bool(each["reasons"]) for each in summary["rounds"])
     if disturbed:
-        found.append(f"{disturbed} rounds were kept although they were disturbed, since repeats were too")
+        found.append(f"rounds kept although they were disturbed, since their repeats were disturbed too: {disturbed}")
     return "".join(f'<p class="warning">{html.escape(warning)}</p>' for warning in found)
 
 
@@ -182,8 +183,9 @@ def _tuning(summary: Summary) -> str:
     rows = tuning_rows(summary)
     if not rows:
         return ""
+    rounds = counted(summary["tuning"]["rounds_per_candidate"], "round")
     note = (
-        f"Each candidate had {summary['tuning']['rounds_per_candidate']} rounds before the pairs, with requests that "
+        f"Each candidate had {rounds} before the pairs, with requests that "
         "no pair has. These rounds chose, and are in no other figure. "
     ) + ". ".join(f"{each[0].upper()}{each[1:]}" for each in summary["tuning"]["sentences"])
     return (
@@ -249,21 +251,27 @@ def _method(summary: Summary) -> str:
     lines = [
         "Rounds are the units: the two rounds of a pair have the same arrivals and lengths, in an order drawn at "
         "random; no two rounds share a prompt's beginning, so prefix caches were cold. "
-        f"{discarded} {'round was' if discarded == 1 else 'rounds were'} discarded and repeated.",
+        f"Rounds that were discarded and repeated: {discarded}.",
         "Attainment decides, by the t interval over pairs, never narrower than Newcombe's score interval of the paired "
         f"shares, and by the exact sign-flip test. The result was looked at after {looks} of at most {plan['pairs']} "
         f"pairs; this look's intervals have {1 - found['level']:.1%}, so that all looks together err in at most 5 % of "
         "comparisons. Latencies are secondary: the mean log ratio of the requests that finished in both variants, with "
         "Holm's correction.",
         "Open-loop: each request left at its time in the trace, whatever the server did. "
-        "Each server was warmed up until every worker had made a step. Prompts are real English, "
-        "exact to the token; each answer has exactly the trace's number of tokens (ignore_eos), greedy.",
+        f"Each server was warmed up until every worker had made a step. Prompts are real English, {_exactness(plan)}; "
+        "each answer has exactly the trace's number of tokens (ignore_eos), greedy.",
         *pool_sentences(summary),
         f"Recomputed prompts, by reason: {'; '.join(f'{label} {reasons}' for label, reasons in recomputed.items())}.",
         *(f"{sentence[0].upper()}{sentence[1:]}." for sentence in summary["load"]["sentences"]),
         *(f"Trace: {change}." for change in trace["changes"]),
     ]
     return "".join(f"<li>{html.escape(line)}</li>" for line in lines)
+
+
+def _exactness(plan: Summary) -> str:
+    as_text = ("text_prompts", "baseline_text_prompts")
+    is_text = any(map(plan.get, as_text)) or "chat" in (plan.get("endpoint"), plan.get("baseline_endpoint"))
+    return "some or all sent as text, whose tokens vary" if is_text else "exact to the token"
 
 
 def _formulas(summary: Summary) -> str:

@@ -153,6 +153,8 @@ def _pauses(rounds: Sequence[Round], rates: Sequence[float], held: Mapping[Side,
         if each.is_kept and each.result is not None and rates[each.pair] <= limit:
             gaps_s = [gap_s for one in each.result.records if one.ok and (gap_s := one.largest_gap_s) is not None]
             found[each.side] = max([found[each.side], *gaps_s])
+    if not all(found.values()):
+        return None  # answers of one token have no pauses
     return Pauses(max(below), {str(side): longest_s for side, longest_s in found.items()})
 
 

@@ -33,7 +33,7 @@ def replay_summary(result: ReplayResult, plan: ReplayPlan, load: Load) -> dict[s
             "recomputes": recomputes(result.metrics),
         }
     return summary | {
-        "offered_rate": result.trace.mean_rate,
+        "offered_rate": len(result.records) / result.window_s if result.trace.mean_rate else None,
         "client": msgspec.to_builtins(result.client),
         "warnings": result.warnings,
         "trace": {"name": result.trace.name, "requests": len(result.trace.rows), "changes": result.trace.notes},

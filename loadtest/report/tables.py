@@ -7,6 +7,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ridgeline.loadtest.run.quantities import counted
+
 Summary = Mapping[str, Any]
 POOL_ORDER = ("colocated", "prefill", "decode")
 WIDE_COLUMNS = 120
@@ -129,7 +131,7 @@ def print_replay(figures: Summary, formulas: Mapping[str, str], console: Console
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:
     """Print a table of text."""
-    table = Table(*header, title=title or None, title_justify="left")
+    table = Table(*map(escape, header), title=escape(title) or None, title_justify="left")
     for row in rows:
         table.add_row(*map(escape, row))
     console.print(table)
@@ -154,7 +156,7 @@ def pools_of(summary: Summary) -> dict[str, Summary]:
 def device_columns(summary: Summary) -> dict[str, Summary]:
     """Return the figures per device of each variant whose devices are known, by its label with their number."""
     return {
-        f"{variant['label']}, {found['devices']} {found['unit']}{'' if found['devices'] == 1 else 's'}": found
+        f"{variant['label']}, {counted(found['devices'], found['unit'])}": found
         for variant in summary["variants"].values()
         if (found := variant.get("per_device"))
     }
@@ -212,9 +214,10 @@ def row_formulas(rows: Sequence[tuple[str, str, str]], formulas: Mapping[str, st
 def _print_figures(title: str, figures: FigureTable, console: Console) -> None:
     """Print a table. Formulas are a column if the terminal is wide enough, else a list below."""
     wide = console.width >= WIDE_COLUMNS
-    table = Table("", *figures.columns, *(["formula"] if wide else []), title=title, title_justify="left")
+    columns = ["", *map(escape, figures.columns), *(["formula"] if wide else [])]
+    table = Table(*columns, title=escape(title), title_justify="left")
     for label, cells, formula in figures.rows:
-        table.add_row(label, *cells, *([f"[dim]{formula}[/dim]"] if wide else []))
+        table.add_row(label, *map(escape, cells), *([f"[dim]{formula}[/dim]"] if wide else []))
     console.print(table)
     for label, _, formula in () if wide else figures.rows:
         if formula:

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from ridgeline.loadtest.plan import Slo
+from ridgeline.loadtest.run.quantities import counted
 from ridgeline.loadtest.run.records import RequestRecord
 from ridgeline.loadtest.statistics.attainment_curve import MaxGoodputRate
 from ridgeline.loadtest.statistics.looks import ALPHA, LEAST_PAIRS
@@ -69,15 +70,15 @@ def gap_tails(records: Mapping[str, Sequence[RequestRecord]]) -> dict[str, GapTa
 def _headline(found: Conclusion, labels: Mapping[Side, str], slo: Slo) -> str:
     shares = f"{labels['a']} met {slo.counted} for {found.attainment_a:.0%} of requests, {labels['b']} for "
     shares += f"{found.attainment_b:.0%}"
-    counted = _pairs(found.pairs)
+    rounds = f"{counted(found.pairs, 'pair')} of rounds"
     if found.outcome == "better":
         better = labels[found.better or "a"]
-        return f"{_upper(better)} is better under {slo}: {shares} ({_difference(found)}; {counted})."
+        return f"{_upper(better)} is better under {slo}: {shares} ({_difference(found)}; {rounds})."
     if found.outcome == "equivalent":
-        return f"Equivalent within {_points(found.margin)} under {slo}: {shares} ({_difference(found)}; {counted})."
+        return f"Equivalent within {_points(found.margin)} under {slo}: {shares} ({_difference(found)}; {rounds})."
     if found.outcome == "slo_unreachable":
-        return f"Out of reach at this load: {slo}. {_upper(shares)} ({counted}), so the SLOs cannot tell them apart."
-    return f"Inconclusive under {slo}: {shares} ({_difference(found)}; {counted})."
+        return f"Out of reach at this load: {slo}. {_upper(shares)} ({rounds}), so the SLOs cannot tell them apart."
+    return f"Inconclusive under {slo}: {shares} ({_difference(found)}; {rounds})."
 
 
 def _details(found: Conclusion, labels: Mapping[Side, str]) -> str:
@@ -89,7 +90,7 @@ def _details(found: Conclusion, labels: Mapping[Side, str]) -> str:
             sentences.append(_exact_test(found.attainment))
         if found.smallest_seen is not None:
             sentences.append(
-                f"With {_pairs(found.pairs)} that scatter like these, a difference below "
+                f"With {counted(found.pairs, 'pair')} of rounds that scatter like these, a difference below "
                 f"{_points(found.smallest_seen)} is missed more than one time in five; to see "
                 f"{_points(found.margin)} takes about {_needed(found.pairs_for_margin)}."
             )
@@ -133,10 +134,6 @@ def _points(share: float) -> str:
 
 def _needed(pairs: int | None) -> str:
     return "more than 1,000 pairs" if pairs is None else f"{pairs} pairs"
-
-
-def _pairs(count: int) -> str:
-    return f"{count} {'pair' if count == 1 else 'pairs'} of rounds"
 
 
 def _ratio(log_ratio: float) -> str:
@@ -204,33 +201,42 @@ def _verdict_text(
     if outcomes == {"below"}:
         return "out of reach, no rate measured was low enough for these SLOs."
     leaders = _listed([labels[name] for name in (verdict.leader, *verdict.alike)], "and")
-    if not verdict.behind and outcomes == {"found"}:
+    if not verdict.behind and outcomes != {"above"}:
         return f"no difference that matters, all within {ALIKE - 1:.0%} of the highest."
     unclear = [name for name, evidence in verdict.behind.items() if evidence == "none"]
     less = [name for name in verdict.behind if name not in unclear]
-    if outcomes == {"above"} or (unclear and held[verdict.leader].outcome == "above"):
+    is_low = any(held[name].outcome == "below" for name in unclear)
+    if outcomes == {"above"} or (unclear and held[verdict.leader].outcome == "above" and not is_low):
         unclear = unclear or [name for name in held if name not in (verdict.leader, *verdict.alike)]
         together = _listed([labels[name] for name in (verdict.leader, *verdict.alike, *unclear)], "and")
         return f"{together} are not told apart, since no rate measured was high enough."
     if unclear:
         others = _listed([labels[name] for name in unclear], "and")
-        most = max(end for name in unclear for one in (verdict.over(name),) for end in (one.high, 1 / one.low))
-        behind = (
-            f" {_upper(_listed([labels[name] for name in less], 'and'))} holds less than {leaders}." if less else ""
+        hold = "hold" if verdict.alike else "holds"
+        differ = _difference_of_rates(held, verdict, unclear)
+        behind = "".join(
+            f" {_upper(labels[name])} holds less than {labels[verdict.leader]}, {verdict.behind[name]} evidence."
+            for name in less
         )
-        return (
-            f"cannot tell yet whether {leaders} holds more than {others}; they differ by a factor of {most:.2f} "
-            f"at most.{behind} {_more_time(verdict, took_s)}"
-        )
+        more_time = _more_time(verdict, took_s)
+        return f"cannot tell yet whether {leaders} {hold} more than {others}{differ}.{behind} {more_time}"
     alike = f", alike within {ALIKE - 1:.0%}" if verdict.alike else ""
     return f"{leaders}{alike}, {verdict.evidence} evidence."
+
+
+def _difference_of_rates(held: Mapping[str, MaxGoodputRate], verdict: RateVerdict, unclear: Sequence[str]) -> str:
+    """Say by how much rates differ at most; nothing where no measured rate bounds one of them, so no round says it."""
+    if any(None in (held[name].low, held[name].high) for name in (verdict.leader, *unclear)):
+        return ""
+    most = max(end for name in unclear for one in (verdict.over(name),) for end in (one.high, 1 / one.low))
+    return f"; they differ by a factor of {most:.2f} at most"
 
 
 def _more_time(verdict: RateVerdict, took_s: float) -> str:
     if verdict.factor is None or verdict.factor > MOST_FACTOR:
         return f"To tell takes more than {MOST_FACTOR:g} times as long as this run."
     minutes = max(1, math.ceil((verdict.factor - 1) * took_s / 60))
-    return f"About {minutes} more {'minute' if minutes == 1 else 'minutes'} would tell."
+    return f"About {counted(minutes, 'more minute')} would tell."
 
 
 def _listed(words: Sequence[str], conjunction: str) -> str:

@@ -10,5 +10,6 @@ records.py         the record of each request
 progress.py        shows the progress
 server_metrics.py  computes differences of the server's counters
 machine.py         describes the machine of the run and notices other work on it
+quantities.py      says counts and times for people
 validity.py        says why a round of a comparison says nothing
 """

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ridgeline.loadtest.plan import AUTO, ComparePlan, ReplayPlan, Slo
+from ridgeline.loadtest.run.quantities import counted, duration_text, minutes_text
 from ridgeline.loadtest.run.replay import WARMUP_OUTPUT_TOKENS
 from ridgeline.loadtest.run.unloaded import Unloaded
 from ridgeline.loadtest.trace.trace import Trace
@@ -95,6 +96,7 @@ def settle(plan: Plan, trace: Trace, unloaded: Unloaded, workers: Workers) -> tu
     `trace` has the plan's sizes at its own times. The settled plan offers the same load again without measuring.
     """
     limits, slo_source = plan.slos, _given_slo_source(plan)
+    changes: dict[str, Any] = {}
     if plan.slo == AUTO:
         limits = Slo(
             ttft_ms=_three_digits(TTFT_FACTOR * unloaded.median_ttft_s * 1e3),
@@ -102,8 +104,8 @@ def settle(plan: Plan, trace: Trace, unloaded: Unloaded, workers: Workers) -> tu
             gap_ms=plan.slo_gap_ms,
         )
         slo_source = f"{TTFT_FACTOR:g} times the unloaded median TTFT and {TPOT_FACTOR:g} times the median TPOT"
+        changes = {"slo": None, "slo_ttft_ms": limits.ttft_ms, "slo_tpot_ms": limits.tpot_ms}
         slo_source += ", any gap" if plan.slo_gap_ms is None else ", the largest gap as given"
-    changes: dict[str, Any] = {"slo": None, "slo_ttft_ms": limits.ttft_ms, "slo_tpot_ms": limits.tpot_ms}
     rate, rate_source = trace.mean_rate, _given_rate_source(plan)
     if plan.rate == AUTO:
         most, bound = most_rate(unloaded, workers, limits.tpot_ms / 1e3)
@@ -121,12 +123,12 @@ def most_rate(unloaded: Unloaded, workers: Workers, tpot_limit_s: float) -> tupl
     answer_s = unloaded.trace_mean_output_tokens * decode_token_s(unloaded, tpot_limit_s)
     if workers.replicas:
         each = f"{duration_text(prompt_s)} of prefill and {duration_text(answer_s)} of decode a request"
-        return workers.replicas / (prompt_s + answer_s), f"{_count(workers.replicas, 'replica')} can hold: {each}"
+        return workers.replicas / (prompt_s + answer_s), f"{counted(workers.replicas, 'replica')} can hold: {each}"
     rates = {
-        f"{_count(workers.prefill, 'prefill worker')} can hold: a prompt takes {duration_text(prompt_s)} on average": (
+        f"{counted(workers.prefill, 'prefill worker')} can hold: a prompt takes {duration_text(prompt_s)} on average": (
             workers.prefill / prompt_s
         ),
-        f"{_count(workers.decode, 'decode worker')} can hold within the TPOT SLO: an answer takes "
+        f"{counted(workers.decode, 'decode worker')} can hold within the TPOT SLO: an answer takes "
         f"{duration_text(answer_s)} of its time": workers.decode / answer_s,
     }
     bound = min(rates, key=rates.__getitem__)
@@ -213,7 +215,7 @@ def fit_budget(
         plan = plan.model_copy(update={"limit": requests, "pairs": pairs})
     pair_s = schedule.pair_s(requests, load.rate)
     notes = [
-        f"at most {_count(pairs, 'pair')} of rounds of {requests} requests, {(requests - 1) / load.rate:.0f} s each: "
+        f"at most {counted(pairs, 'pair')} of rounds of {requests} requests, {(requests - 1) / load.rate:.0f} s each: "
         f"about {minutes_text(pairs * pair_s)}"
     ]
     if plan.budget_s is not None and fitting < plan.wanted_pairs <= pairs:
@@ -234,11 +236,11 @@ def fit_budget_over_rates(
     """
     if load.rate is None:
         return plan, load
-    requests, told = most_requests, f"at most {_count(plan.pairs, 'pair')}"
+    requests, told = most_requests, f"at most {counted(plan.pairs, 'pair')}"
     if plan.budget_s is not None:
         left_s = plan.budget_s - spent_s
         requests, fitting = _within_budget(plan, load.rate, most_requests, schedule, left_s, least_requests)
-        plan, told = plan.model_copy(update={"limit": requests}), f"about {_count(max(1, fitting), 'pair')}"
+        plan, told = plan.model_copy(update={"limit": requests}), f"about {counted(max(1, fitting), 'pair')}"
     note = (
         f"{told} of {schedule.rounds} rounds, each with arrivals for {(requests - 1) / load.rate:.0f} s ({requests} "
         f"requests at the first rate), about {minutes_text(schedule.pair_s(requests, load.rate))} a pair"
@@ -255,16 +257,6 @@ def _within_budget(
     return requests, int(left_s / schedule.pair_s(requests, rate))
 
 
-def duration_text(seconds: float) -> str:
-    """Format a short time for people."""
-    return f"{seconds:.2f} s" if seconds >= 0.9995 else f"{seconds * 1e3:.3g} ms"
-
-
-def minutes_text(seconds: float) -> str:
-    """Format minutes and seconds as 4:05 min."""
-    return f"{round(seconds) // 60}:{round(seconds) % 60:02d} min"
-
-
 def _given_rate_source(plan: ReplayPlan) -> str:
     if isinstance(plan.rate, float):
         return "as given"
@@ -273,10 +265,6 @@ def _given_rate_source(plan: ReplayPlan) -> str:
 
 def _given_slo_source(plan: ReplayPlan) -> str:
     return "as given" if {"slo_ttft_ms", "slo_tpot_ms", "slo_gap_ms"} & plan.model_fields_set else "the defaults"
-
-
-def _count(workers: float, name: str) -> str:
-    return f"{workers:g} {name}{'' if workers == 1 else 's'}"
 
 
 def _three_digits(value: float) -> float:

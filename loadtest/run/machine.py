@@ -128,7 +128,10 @@ def parse_cores(text: str | None) -> tuple[int, ...]:
     for part in (text or "").split(",") if text else ():
         first, _, last = part.partition("-")
         try:
-            cores.update(range(int(first), int(last or first) + 1))
+            named = range(int(first), int(last or first) + 1)
+            if not named:
+                raise ValueError(part)
+            cores.update(named)
         except ValueError:
             raise LoadTestError(f"the client's cores '{text}' are not understood: give a list such as 0-1,3") from None
     here = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()

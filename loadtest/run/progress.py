@@ -53,10 +53,10 @@ async def shown(console: Console, progress: ReplayProgress) -> AsyncIterator[Non
 
 async def _show_bar(console: Console, progress: ReplayProgress) -> None:
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[text]}"),
+        TextColumn("{task.fields[text]}", markup=False),
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console, refresh_per_second=4) as bar:

@@ -67,9 +67,12 @@ class ReplayResult:
 
     @property
     def window_s(self) -> float:
-        """Seconds in which requests arrived: to the last arrival and one mean gap more, or all if they came at once."""
-        rate = self.trace.mean_rate
-        return len(self.trace.rows) / rate if rate else self.duration_s
+        """Seconds in which requests arrived: to the last arrival and one mean gap more, or all if they came at once.
+
+        A later turn of a session arrives when it is due, which the trace alone does not say.
+        """
+        last_s, requests = max(record.scheduled_s for record in self.records), len(self.records)
+        return last_s * requests / (requests - 1) if self.trace.mean_rate and last_s else self.duration_s
 
 
 def check_client(plan: ReplayPlan) -> None:
@@ -144,13 +147,17 @@ class BodyMaker:
     endpoint: Endpoint
     tokenizer: str | None
     """What turns prompts into text; None if they are sent as token ids."""
+    max_model_tokens: int | None = None
+    """What the model can hold of a prompt and its answer."""
 
     def body(self, trace: Trace, index: int, round_index: int) -> bytes:
         """Return the body for the trace's row `index`."""
         return self._encoded(self.prompts.prompt(index, round_index), trace.rows[index].output_tokens)
 
     def warmup_body(self, number: int, round_index: int, input_tokens: int, output_tokens: int) -> bytes:
-        """Return a body whose prompt begins like no other one's of any round."""
+        """Return a body whose prompt begins like no other one's of any round, shorter where the model holds no more."""
+        if self.max_model_tokens is not None:
+            input_tokens = max(1, min(input_tokens, self.max_model_tokens - output_tokens))
         return self._encoded(self.prompts.warmup_prompt(number, round_index, input_tokens), output_tokens)
 
     def _encoded(self, prompt: list[int], output_tokens: int) -> bytes:
@@ -165,7 +172,7 @@ def body_maker(trace: Trace, plan: ReplayPlan, card: ModelCard, ordinals_per_rou
         raise LoadTestError("the server does not say where its model's tokenizer is: pass --tokenizer PATH")
     windows = TextWindows(load_text_tokens(tokenizer), plan.seed)
     prompts = PromptMaker(windows, trace, plan.warmup_requests, ordinals_per_round)
-    return BodyMaker(prompts, card.id, plan.endpoint, tokenizer if plan.sends_text else None)
+    return BodyMaker(prompts, card.id, plan.endpoint, tokenizer if plan.sends_text else None, card.max_model_len)
 
 
 def completions(trace: Trace, bodies: BodyMaker, round_index: int) -> Iterator[Completion]:

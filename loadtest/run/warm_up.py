@@ -11,6 +11,7 @@ from rich.console import Console
 from ridgeline.loadtest.errors import ServerError
 from ridgeline.loadtest.plan import ReplayPlan
 from ridgeline.loadtest.run.client.stream import LoadClient
+from ridgeline.loadtest.run.quantities import counted
 from ridgeline.loadtest.run.replay import RoundRequests, body_maker, send_warm_up
 from ridgeline.loadtest.run.server import Servers, as_servers, first_model
 from ridgeline.loadtest.run.server_metrics import scrape, scrape_settled, steps_by_worker
@@ -63,5 +64,5 @@ async def warm_up_workers(
 
 def _told(workers: int, servers: Servers) -> str:
     if workers:
-        return f"{workers} workers"
+        return counted(workers, "worker")
     return "the workers" if servers.counted else f"{len(servers.urls)} servers"

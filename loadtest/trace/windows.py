@@ -99,11 +99,10 @@ class PairTraces:
 
 
 def _requests_of_a_round(whole: Trace, plan: ComparePlan) -> int:
-    """Return the requests in a window: those asked for, or those of a round's seconds at the mean rate."""
-    asked = plan.limit
-    if asked is None and whole.mean_rate is not None:
-        asked = round(whole.mean_rate * (plan.duration_s or plan.round_s)) + 1
-    return min(len(whole.rows), asked or len(whole.rows))
+    """Return the requests in a window: no more than are asked for, nor than come in its seconds at the mean rate."""
+    seconds = plan.duration_s or (plan.round_s if plan.limit is None else None)
+    in_time = round(whole.mean_rate * seconds) + 1 if whole.mean_rate and seconds else None
+    return min(len(whole.rows), *(most for most in (plan.limit, in_time) if most))
 
 
 def _seed_of(spec: str) -> int:

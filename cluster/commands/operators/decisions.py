@@ -11,7 +11,7 @@ from rich.console import Console
 
 from ridgeline.cluster.commands.operators.client import ask, operator_client
 from ridgeline.loadtest.errors import ServerError
-from ridgeline.loadtest.run.calibration import duration_text
+from ridgeline.loadtest.run.quantities import duration_text
 from ridgeline.router.observe.explanations import Explanation
 
 PATH = "/ridgeline/decisions"

@@ -62,7 +62,9 @@ def read_agent_traces(file: TraceFile, most_rows: int) -> RequestTable:
     note = f"{conversations} conversations, which all begin at once: their times count from their own starts"
     notes = (note,) if conversations > 1 else ()
     block_tokens = block_sizes.pop() if block_sizes else USUAL_BLOCK_TOKENS
-    return checked_table(file, "WEKA agentic JSON", frame_of(file, found), block_tokens=block_tokens, notes=notes)
+    return checked_table(
+        file, "WEKA agentic JSON", frame_of(file, found[:most_rows]), block_tokens=block_tokens, notes=notes
+    )
 
 
 def _calls(calls: list[_Call], began_s: float) -> Iterator[tuple[_Call, float]]:

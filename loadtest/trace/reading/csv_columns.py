@@ -67,7 +67,7 @@ def find_table(file: TraceFile) -> CsvTable | None:
         for known in FORMATS:
             wanted = [_plain(name) for name in (known.time, known.inputs, known.outputs)]
             if set(wanted) <= set(plain):
-                if any(f"{name}duplicated0" in plain for name in wanted):
+                if any(plain.count(name) > 1 or f"{name}duplicated0" in plain for name in wanted):
                     raise TraceError(f"{file.where(_header_line(file))}: the header names a column twice: rename one")
                 time, inputs, outputs = (names[plain.index(name)] for name in wanted)
                 return CsvTable(file, known, separator, (time, inputs, outputs), len(names))

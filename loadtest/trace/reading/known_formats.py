@@ -67,7 +67,7 @@ def _read_json(file: TraceFile, tokenizer: str | None, limit: int | None, most_r
     if "conversations" in keys or (is_array and not keys & {"timestamp", "requests", "resourceSpans"}):
         return read_sharegpt(file, tokenizer, most_rows if limit is None else limit)
     if "resourceSpans" in keys:
-        return read_otel_spans(file)
+        return read_otel_spans(file, most_rows)
     if "requests" in keys and "input_length" not in keys:
         return read_agent_traces(file, most_rows)
     if is_array:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 
 import msgspec
 
@@ -56,23 +57,28 @@ class _Export(msgspec.Struct, rename="camel"):
     resource_spans: list[_Resource]
 
 
-def read_otel_spans(file: TraceFile) -> RequestTable:
-    """Read each span of a call of a model as a request at its start. Raises TraceError."""
+def read_otel_spans(file: TraceFile, most_rows: int) -> RequestTable:
+    """Read up to so many spans, those of calls of a model as requests at their starts. Raises TraceError."""
     dropped: Counter[str] = Counter()
-    rows = frame_of(file, _requests(file, dropped))
+    rows = frame_of(file, _requests(file, most_rows, dropped))
     return checked_table(file, "OpenTelemetry GenAI spans", rows, dropped=dropped)
 
 
-def _requests(file: TraceFile, dropped: Counter[str]) -> Iterator[ReadRequest]:
+def _requests(file: TraceFile, most_rows: int, dropped: Counter[str]) -> Iterator[ReadRequest]:
     first_ns: int | None = None
+    for number, span in islice(_spans(file), most_rows):
+        try:
+            inputs, outputs, at_ns = span.tokens(INPUTS), span.tokens(OUTPUTS), int(span.start_time_unix_nano)
+        except ValueError as error:
+            raise TraceError(f"{file.where(number)}: {error}: mend or remove the span") from error
+        if inputs is None or outputs is None:
+            dropped[OTHER] += 1
+            continue
+        first_ns = at_ns if first_ns is None else first_ns
+        yield ReadRequest(number, (at_ns - first_ns) / NS, inputs, outputs)
+
+
+def _spans(file: TraceFile) -> Iterator[tuple[int, _Span]]:
     for number, export in documents(file, _Export):
-        for span in (span for one in export.resource_spans for scope in one.scope_spans for span in scope.spans):
-            try:
-                inputs, outputs, at_ns = span.tokens(INPUTS), span.tokens(OUTPUTS), int(span.start_time_unix_nano)
-            except ValueError as error:
-                raise TraceError(f"{file.where(number)}: {error}: mend or remove the span") from error
-            if inputs is None or outputs is None:
-                dropped[OTHER] += 1
-                continue
-            first_ns = at_ns if first_ns is None else first_ns
-            yield ReadRequest(number, (at_ns - first_ns) / NS, inputs, outputs)
+        for resource in export.resource_spans:
+            yield from ((number, span) for scope in resource.scope_spans for span in scope.spans)

@@ -40,11 +40,13 @@ def test_guidellm_reads_a_variants_rounds_with_the_figures_of_their_records(tmp_
     assert second.metrics.request_totals.total == 1
 
 
-def test_without_guidellm_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_without_guidellm_the_error_says_what_to_install_and_no_folder_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setitem(sys.modules, "guidellm.benchmark.schemas", None)
     with pytest.raises(LoadTestError, match="pip install 'guidellm"):
-        write_guidellm_report(tmp_path / "benchmarks.json", [(HEAD, DONE)], SLO)
-    assert not list(tmp_path.iterdir())
+        write_guidellm_report(tmp_path / "guidellm" / "benchmarks.json", [(HEAD, DONE)], SLO)
+    assert not list(tmp_path.iterdir()), "no empty folder is left"
 
 
 def test_no_value_in_the_file_is_not_a_number(tmp_path: Path):

@@ -59,7 +59,8 @@ class _Runner:
             share = 1 / (1 + math.exp(-(math.log(9) - 12 * math.log(trace.mean_rate / KNEES[side]))))
             late = len(trace.rows) - round(share * len(trace.rows))
             records = tuple(
-                a_record(i, 9.0 if i < late else 0.1, input_tokens=32, output_tokens=8) for i in range(len(trace.rows))
+                a_record(i, 9.0 if i < late else 0.1, input_tokens=32, output_tokens=row.output_tokens)
+                for i, row in enumerate(trace.rows)
             )
             found[side] = ReplayResult(trace, records, 1.0, None, ())
             self.rounds.append(Round(side, pair, datetime.now(UTC), found[side], None, (), True))
@@ -298,3 +299,26 @@ async def test_variants_that_hold_every_rate_are_not_told_apart(searched, monkey
         monkeypatch.setitem(KNEES, side, 1e6)
     result, _ = await searched(_Arm("colocated", 2), _Arm("disaggregated", 2))
     assert "are not told apart, since no rate measured was high enough" in result.summary["rates"]["sentences"][0]
+
+
+async def test_no_pause_is_told_of_answers_of_one_token(searched):
+    plan = PLAN.model_copy(update={"trace": "poisson:rate=1,input=32,output=1,n=40"})
+    result, terminal = await searched(_Arm("colocated", 2), _Arm("disaggregated", 2), plan=plan)
+    assert len(result.summary["rates"]["sentences"]) == 1
+    assert "ongest pause of a stream" not in terminal
+
+
+async def test_a_name_with_brackets_is_shown_as_it_is(searched):
+    _, terminal = await searched(_Arm("colocated", 2), _Arm("vLLM [/tp=2]", 2))
+    assert "pair 1 at 1 requests/s: colocated" in terminal
+    assert terminal.count("vLLM [/tp=2]") > 2
+
+
+async def test_a_search_is_finished_only_when_all_its_files_are_written(searched, monkeypatch, tmp_path):
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "write_record_table", killed)
+    with pytest.raises(KeyboardInterrupt):
+        await searched(_Arm("colocated", 2), _Arm("disaggregated", 2))
+    assert not (tmp_path / "summary.json").exists(), "--resume would call it finished"

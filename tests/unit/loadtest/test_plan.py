@@ -25,6 +25,8 @@ from ridgeline.loadtest.run.unloaded import sizes_of
         ({"variants": "colocated,mixed"}, "two of colocated, disaggregated, adaptive"),
         ({"baseline": "http://h:1"}, "name the one mode to compare with it, such as variants disaggregated"),
         ({"baseline": "h:1", "variants": "colocated"}, "must be URLs such as http://127.0.0.1:8001"),
+        ({"baseline": "http://h:99999", "variants": "colocated"}, "must be URLs such as http://127.0.0.1:8001"),
+        ({"baseline": "http://h:port/v1", "variants": "colocated"}, "must be URLs such as http://127.0.0.1:8001"),
         ({"baseline": "http://h:1,", "variants": "colocated"}, "must be URLs such as http://127.0.0.1:8001"),
         ({"baseline": "http://h:1", "variants": "colocated", "baseline_name": "colocated"}, "a name that no mode has"),
         ({"baseline": "http://h:1", "variants": "colocated", "baseline_processes": "vllm"}, "process ids such as 4711"),

@@ -191,6 +191,43 @@ def test_layers_without_attention_are_refused():
         from_config(SMOLLM2 | {"layer_types": ["linear_attention", "full_attention"]})
 
 
+@pytest.mark.parametrize("key", ["attn_type_list", "hybrid_override_pattern", "lru_width", "mamba_d_state"])
+def test_recurrent_layers_that_no_list_of_layers_names_are_refused(key):
+    with pytest.raises(ModelConfigError, match=f"{key}' is of recurrent layers"):
+        from_config(SMOLLM2 | {key: 16})
+    assert from_config(SMOLLM2 | {key: 16, "layer_types": ["attention"] * 30}) == from_config(SMOLLM2)
+
+
+def test_a_mixture_of_experts_whose_keys_are_not_read_is_refused_and_not_taken_for_a_dense_model():
+    with pytest.raises(ModelConfigError, match="moe_num_experts"):
+        from_config(SMOLLM2 | {"moe_num_experts": 64, "moe_k": 6})
+
+
+@pytest.mark.parametrize("family", ["apertus", "arcee", "jais2", "nanochat", "persimmon", "phi"])
+def test_a_family_without_a_gate_has_two_matrices_in_its_mlp(family):
+    assert from_config(SMOLLM2 | {"model_type": family}).dense_mlp_params == 2 * 576 * 1536
+
+
+@pytest.mark.parametrize(("experts", "step", "parameters"), [(16, 1, 107_769_861_120), (128, 2, 400_711_848_960)])
+def test_llama_4_has_as_many_parameters_as_in_transformers(experts, step, parameters):
+    """Scout and Maverick, without what sees: a shared expert, and in Maverick every second layer dense."""
+    llama = SMOLLM2 | {
+        "model_type": "llama4_text",
+        "num_hidden_layers": 48,
+        "hidden_size": 5120,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384,
+        "vocab_size": 202_048,
+        "tie_word_embeddings": False,
+        "num_local_experts": experts,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": step,
+    }
+    assert from_config(llama).num_params == parameters
+
+
 def test_an_unreadable_config_file_is_named(tmp_path):
     with pytest.raises(ModelConfigError, match=r"config\.json"):
         load_model_shape(tmp_path)
@@ -218,6 +255,11 @@ def test_sparse_steps_and_listed_layers_leave_dense_layers_in_a_mixture():
         ({"quant_method": "awq", "bits": 4, "group_size": 128}, 0.5 + 2 / 128),
         ({"quant_method": "gptq", "bits": 8, "group_size": -1}, 1.0),
         ({"quant_method": "mxfp4"}, 0.53125),
+        ({"quant_method": "modelopt"}, 1.0),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, 1.0),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 0.5625),
+        ({"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4"}}, 0.5625),
+        ({"quant_method": "modelopt_fp4"}, 0.5625),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 0.5),
         ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 8}}}}, 1.0),
     ],
@@ -231,6 +273,7 @@ def test_weight_bytes_follow_the_quantisation_scheme(scheme, expected):
     [
         {"quantization_config": {"quant_method": "invented"}},
         {"quantization_config": {"quant_method": "awq"}},
+        {"quantization_config": {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}},
         {"quantization_config": {"quant_method": "compressed-tensors"}},
         {"torch_dtype": "int5"},
     ],

@@ -40,7 +40,7 @@ def replayed(ttft_s: float, tpot_s: float) -> ReplayResult:
     return ReplayResult(TRACE, records, 20.0, None, ())
 
 
-def comparison_summary(plan: ComparePlan = PLAN, ties: int = 0):
+def comparison_summary(plan: ComparePlan = PLAN, ties: int = 0, name: str = "disaggregated"):
     """Of six pairs b meets the SLOs in all; a in `ties` of them."""
     rounds, differences = [], []
     for pair in range(6):
@@ -52,7 +52,7 @@ def comparison_summary(plan: ComparePlan = PLAN, ties: int = 0):
     conclusion = conclude(differences, (6,), 6, plan.margin)
     devices = {"a": None, "b": Devices("core", 2, {"prefill": 1, "decode": 1})}
     load = Load(1.0, "as given", "as given")
-    return summarise_comparison(conclusion, differences, rounds, labels_of(*plan.kinds), plan, load, devices)
+    return summarise_comparison(conclusion, differences, rounds, labels_of("colocated", name), plan, load, devices)
 
 
 def _terminal(summary) -> str:
@@ -104,3 +104,22 @@ def test_figures_per_device_are_shown_for_the_variants_whose_devices_are_known(t
     for shown in (_terminal(summary), page):
         assert "disaggregated, 2 cores" in shown
         assert "cost of a million output tokens" in shown
+
+
+def test_a_name_is_text_on_the_terminal_and_on_the_page(tmp_path):
+    name = "</script><b>[/tp=2]"
+    summary, records = comparison_summary(name=name)
+    assert _terminal(summary).count(name) > 2
+    page = write_report(tmp_path / "report.html", summary, records).read_text()
+    assert name not in page
+    assert "&lt;/script&gt;&lt;b&gt;[/tp=2]" in page
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_exact"), [({}, True), ({"endpoint": "chat"}, False), ({"text_prompts": True}, False)]
+)
+def test_the_page_calls_no_prompts_exact_that_were_sent_as_text(tmp_path, changes, is_exact):
+    summary, records = comparison_summary(PLAN.model_copy(update=changes))
+    page = write_report(tmp_path / "report.html", summary, records).read_text()
+    assert ("exact to the token" in page) == is_exact
+    assert ("sent as text, whose tokens vary" in page) != is_exact

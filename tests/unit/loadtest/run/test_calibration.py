@@ -15,7 +15,6 @@ from ridgeline.loadtest.run.calibration import (
     fit_budget,
     fit_budget_over_rates,
     given_load,
-    minutes_text,
     most_rate,
     settle,
     workers_of,
@@ -64,6 +63,14 @@ def test_only_what_is_auto_is_measured():
     assert load.slo_source == "as given"
     plan, load = settle(ComparePlan(budget_s=60), TRACE, CPU, PAIR)
     assert (plan.rate, load.rate, load.slo_source) == (None, TRACE.mean_rate, "the defaults")
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"), [({}, 0), ({"slo_ttft_ms": 700}, 1), ({"slo": "auto"}, 2)], ids=["defaults", "given", "auto"]
+)
+def test_a_measured_rate_makes_no_slo_one_that_was_named(asked, named):
+    plan, _ = settle(ReplayPlan(rate="auto", **asked), TRACE, CPU, PAIR)
+    assert len(plan.named_slos) == named
 
 
 def test_both_are_printed_with_their_source():
@@ -188,7 +195,3 @@ def test_a_round_ends_with_a_long_answer_of_busy_workers():
     plan = ReplayPlan(warmup_requests=2, settle_s=1)
     warm_up_s, readings_s, last_s = 2 * (1.25 + 8 * 0.04), 4, 2 * 1.25 + 120 * 0.054
     assert beside_arrivals_s(plan, Trace("t", rows), CPU) == pytest.approx(warm_up_s + readings_s + last_s)
-
-
-def test_minutes_are_written_as_on_a_clock():
-    assert [minutes_text(seconds) for seconds in (4.6, 59.7, 245.0)] == ["0:05 min", "1:00 min", "4:05 min"]

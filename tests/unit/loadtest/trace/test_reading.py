@@ -358,6 +358,7 @@ REFUSED = {
     "a line after an end of line in quotes": (f'{BURST}5,m,10,5,15,"a\nb"\n6,m,x,5,15,C\n', 4, "whole numbers"),
     "a quote that is never closed": (PLAIN + f'"{DAY}5,1,5\n', 4, "a quote that is never closed"),
     "a column twice": ("TIMESTAMP,ContextTokens,ContextTokens,GeneratedTokens\n1,2,3,4\n", 1, "names a column twice"),
+    "a column twice but for capitals": ("timestamp,TIMESTAMP,ContextTokens,GeneratedTokens\n1,2,3,4\n", 1, "twice"),
     "a header repeated in the middle": (PLAIN + HEAD, 4, "'TIMESTAMP', which is not a time"),
     "a gzip file's line": (gzip.compress(f"{PLAIN}{DAY}5,x,5\n".encode()), 4, "both must be whole numbers"),
     "a UTF-16 file's line": (f"{PLAIN}{DAY}5,x,5\n".encode("utf-16"), 4, "both must be whole numbers"),
@@ -635,6 +636,20 @@ def test_a_limit_reads_no_more_of_a_large_file_than_it_takes(tmp_path):
     trace = load_trace(name, limit=rows_wanted(plan))
     assert "no more than the first 30,000 rows of the file were read" in trace.notes
     assert_rows(shape_trace(trace, plan).rows, [(float(second), 10, 5 + second % 3) for second in range(7)])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        json.dumps(spans(*(span(at, input_tokens=10, output_tokens=5) for at in range(30_010)))),
+        json.dumps(agent(*(call(float(at), 10, 5) for at in range(30_010)))),
+    ],
+    ids=["spans", "calls"],
+)
+def test_a_note_of_the_rows_that_were_read_is_true_of_formats_whose_objects_hold_many(tmp_path, content):
+    trace = load_trace(a_file(tmp_path, content), limit=7)
+    assert "no more than the first 30,000 rows of the file were read" in trace.notes
+    assert len(trace.rows) == 30_000
 
 
 def test_a_limit_reads_all_sessions_since_their_later_turns_may_be_anywhere(tmp_path):

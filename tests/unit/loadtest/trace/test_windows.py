@@ -29,6 +29,12 @@ def test_a_window_has_the_requests_of_a_rounds_seconds():
     assert whole.note == "each pair has the same window of the trace, 200 requests"
 
 
+@pytest.mark.parametrize(("limit", "duration_s", "requests"), [(60, 10, 6), (5, 10, 5), (60, None, 60)])
+def test_of_a_number_of_requests_and_of_seconds_the_smaller_holds(limit, duration_s, requests):
+    plan = ComparePlan(trace="demo", rate=0.5, limit=limit, duration_s=duration_s)
+    assert PairTraces(plan).requests == requests
+
+
 def test_pairs_of_a_generated_trace_have_seeds_of_their_own():
     traces = PairTraces(ComparePlan(trace="poisson:rate=2,input=30,output=4,n=9,seed=5"))
     first, second = traces.of_pair(0), traces.of_pair(1)
