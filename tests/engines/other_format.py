@@ -1,4 +1,4 @@
-"""Runs the tests of tokens once more in float32, where `dtype: auto` is bfloat16; else says that there is no need.
+"""Runs what depends on exact tokens in float32 where `dtype: auto` is bfloat16; else says that there is no need.
 
 usage: python -m tests.engines.other_format [pytest's arguments]
 
@@ -15,9 +15,9 @@ from pathlib import Path
 from ridgeline.cluster.config.models import RidgelineConfig
 from ridgeline.cluster.doctor.checks import resolve_dtype
 
-TOKEN_TESTS = ("test_tokens.py", "test_repeated_tokens.py", "test_recompute.py", "test_clients.py")
-ONE_TRANSPORT = "not grpc and not collective"
-"""Transports carry bytes, whatever they mean; what differs between formats is computed by engines."""
+TOKEN_TESTS = ("test_tokens.py", "test_clients.py")
+EXACT = "every_prompt and shm or only_at_ties or test_clients"
+"""Prompts of all lengths bit for bit, 16 at a time, and clients that compare two answers to one prompt."""
 
 
 def main() -> int:
@@ -28,7 +28,7 @@ def main() -> int:
         return 0
     print(f"dtype: everything was run in {auto}; now the tests of tokens in float32", flush=True)  # noqa: T201
     tests = [str(Path(__file__).with_name(name)) for name in TOKEN_TESTS]
-    command = [sys.executable, "-m", "pytest", "-v", "--dtype", "float32", "-k", ONE_TRANSPORT, *tests]
+    command = [sys.executable, "-m", "pytest", "-v", "-m", "not long", "--dtype", "float32", "-k", EXACT, *tests]
     return subprocess.call([*command, *sys.argv[1:]])
 
 

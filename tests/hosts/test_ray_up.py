@@ -181,10 +181,12 @@ async def test_a_host_that_is_lost_for_good_leaves_its_streams_to_the_other(
     assert len(await engines.tokens(text[13_000:13_030], 4)) == 4, "the other host serves alone"
 
 
-def test_stop_and_ray_down_leave_nothing_on_the_hosts_that_are_left(cluster: Cluster):
+def test_stop_and_ray_down_leave_nothing_on_the_hosts_that_are_left(cluster: Cluster, figure: Figure):
+    cluster.took_s.clear()
     cluster.documented("ray exec deploy/cluster-onprem.yaml 'ridgeline stop'")
     assert "no deployment runs" in cluster.on_head("ridgeline status")
     cluster.documented("ray down")
     cluster.prefill.ssh("ridgeline/.venv/bin/ray stop")  # as the file says: `ray down` ends Ray on the head alone
     for host in (cluster.head, cluster.prefill):
         wait_until(lambda host=host: not host.processes(), GONE_WITHIN_S, f"{host.name} is idle: {host.processes()}")
+    figure(", ".join(f"{command}: {seconds:.0f} s" for command, seconds in cluster.took_s.items()))
