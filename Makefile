@@ -18,7 +18,7 @@ BASE ?= main
 CLIENTS := .venv-clients
 CLIENTS_READY := $(CLIENTS)/.ready
 
-.PHONY: help setup lock model clients demo test test-all starts check t unit components conformance transports hostile fuzz lint bench-decision bench-front bench-modes docs measurements power long chaos differential mode-changes scale stress test-cluster clean
+.PHONY: help setup lock model clients demo test test-all starts check t unit components conformance transports hostile fuzz lint bench-decision bench-front bench-modes docs measurements long chaos differential mode-changes scale stress test-cluster clean
 help:            ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
@@ -110,9 +110,6 @@ docs: setup      ## the documents as a site in site/, which opens from the folde
 
 measurements: setup ## write docs/measurements.md from the figures in docs/results/
 	@$(BIN)/python -m tools.docs.measurements
-
-power: setup     ## table of how often simulated comparisons find a true difference, and one where there is none (about 5 minutes; COMPARISONS=1000)
-	@$(BIN)/python -m tools.bench.power --comparisons $(or $(COMPARISONS),1000) --seed $(SEED)
 
 bench-front: model  ## what the router carries, without engines: CPU time a token, one router and two; writes runs/bench-front (about 6 minutes)
 	@$(BIN)/python -m tools.front.bench --model "$$($(BIN)/ridgeline model | tail -1)" $(BENCH)

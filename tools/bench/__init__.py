@@ -2,5 +2,4 @@
 
 decision_cost.py    measures what a decision of mode adaptive costs the router
 modes.py            measures the modes of a running server with the client of `vllm bench serve`
-power.py            prints how often simulated comparisons find what is there
 """
