@@ -111,7 +111,7 @@ docs: setup      ## the documents as a site in site/, which opens from the folde
 measurements: setup ## write docs/measurements.md from the figures in docs/results/
 	@$(BIN)/python -m tools.docs.measurements
 
-bench-front: model  ## what the router carries, without engines: CPU time a token, one router and two; writes runs/bench-front (about 6 minutes; BENCH="--routers 1")
+bench-front: model  ## what a router carries, without engines: tokens/s, CPU time a token, gaps; writes runs/bench-front (about 2 minutes; BENCH="--streams 512")
 	@$(BIN)/python -m tools.front.bench --model "$$($(BIN)/ridgeline model | tail -1)" $(BENCH)
 
 bench-modes: setup  ## requests in time of a running server's modes at three rates, by the client of vllm bench serve; writes runs/bench-modes.jsonl (BENCH="--shapes 512/64 --rounds 1")

@@ -4,7 +4,6 @@ Prefill answers at once. Decode sends one token of each of its sequences at ever
 and each step is as long as given.
 
 usage: python -m tools.front.workers STEP_S
-Prints both addresses in one line, and ends with its standard input.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from ridgeline.cluster.runtime.handlers import HANDLERS
 from ridgeline.contracts.tasks import TokenDelta
 from ridgeline.worker_runtime.host import WorkerHost
 from tests.support.fake_engine import FakeEngine
+from tools.child import serve_until_stdin_ends
 
 MAX_NUM_SEQS = 4096
 FIRST_TOKEN_ID, BETWEEN_TOKEN_IDS = 1000, 20
@@ -57,9 +57,7 @@ async def main(step_s: float) -> None:
     hosts = [WorkerHost(cast(Any, engine), HANDLERS) for engine in engines]
     addresses = [await host.start() for host in hosts]
     pacing = asyncio.create_task(engines[1].pace(step_s))
-    sys.stdout.write(" ".join(addresses) + "\n")
-    sys.stdout.flush()
-    await asyncio.to_thread(sys.stdin.read)
+    await serve_until_stdin_ends(prefill=addresses[0], decode=addresses[1])
     pacing.cancel()
     await asyncio.gather(*(host.stop() for host in hosts))
 
