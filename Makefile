@@ -18,7 +18,7 @@ BASE ?= main
 CLIENTS := .venv-clients
 CLIENTS_READY := $(CLIENTS)/.ready
 
-.PHONY: help setup lock model clients demo test test-all starts check t unit components conformance transports hostile fuzz lint bench-decision bench-scale bench-idle bench-front bench-modes docs measurements power long chaos differential mode-changes scale stress test-cluster clean
+.PHONY: help setup lock model clients demo test test-all starts check t unit components conformance transports hostile fuzz lint bench-decision bench-front bench-modes docs measurements long chaos differential mode-changes scale stress test-cluster clean
 help:            ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
@@ -105,22 +105,13 @@ long: model      ## what asks for milliseconds of a quiet machine, and the longe
 bench-decision: setup ## what a decision of mode adaptive costs the router at 32 workers and 2,000 streams, without engines (10 s)
 	@$(BIN)/python -m tools.bench.decision_cost $(BENCH)
 
-bench-scale: setup ## what router and dispatcher spend on 64 workers, 8 routers and 5,000 streams of 500 clients, beside the goals, without engines (30 s)
-	@$(BIN)/python -m tools.bench.scale $(BENCH)
-
-bench-idle: model  ## CPU time of an idle deployment over 40 s, by process, Ray's included (about 2 minutes)
-	@$(BIN)/python -m tools.bench.idle_cpu
-
 docs: setup      ## the documents as a site in site/, which opens from the folder without a network; broken links are errors
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build && echo site/index.html
 
 measurements: setup ## write docs/measurements.md from the figures in docs/results/
 	@$(BIN)/python -m tools.docs.measurements
 
-power: setup     ## table of how often simulated comparisons find a true difference, and one where there is none (about 5 minutes; COMPARISONS=1000)
-	@$(BIN)/python -m tools.bench.power --comparisons $(or $(COMPARISONS),1000) --seed $(SEED)
-
-bench-front: model  ## what the router carries, without engines: CPU time a token, one router and two; writes runs/bench-front (about 6 minutes)
+bench-front: model  ## what a router carries, without engines: tokens/s, CPU time a token, gaps; writes runs/bench-front (about 2 minutes; BENCH="--streams 512")
 	@$(BIN)/python -m tools.front.bench --model "$$($(BIN)/ridgeline model | tail -1)" $(BENCH)
 
 bench-modes: setup  ## requests in time of a running server's modes at three rates, by the client of vllm bench serve; writes runs/bench-modes.jsonl (BENCH="--shapes 512/64 --rounds 1")

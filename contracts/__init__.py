@@ -4,7 +4,6 @@ vocabulary.py  pools, legs, health: the words that everything shares
 tasks.py       one leg of a request, and what comes back
 workers.py     who a worker is, how it is, and the calls that are not tasks
 handoff.py     layouts, hand-offs and results of KV blocks
-stages.py      notes when a request passes a stage, to measure by
 errors.py      every error that crosses a process
 section.py     what all sections of the configuration have in common (pydantic)
 former_names.py  warns of names of settings, options and commands that the next version will not know

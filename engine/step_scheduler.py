@@ -19,7 +19,6 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from ridgeline.contracts.stages import mark
 from ridgeline.decode_worker.pacing.bound import Prompt, most_prefill_tokens
 from ridgeline.decode_worker.pacing.clock import StepClock
 from ridgeline.decode_worker.pacing.model import StepFit, StepLoad
@@ -132,7 +131,6 @@ class Bounded:
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Process a step's outputs as vLLM does, after learning from how long it took."""
         if scheduler_output.total_num_scheduled_tokens:
-            mark("step ended")
             ended = self._step_clock.end(time.monotonic())
             if ended is not None:
                 self._step_fit.observe(*ended)

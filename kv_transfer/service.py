@@ -20,7 +20,6 @@ import torch
 
 from ridgeline.contracts import errors
 from ridgeline.contracts.handoff import KvHandoff, KvLayout, TransferResult
-from ridgeline.contracts.stages import mark
 from ridgeline.decode_worker.kv_fetch.heartbeat import Heartbeats
 from ridgeline.decode_worker.kv_fetch.results import Completed, CompletionBoard, TransferStats
 from ridgeline.kv_transfer.control import release_with_retries
@@ -117,7 +116,6 @@ class TransferService:
         first_token: int | None = None,
     ) -> None:
         """Offer finished blocks; `poll().sent` names the request when they may be freed."""
-        mark("published")
         self.leases.publish(handoff_id, request_id, block_ids, num_tokens, self._lease_s, first_token)
 
     def watch(self, handoff: KvHandoff) -> None:
@@ -238,7 +236,6 @@ class TransferService:
         task.add_done_callback(lambda ended: self._end_fetch(request_id, handoff, ended))
 
     def _end_fetch(self, request_id: str, handoff: KvHandoff, ended: asyncio.Task[TransferResult]) -> None:
-        mark("fetch ended")
         del self._fetches[request_id]
         result = _result_of(ended)
         self._board.finish(request_id, result)  # first, because a token waits for it

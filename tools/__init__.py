@@ -2,6 +2,7 @@
 
 bench/            measurements in addition to those of `ridgeline bench`
 changed_tests.py  the unit tests of what was changed, for `make check`
+child.py          a server in a process of its own
 chaos/            faults under load: what is lost, what stays behind
 differential/     random requests to Ridgeline and to plain vLLM, compared
 docs/             programs that write documents

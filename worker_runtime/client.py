@@ -19,7 +19,6 @@ from ridgeline.contracts.errors import EngineFailed, HandoffLost, InvalidTask, T
 from ridgeline.contracts.handoff import UNREADABLE, KvHandoff
 from ridgeline.contracts.rpc.channel import open_aio_channel, why_refused
 from ridgeline.contracts.rpc.tls import TlsFiles
-from ridgeline.contracts.stages import mark
 from ridgeline.contracts.tasks import GenerateTask, StepBatch, TokenDelta
 from ridgeline.contracts.workers import (
     AbortRequest,
@@ -270,8 +269,6 @@ class WorkerClient:
             call.cancel()
 
     def _deliver(self, delta: TokenDelta) -> None:
-        if delta.token_ids:
-            mark("token at router")
         if delta.error is None:
             self.last_token_s = time.monotonic()
         elif delta.error_kind in ("engine", "draining"):

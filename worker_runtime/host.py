@@ -22,7 +22,6 @@ from ridgeline.contracts.errors import EngineFailed, HandoffLost, InvalidTask
 from ridgeline.contracts.handoff import KvHandoff
 from ridgeline.contracts.rpc.address import join_host_port
 from ridgeline.contracts.rpc.channel import add_port
-from ridgeline.contracts.stages import mark
 from ridgeline.contracts.tasks import GenerateTask, TokenDelta
 from ridgeline.contracts.vocabulary import ErrorKind, Health, Leg
 from ridgeline.contracts.workers import (
@@ -116,8 +115,6 @@ class RouterSession:
             self.fail(delta.request_id, why, "engine", delta.handoff)
             raise Undeliverable
         self._put(data, delta.handoff)
-        if delta.token_ids:
-            mark("token leaves worker")
 
     def fail(self, request_id: str, why: str, kind: ErrorKind, handoff: KvHandoff | None = None) -> None:
         """Put a task's last delta, an error, into the next batch. It always fits: there is one for each task."""
@@ -417,7 +414,6 @@ class WorkerHost:
         request_id = request.task.request_id
         if request_id in session.tasks:
             return Ack(accepted=False, reason=f"request {request_id} is running already")
-        mark("prefill worker has it" if request.task.leg == "prefill" else "decode worker has it")
         self._start(session, request.task)
         return Ack()
 

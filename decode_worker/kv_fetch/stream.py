@@ -11,7 +11,6 @@ import grpc
 import msgspec
 
 from ridgeline.contracts import errors
-from ridgeline.contracts.stages import mark
 from ridgeline.kv_transfer.interfaces import Pull
 from ridgeline.kv_transfer.wire import grpc_methods
 
@@ -71,7 +70,6 @@ class SourceStream:
         call = self._begin()
         try:
             consume(call)
-            mark("last bytes in place")
         except grpc.RpcError as failure:
             self.raise_if_cancelled()
             raise grpc_methods.error_of(failure, self._address) from failure
@@ -85,7 +83,6 @@ class SourceStream:
             raise errors.TransferFailed(errors.TIMEOUT, f"no thread was free to fetch from {self._address} in time")
         with self._lock:
             self.raise_if_cancelled()
-            mark("fetch asked")
             self._call = self._method(self._message, timeout=left_s)
             return self._call
 

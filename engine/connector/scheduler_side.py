@@ -19,7 +19,6 @@ from vllm.v1.request import RequestStatus
 
 from ridgeline.contracts import errors
 from ridgeline.contracts.handoff import KvHandoff, TransferResult
-from ridgeline.contracts.stages import mark
 from ridgeline.engine.connector.accounting import StepAccountant
 from ridgeline.engine.connector.chunks import PartialExports
 from ridgeline.engine.connector.events import TransferEvent
@@ -151,7 +150,6 @@ class SchedulerSide:
         params = request.kv_transfer_params or {}
         external = 0
         if params.get(FETCH):
-            mark("decode engine has it")
             handoff = KvHandoff.from_params(params["handoff"])
             external = handoff.num_tokens
             self._incoming[request.request_id] = handoff
@@ -159,7 +157,6 @@ class SchedulerSide:
             if params.get(FIRST_TOKEN_FOLLOWS):
                 self._following[request.request_id] = request
         if params.get(PUBLISH):
-            mark("prefill engine has it")
             self._partial.track(request.request_id, params["handoff_id"], request.num_prompt_tokens)
         self._accountant.expect(request.request_id, request.num_prompt_tokens, external)
         if params.get("recompute_reason"):
@@ -206,7 +203,6 @@ class SchedulerSide:
         first_block = (handoff.num_tokens - num_external_tokens) // self._block_size_tokens
         needed = handoff.num_blocks - first_block
         targets = list(blocks.get_unhashed_block_ids_all_groups()[0])[:needed]
-        mark("fetch issued")
         self._fetching[request.request_id] = True
         if not handoff.complete and request.request_id not in self._following:
             self._partial_source[request.request_id] = handoff
@@ -221,8 +217,6 @@ class SchedulerSide:
         """
         self._forbid_placeholders(scheduled)
         self._accountant.begin(scheduled)
-        if scheduled.scheduled_new_reqs:
-            mark("scheduled")
         self._step += 1
         self._end_standstill(scheduled)
         self._transfer_ended = False
@@ -299,7 +293,6 @@ class SchedulerSide:
             self._partial.end(report.step)
 
     def _fetched(self, request_id: str, result: TransferResult | None) -> None:
-        mark("decode engine knows")
         if request_id in self._following:
             self._complete(request_id, result)
         elif result is not None and result.outcome == "failed":

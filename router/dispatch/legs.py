@@ -16,7 +16,6 @@ import msgspec
 
 from ridgeline.contracts.errors import HandoffLost
 from ridgeline.contracts.handoff import KvHandoff
-from ridgeline.contracts.stages import mark
 from ridgeline.contracts.tasks import GenerateTask, TokenDelta
 from ridgeline.contracts.vocabulary import Pool
 from ridgeline.router.dispatch.request import Attempt
@@ -78,7 +77,6 @@ class Legs:
 
         def begin_early(partial: KvHandoff) -> None:
             nonlocal early
-            mark("announcement at router")
             if not self._overlap or not room_to_overlap(decode.load(), partial.num_blocks):
                 progress.metrics.overlapped.labels("no_room" if self._overlap else "off").inc()
                 return
@@ -120,7 +118,6 @@ class Legs:
             place.prompt_done(_cached_tokens(delta))
             return True
 
-        mark("router has prompt")
         try:
             await place.prompt_worker.client.run_task(attempt.prefill_task(), take)
         finally:

@@ -9,6 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ridgeline.cluster.config.models import RidgelineConfig
+from ridgeline.cluster.doctor.checks import resolve_dtype
+from ridgeline.cluster.model_store import prepare_model
+
 NUM_LAYERS = 4
 NUM_ATTENTION_HEADS = 8
 NUM_KV_HEADS = 4
@@ -40,6 +44,14 @@ def make_tiny_model(directory: Path, tokenizer: Any, dtype: str, max_positions: 
     LlamaForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
+
+
+def make_tiny_model_like(config: RidgelineConfig, directory: Path, max_positions: int) -> Path:
+    """The same with the tokenizer of a configured model, in its number format."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(prepare_model(config.model.path))
+    return make_tiny_model(directory, tokenizer, resolve_dtype(config), max_positions)
 
 
 WINDOW_TOKENS = 128

@@ -3,8 +3,8 @@
 import pytest
 
 from ridgeline.cluster.model_store import DEFAULT_MODEL_NAME, prepare_model
+from tools.child import running
 from tools.fuzz.campaign import MEBIBYTE, Footprint, run
-from tools.fuzz.server_process import serving
 from tools.fuzz.targets import connected
 
 SEED = 0
@@ -22,13 +22,16 @@ MOST_GROWTH_BYTES = 150 * MEBIBYTE
 
 @pytest.fixture(scope="module")
 def under_test():
-    with serving(prepare_model(DEFAULT_MODEL_NAME)) as server, connected(server) as connected_server:
+    with (
+        running("tools.fuzz.server", str(prepare_model(DEFAULT_MODEL_NAME))) as server,
+        connected(server) as connected_server,
+    ):
         yield connected_server
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_every_malformed_input_is_answered_or_refused_and_the_server_goes_on_as_before(under_test, name):
-    (campaign,) = (target.campaign for target in under_test.targets if target.campaign.name == name)
+    (campaign,) = (campaign for campaign in under_test.campaigns if campaign.name == name)
     before = Footprint.of(under_test.server.pid)
     run(campaign, EXAMPLES[name], SEED)
     under_test.require_unharmed()

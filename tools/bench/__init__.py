@@ -1,9 +1,5 @@
 """Measurements of a running server, or of one part of it.
 
 decision_cost.py    measures what a decision of mode adaptive costs the router
-idle_cpu.py         measures the CPU time of an idle deployment, by process
 modes.py            measures the modes of a running server with the client of `vllm bench serve`
-power.py            prints how often simulated comparisons find what is there
-scale.py            measures what router and dispatcher spend on 64 workers and 5,000 streams
-stages.py           prints the timeline of one request alone, stage by stage
 """

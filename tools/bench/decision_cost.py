@@ -15,7 +15,7 @@ import statistics
 import time
 from contextlib import ExitStack
 from itertools import product
-from typing import Any, Final, cast
+from typing import Final
 
 from ridgeline.contracts.workers import StepModel, WorkerStatus
 from ridgeline.router.fleet.policy import Demand
@@ -24,7 +24,8 @@ from ridgeline.router.fleet.worker import Worker
 from ridgeline.router.placement.choice import ByPolicy
 from ridgeline.router.placement.learned import Learned
 from ridgeline.router.scheduler.adaptive import Adaptive
-from tests.support.samples import kv_layout, worker_description
+from tests.support.lone_worker import lone_worker
+from tests.support.samples import kv_layout
 
 MODEL: Final = StepModel(
     base_s=0.008,
@@ -45,27 +46,11 @@ PROMPT_TOKENS: Final = 2_000
 LONGEST_ANSWER_TOKENS: Final = 400
 
 
-class _Connected:
-    """Stands in for the connection to a worker, of which a decision only asks whether it is there."""
-
-    connected = True
-    failed_s = float("-inf")
-
-
-def a_worker(number: int) -> Worker:
+def _worker(number: int) -> Worker:
     """Return a worker of mode adaptive, with a model of its steps."""
-    worker_id = f"worker-{number}"
-    described = worker_description(
-        worker_id=worker_id,
-        pool="adaptive",
-        pid=number,
-        layout=LAYOUT,
-        num_kv_blocks=KV_BLOCKS,
-        block_size_tokens=BLOCK_TOKENS,
-        max_model_len_tokens=8_192,
-    )
-    worker = Worker(cast(Any, _Connected()), described)
-    worker.status = WorkerStatus(worker_id=worker_id, kv_blocks_free=90_000, step_model=MODEL)
+    kv = {"layout": LAYOUT, "num_kv_blocks": KV_BLOCKS, "block_size_tokens": BLOCK_TOKENS}
+    worker = lone_worker(f"worker-{number}", "adaptive", max_model_len_tokens=8_192, **kv)
+    worker.status = WorkerStatus(worker_id=worker.worker_id, kv_blocks_free=90_000, step_model=MODEL)
     return worker
 
 
@@ -77,7 +62,7 @@ def _conversation(draw: random.Random, prompt_tokens: int) -> BlockHashes:
 
 def measure(policy: str, workers: int, streams: int, decisions: int, *, conversations: bool) -> list[float]:
     """Return the microseconds of each decision by a policy, in order of their length."""
-    fleet, draw, took_us = [a_worker(number) for number in range(workers)], random.Random(1), []
+    fleet, draw, took_us = [_worker(number) for number in range(workers)], random.Random(1), []
     learned = Learned(BLOCK_TOKENS)
     adaptive = Adaptive(lambda: None, learned.traffic, always=(policy, {}))
     rules = ByPolicy("adaptive", lambda: [worker for worker in fleet if worker.pool == "adaptive"], learned, adaptive)

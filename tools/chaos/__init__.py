@@ -7,8 +7,7 @@ deployment.py  observes a deployment as an operator would
 drive.py       runs clients
 wishes.py      plans the clients' requests
 faults.py      injects faults into processes, in a seeded operation
-modes.py       changes the mode again and again
-scaling.py     gives the deployment more workers and fewer, and restarts all
+operations.py  changes the mode, gives the deployment more workers and fewer, restarts all
 records.py     one request as its client saw it
 verify.py      checks what must hold for every answer
 scoring.py     measures how far each token is from the best one

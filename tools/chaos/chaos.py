@@ -33,13 +33,12 @@ from ridgeline.router.observe.loop_lag import LoopLag
 from tools.chaos import verify
 from tools.chaos.deployment import can_cut_connections
 from tools.chaos.drive import Load
-from tools.chaos.faults import KINDS, Fault, Injector, Kind
-from tools.chaos.modes import ModeChanges
+from tools.chaos.faults import WEIGHTS, Fault, Injector
+from tools.chaos.operations import ModeChanges, Operations
 from tools.chaos.records import Record
 from tools.chaos.running import LOCAL, Running, pool_settings, running, stop
-from tools.chaos.scaling import Operations
 from tools.chaos.scoring import Scores, score
-from tools.chaos.wishes import MIXED, Mix
+from tools.chaos.wishes import Mix
 
 PROGRESS_EVERY_S: Final = 10.0
 LEASE_S: Final = 10.0
@@ -108,7 +107,7 @@ async def _run(setup: Running, options: argparse.Namespace, outcome: Outcome, co
     router = setup.deployment.router()
     before = await setup.deployment.metrics()
     rss_before = router.memory_info().rss / MIB
-    load = Load(setup.http, Mix(options.seed, MIXED, setup.model, setup.text_tokens, setup.tokenizer), options.seed)
+    load = Load(setup.http, Mix(options.seed, setup.model, setup.text_tokens, setup.tokenizer), options.seed)
     sizes = {"prefill": options.prefill, "decode": options.decode}
     injector = Injector(setup.deployment, sizes, options.kinds, options.seed, options.mean_gap_s)
     outcome.records, outcome.faults = load.records, injector.faults
@@ -122,8 +121,8 @@ async def _run(setup: Running, options: argparse.Namespace, outcome: Outcome, co
     signs = asyncio.create_task(_progress(setup, load, injector, lag, say))
     hurting = asyncio.create_task(injector.run(say))
     loading = asyncio.create_task(load.run(options.users, options.think_s, options.arrivals_per_s))
-    changing = asyncio.create_task(_changing_modes(setup, options.mode_every_s, outcome, say))
-    ordering = asyncio.create_task(_ordering(setup, options, outcome, say))
+    changing = asyncio.create_task(outcome.modes.run(setup.http, options.mode_every_s, say))
+    ordering = asyncio.create_task(outcome.operations.run(setup.http, options.decode, options.scale_times, say))
     try:
         await _until_over(setup, began_s + options.seconds, ordering)
         injector.stop()
@@ -148,16 +147,6 @@ async def _run(setup: Running, options: argparse.Namespace, outcome: Outcome, co
     outcome.router_rss_mib = (rss_before, router.memory_info().rss / MIB)
     if setup.deployment.router().pid != router.pid:
         outcome.violations.append("the router was replaced")
-
-
-async def _changing_modes(setup: Running, every_s: float, outcome: Outcome, say: Any) -> None:
-    if every_s:
-        await outcome.modes.run(setup.http, every_s, say)
-
-
-async def _ordering(setup: Running, options: argparse.Namespace, outcome: Outcome, say: Any) -> None:
-    if options.scale_times:
-        await outcome.operations.run(setup.http, options.decode, options.scale_times, say)
 
 
 async def _until_over(setup: Running, end_s: float, ordering: asyncio.Task[None]) -> None:
@@ -304,7 +293,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default="seed={seed},drop=0.02,cut=0.02,corrupt=0.01,delay=0.15,longest_delay_s=0.3,longest_drop_s=1",
         help="transfer.faults, or none",
     )
-    parser.add_argument("--faults", default=",".join(KINDS), help="kinds separated by commas, or none")
+    parser.add_argument("--faults", default=",".join(WEIGHTS), help="kinds separated by commas, or none")
     parser.add_argument("--mode-every-s", type=float, default=0.0, help="change the mode so often; 0: never")
     parser.add_argument(
         "--scale-times", type=int, default=0, help="a decode worker more and fewer, then a restart of all"
@@ -316,13 +305,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _kinds(parser: argparse.ArgumentParser, text: str) -> list[Kind]:
+def _kinds(parser: argparse.ArgumentParser, text: str) -> list[str]:
     if text == "none":
         return []
     named = [word.strip() for word in text.split(",")]
-    if unknown := [word for word in named if word not in KINDS]:
-        parser.error(f"there is no fault {unknown[0]!r}: use some of {', '.join(KINDS)}")
-    return [kind for kind in KINDS if kind in named]
+    if unknown := [word for word in named if word not in WEIGHTS]:
+        parser.error(f"there is no fault {unknown[0]!r}: use some of {', '.join(WEIGHTS)}")
+    return [kind for kind in WEIGHTS if kind in named]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -37,11 +37,11 @@ class Load:
                 group.create_task(self._arrivals(random.Random(f"{self._seed}/arrivals"), arrivals_per_s, group))
 
     async def _user(self, rng: random.Random, think_s: float) -> None:
-        while not await self._stops_within(rng.expovariate(1 / think_s)):
+        while not await is_set_within(self._stopped, rng.expovariate(1 / think_s)):
             await self._send()
 
     async def _arrivals(self, rng: random.Random, per_s: float, group: asyncio.TaskGroup) -> None:
-        while not await self._stops_within(rng.expovariate(per_s)):
+        while not await is_set_within(self._stopped, rng.expovariate(per_s)):
             group.create_task(self._send())
 
     async def _send(self) -> None:
@@ -51,9 +51,11 @@ class Load:
         finally:
             self.running -= 1
 
-    async def _stops_within(self, seconds: float) -> bool:
-        try:
-            async with asyncio.timeout(seconds):
-                return await self._stopped.wait()
-        except TimeoutError:
-            return False
+
+async def is_set_within(event: asyncio.Event, seconds: float) -> bool:
+    """Wait for an event; return whether it came in time."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await event.wait()
+    except TimeoutError:
+        return False

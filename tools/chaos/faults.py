@@ -9,19 +9,17 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from typing import Final
 
 import psutil
 
 from tests.engines.serve_process import alive
 from tools.chaos.deployment import Deployment, Member, cut_connections
+from tools.chaos.drive import is_set_within
 
-Kind = Literal[
-    "kill actor", "kill engine", "pause actor", "pause engine", "wedge actor", "wedge engine", "cut router", "cut KV"
-]
-KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
-WEIGHTS: Final[dict[Kind, float]] = {
+WEIGHTS: Final = {
     "kill actor": 3,
     "kill engine": 3,
     "pause actor": 2,
@@ -31,6 +29,7 @@ WEIGHTS: Final[dict[Kind, float]] = {
     "cut router": 2,
     "cut KV": 2,
 }
+"""Kinds of faults and how often each is drawn."""
 SHORTEST_PAUSE_S: Final = 1.0
 LONGEST_PAUSE_S: Final = 8.0
 WHOLE_WITHIN_S: Final = 180.0
@@ -45,7 +44,7 @@ Say = Callable[[str], None]
 class Fault:
     """One fault and its consequences."""
 
-    kind: Kind
+    kind: str
     pool: str
     worker_id: str
     at_s: float
@@ -55,8 +54,6 @@ class Fault:
     """Seconds until the pool had all its workers again; None: not within the limit."""
     replaced: bool = False
     """Whether another process took over. A worker that was only paused may continue instead."""
-    stayed: str = ""
-    """The wedged process that was replaced but still exists, if any."""
 
     @property
     def kills(self) -> bool:
@@ -68,7 +65,7 @@ class Injector:
     """Injects faults until `stop`, then finishes those in progress, so that nothing stays paused."""
 
     def __init__(
-        self, deployment: Deployment, sizes: dict[str, int], kinds: Sequence[Kind], seed: int, mean_gap_s: float
+        self, deployment: Deployment, sizes: dict[str, int], kinds: Sequence[str], seed: int, mean_gap_s: float
     ) -> None:
         self._deployment = deployment
         self._sizes = sizes
@@ -94,7 +91,7 @@ class Injector:
 
     async def _pool(self, pool: str, say: Say) -> None:
         rng = random.Random(f"{self._seed}/{pool}")
-        while not await self._stops_within(rng.uniform(0.3, 1.7) * self._mean_gap_s):
+        while not await is_set_within(self._stopped, rng.uniform(0.3, 1.7) * self._mean_gap_s):
             kind = rng.choices(self._kinds, [WEIGHTS[kind] for kind in self._kinds])[0]
             number, pause_s = rng.random(), rng.uniform(SHORTEST_PAUSE_S, LONGEST_PAUSE_S)
             victims = [member for member in await self._deployment.members(pool) if member.whole]
@@ -108,14 +105,7 @@ class Injector:
                 self.violations.append(f"pool {pool} was not whole {WHOLE_WITHIN_S:.0f} s after {fault.kind}")
                 return
 
-    async def _stops_within(self, seconds: float) -> bool:
-        try:
-            async with asyncio.timeout(seconds):
-                return await self._stopped.wait()
-        except TimeoutError:
-            return False
-
-    async def _one(self, kind: Kind, victim: Member, pause_s: float) -> Fault:
+    async def _one(self, kind: str, victim: Member, pause_s: float) -> Fault:
         fault = Fault(kind, victim.pool, victim.worker_id, time.monotonic())
         self.faults.append(fault)
         what, _, whom = kind.partition(" ")
@@ -151,8 +141,7 @@ class Injector:
             target.suspend()
             await self._wait_whole(fault, gone)
             if fault.whole_after_s is not None and not await _ends(target, GONE_WITHIN_S):
-                fault.stayed = f"process {target.pid} of {fault.worker_id} was replaced and is still there"
-                self.violations.append(fault.stayed)
+                self.violations.append(f"process {target.pid} of {fault.worker_id} was replaced and is still there")
 
     async def _wait_whole(self, fault: Fault, without: frozenset[int]) -> None:
         size = self._sizes[fault.pool]
@@ -161,10 +150,8 @@ class Injector:
 
 
 def _let_go(process: psutil.Process) -> None:
-    try:
+    with suppress(psutil.NoSuchProcess):
         process.resume()
-    except psutil.NoSuchProcess:
-        return
 
 
 async def _ends(process: psutil.Process, within_s: float) -> bool:

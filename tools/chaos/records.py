@@ -67,9 +67,9 @@ class Record:
         return max(later - earlier for earlier, later in pairwise(times_s) if later > moment_s)
 
 
-async def ask(http: httpx.AsyncClient, wish: Wish, into: Record | None = None) -> Record:
-    """Send a request and record the answer until it ends or the client leaves; `into` can be watched meanwhile."""
-    record = into or Record(wish, sent_s=time.monotonic())
+async def ask(http: httpx.AsyncClient, wish: Wish) -> Record:
+    """Send a request and record the answer until it ends or the client leaves."""
+    record = Record(wish, sent_s=time.monotonic())
     try:
         async with asyncio.timeout(CLIENT_DEADLINE_S):
             await (_stream(http, record) if wish.stream else _whole(http, record))

@@ -32,10 +32,8 @@ import httpx
 from rich.console import Console
 
 from ridgeline.cluster.config.models import RidgelineConfig
-from ridgeline.cluster.doctor.checks import resolve_dtype
-from ridgeline.cluster.model_store import prepare_model
-from tests.engines.harness import Engines
-from tests.engines.tiny_model import make_tiny_model
+from tests.engines.harness import Engines, Increase
+from tests.engines.tiny_model import make_tiny_model_like
 from tools.chaos.running import LOCAL, Running, pool_settings, running, stop
 from tools.chaos.wishes import SCHEMA
 
@@ -263,33 +261,23 @@ async def stress(setup: Running, options: argparse.Namespace, console: Console) 
             say(f"{dict(tally.ends)} in {tally.wall_s:.0f} s; held after {HELD_WITHIN_S:.0f} s: {held}")
             for sentence in tally.lives:
                 say(sentence)
-        after = await setup.deployment.metrics()
+        counted = Increase(before, await setup.deployment.metrics())
         for name, label in (
             ("ridgeline_requests_total", "outcome"),
             ("ridgeline_followed_handoffs_total", "result"),
             ("ridgeline_first_token_total", "mode"),
             ("ridgeline_recompute_total", "reason"),
         ):
-            had = before.by_label(name, label)
-            counted = {key: value - had.get(key, 0.0) for key, value in after.by_label(name, label).items()}
-            console.print(f"{name}: {counted}", markup=False, highlight=False)
-        expired = after.sum("ridgeline_expired_leases_total") - before.sum("ridgeline_expired_leases_total")
+            console.print(f"{name}: {counted.by_label(name, label)}", markup=False, highlight=False)
+        expired = counted.sum("ridgeline_expired_leases_total")
         console.print(f"ridgeline_expired_leases_total: {expired:.0f}", highlight=False)
     return tallies
-
-
-def tiny_model(folder: Path) -> Path:
-    """Make a tiny model with the default model's tokenizer."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(prepare_model("smollm2-135m"))
-    return make_tiny_model(folder, tokenizer, resolve_dtype(RidgelineConfig()), MAX_MODEL_LEN_TOKENS)
 
 
 async def run(options: argparse.Namespace, console: Console) -> list[str]:
     """Run everything and return what was wrong."""
     with tempfile.TemporaryDirectory(prefix="ridgeline-stress-") as folder:
-        model = await asyncio.to_thread(tiny_model, Path(folder))
+        model = await asyncio.to_thread(make_tiny_model_like, RidgelineConfig(), Path(folder), MAX_MODEL_LEN_TOKENS)
         settings = [f"model.path={model}", f"model.max_model_len_tokens={MAX_MODEL_LEN_TOKENS}"]
         settings += [*pool_settings(1, 1, 2, options.kv_cache, STEP_TOKENS), f"transfer.lease_s={LEASE_S:g}"]
         async with running([*settings, *options.set], LOCAL) as setup:

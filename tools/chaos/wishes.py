@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from ridgeline.loadtest.trace.prompts import TextWindows
@@ -25,36 +25,25 @@ GREEDY: Final = ("plain", "stop", "logprobs")
 """Kinds in which every token must be the model's best one."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The lengths of prompts and answers, and the shares of the kinds of request."""
-
-    prompt_tokens: tuple[tuple[float, int, int], ...]
-    """(weight, fewest, most): lengths in between are drawn evenly on a logarithmic scale."""
-    output_tokens: tuple[tuple[float, int, int], ...]
-    leave_share: float
-    """Fraction of streams whose clients close the connection before the end."""
-    chat_share: float = 0.35
-    stream_share: float = 0.8
-    kinds: dict[str, float] = field(
-        default_factory=lambda: {
-            "plain": 0.45,
-            "stop": 0.10,
-            "logprobs": 0.05,
-            "sampled": 0.05,
-            "seeded": 0.10,
-            "penalty": 0.10,
-            "two": 0.10,
-            "json": 0.05,
-        }
-    )
-
-
-MIXED: Final = Shape(
-    prompt_tokens=((0.50, 5, 60), (0.37, 60, 300), (0.13, 300, 1500)),
-    output_tokens=((0.30, 1, 8), (0.45, 8, 40), (0.25, 40, 120)),
-    leave_share=0.08,
-)
+KINDS: Final = {
+    "plain": 0.45,
+    "stop": 0.10,
+    "logprobs": 0.05,
+    "sampled": 0.05,
+    "seeded": 0.10,
+    "penalty": 0.10,
+    "two": 0.10,
+    "json": 0.05,
+}
+"""Kinds of request and their shares."""
+Lengths = tuple[tuple[float, int, int], ...]
+PROMPT_TOKENS: Final[Lengths] = ((0.50, 5, 60), (0.37, 60, 300), (0.13, 300, 1500))
+"""(weight, fewest, most): lengths in between are drawn evenly on a logarithmic scale."""
+OUTPUT_TOKENS: Final[Lengths] = ((0.30, 1, 8), (0.45, 8, 40), (0.25, 40, 120))
+CHAT_SHARE: Final = 0.35
+STREAM_SHARE: Final = 0.8
+LEAVE_SHARE: Final = 0.08
+"""Of streams: clients that close the connection before the end."""
 
 
 @dataclass(frozen=True)
@@ -88,22 +77,21 @@ class Wish:
 class Mix:
     """A series of planned requests, each a function of the seed and its number."""
 
-    def __init__(self, seed: int, shape: Shape, model: str, text_tokens: Sequence[int], tokenizer: Any) -> None:
+    def __init__(self, seed: int, model: str, text_tokens: Sequence[int], tokenizer: Any) -> None:
         self._seed = seed
-        self._shape = shape
         self._model = model
         self._windows = TextWindows(tuple(text_tokens), seed)
         self._tokenizer = tokenizer
 
     def wish(self, number: int) -> Wish:
         """Return the request with this number, from 0; no two begin with the same text."""
-        rng, shape = random.Random(f"{self._seed}/{number}"), self._shape
-        prompt = self._windows.window(number, _length(rng, shape.prompt_tokens))
-        max_tokens = _length(rng, shape.output_tokens)
-        kind = rng.choices(list(shape.kinds), list(shape.kinds.values()))[0]
-        chat = rng.random() < shape.chat_share or kind == "json"
-        stream = rng.random() < shape.stream_share
-        leaves = stream and rng.random() < shape.leave_share
+        rng = random.Random(f"{self._seed}/{number}")
+        prompt = self._windows.window(number, _length(rng, PROMPT_TOKENS))
+        max_tokens = _length(rng, OUTPUT_TOKENS)
+        kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
+        chat = rng.random() < CHAT_SHARE or kind == "json"
+        stream = rng.random() < STREAM_SHARE
+        leaves = stream and rng.random() < LEAVE_SHARE
         if kind == "json":
             max_tokens = max(max_tokens, 40)
         body: dict[str, Any] = {
@@ -134,7 +122,7 @@ class Mix:
         return {"messages": [{"role": "user", "content": self._tokenizer.decode(token_ids)}]}
 
 
-def _length(rng: random.Random, parts: tuple[tuple[float, int, int], ...]) -> int:
+def _length(rng: random.Random, parts: Lengths) -> int:
     _, fewest, most = rng.choices(parts, [weight for weight, _, _ in parts])[0]
     return round(math.exp(rng.uniform(math.log(fewest), math.log(most))))
 

@@ -25,12 +25,10 @@ import httpx
 
 from ridgeline.cluster.config.loader import load_config
 from ridgeline.cluster.config.models import RidgelineConfig
-from ridgeline.cluster.doctor.checks import resolve_dtype
-from ridgeline.cluster.model_store import prepare_model
 from ridgeline.cluster.runtime.deployment import deploy
 from ridgeline.cluster.runtime.plan import Plan, make_plan
 from ridgeline.cluster.runtime.ray_start import ray_runtime
-from tests.engines.tiny_model import make_tiny_model
+from tests.engines.tiny_model import make_tiny_model_like
 from tools.differential.cases import Case, Material, drawn
 from tools.differential.compare import Judge, Verdict
 from tools.differential.plain import PlainServer, PlainServerEnded, plain_vllm
@@ -56,9 +54,11 @@ class Both:
 
 
 @asynccontextmanager
-async def both(config: RidgelineConfig, say: Say) -> AsyncIterator[Both]:
-    """Start a deployment as configured, and plain vLLM like its decode worker."""
+async def tiny(dtype: str, say: Say) -> AsyncIterator[Both]:
+    """Start a deployment of the small random model, whose prompts soon take several steps, and plain vLLM like it."""
     async with AsyncExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        config = await asyncio.to_thread(_config, Path(folder), dtype)
         await stack.enter_async_context(ray_runtime(config))
         plan = await asyncio.to_thread(make_plan, config)
         plain = await stack.enter_async_context(plain_vllm(plan))
@@ -68,15 +68,6 @@ async def both(config: RidgelineConfig, say: Say) -> AsyncIterator[Both]:
         )
         await plain.ready()
         yield Both(plan, split, plain, Judge(split, plain.http, plan.served_name, plan.dtype))
-
-
-@asynccontextmanager
-async def tiny(dtype: str, say: Say) -> AsyncIterator[Both]:
-    """Start both with the small random model, whose prompts soon take several steps."""
-    with tempfile.TemporaryDirectory() as folder:
-        config = await asyncio.to_thread(_config, Path(folder), dtype)
-        async with both(config, say) as servers:
-            yield servers
 
 
 def random_cases(plan: Plan, at: int, count: int) -> list[Case]:
@@ -117,11 +108,8 @@ async def main(at: int, count: int, only: int | None, dtype: str) -> int:
 
 
 def _config(folder: Path, dtype: str) -> RidgelineConfig:
-    from transformers import AutoTokenizer
-
-    base = load_config(REPOSITORY / "deploy" / "local.yaml", {"server.port": "0", "model.dtype": dtype}).config
-    tokenizer = AutoTokenizer.from_pretrained(prepare_model(base.model.path))
-    model = make_tiny_model(folder / "model", tokenizer, resolve_dtype(base), MAX_MODEL_LEN_TOKENS)
+    base = load_config(REPOSITORY / "deploy" / "local.yaml", {"model.dtype": dtype}).config
+    model = make_tiny_model_like(base, folder / "model", MAX_MODEL_LEN_TOKENS)
     flags = {
         "server.port": "0",
         "model.path": str(model),

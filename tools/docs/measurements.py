@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 from textwrap import fill, shorten
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import msgspec
 
@@ -56,6 +56,8 @@ Text = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 Interval = tuple[int | float | None, int | float | None]
+Run = tuple[str | None, ...]
+"""Machine, date, commit, command and method of one or more figures."""
 
 
 class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -104,16 +106,6 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     description: Text
 
 
-class Run(NamedTuple):
-    """How one or more figures were measured."""
-
-    machine: str
-    date: str
-    commit: str | None
-    command: str | None
-    method: str
-
-
 def load(results: Path = RESULTS) -> tuple[list[Section], dict[str, Machine]]:
     """Read all sections and machines; an unknown field or machine is an error."""
     machines = msgspec.json.decode((results / "machines.json").read_bytes(), type=dict[str, Machine])
@@ -135,17 +127,16 @@ def page(sections: Iterable[Section], machines: dict[str, Machine]) -> str:
 def _section(section: Section, machines: dict[str, Machine], runs: dict[Run, int]) -> str:
     rows, previous, new = [], "", []
     for record in section.figures:
-        run = Run(record.machine, record.date, record.commit, record.command, record.method)
+        run = record.machine, record.date, record.commit, record.command, record.method
         if run not in runs:
             runs[run] = len(runs) + 1
-            new.append(run)
+            new.append(f"- [{runs[run]}] {_how(record, machines)}")
         what = "… " if record.what == previous else f"{record.what}: "
         previous = record.what
         rows.append(_row(record, what, runs[run]))
     table = ["| what | figure | run |", "|---|---|---|", *rows]
-    lines = [f"- [{runs[run]}] {_how(run, machines)}" for run in new]
     intro = fill(section.intro, LINE, break_on_hyphens=False)
-    return "\n".join([f"## {section.title}\n", intro, "", *table, "", *lines, ""])
+    return "\n".join([f"## {section.title}\n", intro, "", *table, "", *new, ""])
 
 
 def _row(record: Record, what: str, run: int) -> str:
@@ -171,10 +162,10 @@ def _interval(interval: Interval | None) -> str:
             return f" ({low:,} to {high:,})"
 
 
-def _how(run: Run, machines: dict[str, Machine]) -> str:
-    commit = f", `{run.commit}`" if run.commit else ""
-    how = _shortened(run.command) if run.command else run.method
-    return f"{machines[run.machine].name}, {run.date}{commit}: {how}"
+def _how(record: Record, machines: dict[str, Machine]) -> str:
+    commit = f", `{record.commit}`" if record.commit else ""
+    how = _shortened(record.command) if record.command else record.method
+    return f"{machines[record.machine].name}, {record.date}{commit}: {how}"
 
 
 def _shortened(command: str) -> str:

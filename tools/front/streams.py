@@ -80,16 +80,8 @@ class _Stream(asyncio.Protocol):
 async def stream(url: str, prompt: str, output_tokens: int) -> StreamRecord:
     """Send one completion and read it to its end."""
     where = urlsplit(url)
-    body = json.dumps(
-        {
-            "model": "m",
-            "prompt": prompt,
-            "max_tokens": output_tokens,
-            "stream": True,
-            "ignore_eos": True,
-            "temperature": 0,
-        }
-    ).encode()
+    options = {"max_tokens": output_tokens, "stream": True, "ignore_eos": True, "temperature": 0}
+    body = json.dumps({"model": "m", "prompt": prompt, **options}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: {where.netloc}\r\ncontent-type: application/json\r\n"
     request = head.encode() + f"content-length: {len(body)}\r\n\r\n".encode() + body
     loop = asyncio.get_running_loop()
@@ -104,16 +96,14 @@ async def stream(url: str, prompt: str, output_tokens: int) -> StreamRecord:
     return protocol.record
 
 
-async def lanes(
-    urls: list[str], streams: int, rounds: int, prompt_tokens: int, output_tokens: int
-) -> list[StreamRecord]:
-    """Keep `streams` answers in progress, each lane `rounds` one after the other; lanes take the URLs in turn."""
+async def lanes(url: str, streams: int, rounds: int, prompt_tokens: int, output_tokens: int) -> list[StreamRecord]:
+    """Keep `streams` answers in progress, each lane `rounds` one after the other."""
     records: list[StreamRecord] = []
 
     async def lane(index: int) -> None:
         for number in range(rounds):
             prompt = f"{index * rounds + number}:" + " word" * prompt_tokens
-            records.append(await stream(urls[index % len(urls)], prompt, output_tokens))
+            records.append(await stream(url, prompt, output_tokens))
 
     async with asyncio.TaskGroup() as group:
         for index in range(streams):

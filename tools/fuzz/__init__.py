@@ -1,10 +1,9 @@
 """Sends malformed input to every port of Ridgeline.
 
-run.py                  the long run over all targets
+run.py                  the long run of all campaigns
 campaign.py             runs many examples in seeded batches
-targets.py              the targets, and what must hold afterwards
+targets.py              the campaigns, and what must hold afterwards
 server.py               the server under test, with fake engines
-server_process.py       starts that server and observes it from outside
 http_bodies.py          malformed HTTP requests
 openapi_cases.py        requests generated from the server's own OpenAPI document
 grpc_messages.py        malformed gRPC messages

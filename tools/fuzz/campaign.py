@@ -24,6 +24,8 @@ class Campaign:
     """One kind of input: how to generate it, and the check for each, which raises AssertionError if it fails."""
 
     name: str
+    share: float
+    """Of the examples of a long run, from 0 to 1."""
     examples: st.SearchStrategy[Any]
     check: Callable[[Any], None]
 

@@ -18,12 +18,12 @@ import grpc
 import msgspec
 from hypothesis import strategies as st
 
-from ridgeline.contracts.handoff import KvHandoff, KvLayout
 from ridgeline.contracts.tasks import StepBatch, TokenDelta
 from ridgeline.contracts.workers import AbortRequest, Ack, AttachRequest, PairRequest, WorkerStatus
 from ridgeline.kv_transfer.interfaces import FetchRequest, SourceDescription
 from ridgeline.kv_transfer.wire import grpc_methods
 from ridgeline.worker_runtime.client import OPTIONS, SERVICE
+from tests.support.samples import LAYOUT, make_handoff
 from tools.fuzz.damage import messages
 
 DEADLINE_S = 120.0
@@ -40,6 +40,7 @@ _SAMPLING = {"temperature": 0.0, "max_tokens": 3, "seed": 1, "stop_token_ids": [
 _LOGPROBS = {"logprobs": 2, "prompt_logprobs": 1, "min_tokens": 1, "bad_words": ["a"], "n": 2, "output_kind": 1}
 _GRAMMAR = {"structured_outputs": {"json": {"type": "object"}}, "extra_args": {"kv_transfer_params": {}}}
 _UNBOUNDED = {"max_tokens": None, "thinking_token_budget": 5, "repetition_penalty": 1.1, "allowed_token_ids": [1]}
+_CONTINUED = {"emitted_token_ids": [8], "first_token": "resample", "cache_salt": "a", "reasoning_ended": True}
 
 
 def builtins(message: msgspec.Struct) -> Any:
@@ -47,16 +48,19 @@ def builtins(message: msgspec.Struct) -> Any:
     return msgspec.msgpack.decode(_encode(message))
 
 
-def handoff_of(layout: KvLayout) -> KvHandoff:
-    """Return a valid hand-off, which is never fetched."""
-    return KvHandoff(
-        handoff_id="h",
-        addresses=("127.0.0.1:1",),
-        num_blocks=1,
-        num_tokens=3,
-        compatibility_hash=layout.compatibility_hash(),
-        lease_s=30.0,
-        num_bytes=2048,
+_HANDOFF = builtins(make_handoff("h", num_tokens=3))
+"""Valid, but never fetched."""
+
+
+def _fetch(num_blocks: int) -> FetchRequest:
+    """Return a valid request for the first blocks of the hand-off that is there."""
+    return FetchRequest(
+        handoff_id="open",
+        first_block=0,
+        num_blocks=num_blocks,
+        layout=LAYOUT,
+        part_start=0,
+        part_bytes=LAYOUT.block_bytes,
     )
 
 
@@ -78,11 +82,9 @@ def _calls(
     return st.builds(Call, st.just(f"/{service}/{method}"), examples, st.just(streams), patience)
 
 
-def kv_calls(layout: KvLayout) -> st.SearchStrategy[Call]:
+def kv_calls() -> st.SearchStrategy[Call]:
     """Return calls of `ridgeline.KvTransfer`."""
-    request = FetchRequest(
-        handoff_id="open", first_block=0, num_blocks=3, layout=layout, part_start=0, part_bytes=layout.block_bytes
-    )
+    request = _fetch(num_blocks=3)
     fetches = [builtins(request), builtins(msgspec.structs.replace(request, wire_dtype="int8"))]
     fetches.append(builtins(msgspec.structs.replace(request, part_start=512, part_bytes=512)))
     releases = [builtins(grpc_methods.Release("unknown")), ["unknown", 1, 2]]
@@ -113,26 +115,14 @@ def worker_calls() -> st.SearchStrategy[Call]:
 
 
 @st.composite
-def tasks(draw: st.DrawFn, layout: KvLayout) -> bytes:
+def tasks(draw: st.DrawFn) -> bytes:
     """Draw a message for Submit: a task that is damaged, or whose sampling parameters are."""
-    chosen = draw(st.sampled_from([_SAMPLING, _LOGPROBS, _GRAMMAR, _UNBOUNDED]))
-    parameters = draw(messages([chosen]))
-    handoff = handoff_of(layout)
     task = {
         "request_id": "r",
         "leg": draw(st.sampled_from(["prefill", "decode", "decode"])),
         "prompt_token_ids": [5, 6, 7],
-        "sampling": parameters,
-        **draw(
-            st.sampled_from(
-                [
-                    {},
-                    {"emitted_token_ids": [8], "first_token": "resample", "cache_salt": "a", "reasoning_ended": True},
-                    {"handoff": builtins(handoff)},
-                    {"recompute_reason": "short_prompt"},
-                ]
-            )
-        ),
+        "sampling": draw(messages([draw(st.sampled_from([_SAMPLING, _LOGPROBS, _GRAMMAR, _UNBOUNDED]))])),
+        **draw(st.sampled_from([{}, _CONTINUED, {"handoff": _HANDOFF}, {"recompute_reason": "short_prompt"}])),
     }
     submit = {"router_id": ROUTER, "task": task}
     if draw(st.integers(0, 2)) == 0:
@@ -146,13 +136,6 @@ def channel_to(address: str) -> Iterator[grpc.Channel]:
     with grpc.insecure_channel(address, options=OPTIONS) as channel:
         grpc.channel_ready_future(channel).result(DEADLINE_S)
         yield channel
-
-
-def layout_of(address: str) -> KvLayout:
-    """Return the layout that the source reports."""
-    with channel_to(address) as channel:
-        told = channel.unary_unary(f"/{grpc_methods.SERVICE}/Describe")(b"", timeout=DEADLINE_S)
-    return msgspec.msgpack.decode(told, type=SourceDescription).layout
 
 
 def code_of(channel: grpc.Channel, call: Call) -> grpc.StatusCode:
@@ -241,13 +224,11 @@ def submit_check(session: Session) -> Callable[[bytes], None]:
     return check
 
 
-def require_serving(kv: grpc.Channel, worker: grpc.Channel, layout: KvLayout) -> None:
+def require_serving(kv: grpc.Channel, worker: grpc.Channel) -> None:
     """Check at the end that a valid fetch brings all frames and the worker reports its status."""
-    request = FetchRequest(
-        handoff_id="open", first_block=0, num_blocks=8, layout=layout, part_start=0, part_bytes=layout.block_bytes
-    )
+    request = _fetch(num_blocks=8)
     frames = list(kv.unary_stream(f"/{grpc_methods.SERVICE}/Fetch")(_encode(request), timeout=DEADLINE_S))
-    assert sum(len(frame) for frame in frames) > 8 * layout.num_layers * layout.block_bytes
+    assert sum(len(frame) for frame in frames) > 8 * LAYOUT.num_layers * LAYOUT.block_bytes
     told = kv.unary_unary(f"/{grpc_methods.SERVICE}/Describe")(b"", timeout=DEADLINE_S)
     description = msgspec.msgpack.decode(told, type=SourceDescription)
     assert description.open_leases == 2

@@ -57,30 +57,12 @@ _NUMBERS = [
 _STRINGS = [
     *("", " ", "a", "\0", "a\0b", "\ud800", "\udfff\ud800", "\ufeff", "\u202e", "😀" * 50, "�", "a" * 20_000, "\r\n"),
     *("fuzzed", "auto", "none", "required", "json_object", "length", "../../etc/passwd", "http://127.0.0.1:1/", "true"),
-    *(
-        "<|im_start|>",
-        "<|endoftext|>" * 50,
-        "{{ 1/0 }}",
-        "{% for i in range(10**9) %}{% endfor %}",
-        "%s%n",
-        "-1",
-        "NaN",
-    ),
-    "data:image/png;base64,AAAA",
+    *("<|im_start|>", "<|endoftext|>" * 50, "{{ 1/0 }}", "{% for i in range(10**9) %}{% endfor %}", "%s%n", "-1"),
+    *("NaN", "data:image/png;base64,AAAA"),
 ]
 _REGEXES = [
-    *(
-        "(a+)+$",
-        "(a|a)*b",
-        "(" * 200 + "a" + ")" * 200,
-        "a{1,100000}",
-        "(a{1,1000}){1,1000}",
-        "[",
-        "(?<=a)b",
-        r"\1",
-        "",
-    ),
-    *("(?R)", "[^\\0-\uffff]", "a{,}", ".*" * 100, r"\p{L}+", "^$", "\ud800", "(?:" * 5000, "x" * 5000),
+    *("(a+)+$", "(a|a)*b", "(" * 200 + "a" + ")" * 200, "a{1,100000}", "(a{1,1000}){1,1000}", "[", "(?<=a)b", r"\1"),
+    *("", "(?R)", "[^\\0-\uffff]", "a{,}", ".*" * 100, r"\p{L}+", "^$", "\ud800", "(?:" * 5000, "x" * 5000),
 ]
 _RECURSIVE = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
 _SCHEMAS = [
@@ -97,12 +79,8 @@ _SCHEMAS = [
     {"type": "string", "minLength": 10**12},
     {"type": "integer", "minimum": 1e400, "maximum": -(2**70)},
     {"type": "number", "multipleOf": 0},
-    {"enum": []},
-    {"enum": [nested(100, "list")]},
-    {"anyOf": []},
-    {"allOf": [{"$ref": "#"}]},
+    *({"enum": []}, {"enum": [nested(100, "list")]}, {"not": {}}, {"anyOf": []}, {"allOf": [{"$ref": "#"}]}),
     {"anyOf": [{"$ref": "#"}, {"$ref": "#"}]},
-    {"not": {}},
     {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(300)}},
     {"type": "object", "properties": {"\ud800": {"type": "string"}, "": {}}},
     {"type": "object", "patternProperties": {"(": {}}, "additionalProperties": {"$ref": "#"}},
@@ -161,14 +139,12 @@ _messages = st.lists(
     max_size=4,
 )
 _handoff = {"do_remote_prefill": True, "handoff": {"handoff_id": "x", "addresses": ["127.0.0.1:1"]}}
+_handoffs = st.sampled_from([_handoff, {"kv_transfer_params": _handoff}])
 _KNOWN: dict[str, st.SearchStrategy[Any]] = {
     "prompt": st.one_of(_tokens, st.lists(_tokens, max_size=3), _texts),
     **dict.fromkeys(("tokens", "stop_token_ids", "allowed_token_ids", "logprob_token_ids", "label_token_ids"), _tokens),
     "structured_outputs": st.one_of(
-        _object(json=_schema),
-        _object(regex=_regex),
-        _object(grammar=_grammar),
-        _object(choice=_texts),
+        *(_object(json=_schema), _object(regex=_regex), _object(grammar=_grammar), _object(choice=_texts)),
         _object(structural_tag='{"type": "structural_tag"}'),
         _object(json_object=True, json=_schema, whitespace_pattern=_regex),
     ),
@@ -179,9 +155,7 @@ _KNOWN: dict[str, st.SearchStrategy[Any]] = {
     **dict.fromkeys(("messages", "input", "previous_input_messages"), _messages),
     **dict.fromkeys(("stop", "bad_words"), _texts),
     "logit_bias": st.dictionaries(st.sampled_from(["5", "49151", "-1", "a"]), _scalar, max_size=4),
-    **dict.fromkeys(
-        ("kv_transfer_params", "vllm_xargs"), st.sampled_from([_handoff, {"kv_transfer_params": _handoff}])
-    ),
+    **dict.fromkeys(("kv_transfer_params", "vllm_xargs"), _handoffs),
     "stream_options": st.just({"include_usage": True, "continuous_usage_stats": True}),
     "repetition_detection": st.just({"max_pattern_size": 2, "min_pattern_size": 1, "min_count": 2}),
 }
@@ -210,9 +184,6 @@ class RawRequest:
     data: bytes
     must_answer: bool = True
 
-    def __repr__(self) -> str:
-        return f"RawRequest({self.data!r}, must_answer={self.must_answer})"
-
 
 _HOSTILE_BYTES = [
     *(b"\xff", b"\xc0\x80", b"\xed\xa0\x80", b"\0", b"\\u0000", b"\\ud800", b'"', b"}", b",", b"1e999", b"\\"),
@@ -229,6 +200,7 @@ _HEADERS = [
     *(b"X-Ridgeline-TTFT-ms: nan", b"X-Ridgeline-TPOT-ms: 1e-400", b"X-Ridgeline-Timeout-s: \xff"),
     *(b"X-Session-ID: \0", b"bad header", b": empty", b"a" * 70000 + b": b", b"X-Forwarded-For: " + b"1," * 2000),
 ]
+_CHUNKED_GARBAGE = [b"zz\r\nabc", b"-1\r\n", b"f" * 40 + b"\r\n", b"5\r\nab", b"\r\n\r\n", b"3;x=\xff\r\n"]
 
 
 @st.composite
@@ -264,9 +236,7 @@ def posts(draw: st.DrawFn) -> RawRequest:
         sent = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (body[:middle], body[middle:]) if part)
         sent += b"0\r\n\r\n"
     if framing == "chunked garbage":
-        sent = draw(
-            st.sampled_from([b"zz\r\nabc", b"-1\r\n", b"f" * 40 + b"\r\n", b"5\r\nab", b"\r\n\r\n", b"3;x=\xff\r\n"])
-        )
+        sent = draw(st.sampled_from(_CHUNKED_GARBAGE))
     return RawRequest(
         b"\r\n".join(headers) + b"\r\n\r\n" + sent,
         must_answer=framing in ("length", "chunked", "none") and not upgrades,
@@ -287,15 +257,13 @@ def odd_requests(draw: st.DrawFn) -> RawRequest:
     return RawRequest(b"\r\n".join(lines) + b"\r\n\r\n" + body, must_answer=path.startswith("/"))
 
 
-_garbage = st.one_of(
-    st.binary(max_size=200),
-    st.sampled_from(
-        [b"GET", b"\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01\x02\0\x01", b"GET / HTTP/9.9\r\n\r\n"]
-    ),
-    st.sampled_from(
-        [b"POST /v1/completions HTTP/1.1\r\n" + b"a: b\r\n" * 2000, b"GET /" + b"a" * 100_000, b"\0" * 70_000]
-    ),
-).map(lambda data: RawRequest(data, must_answer=False))
+_GARBAGE = [
+    *(b"GET", b"\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01\x02\0\x01", b"GET / HTTP/9.9\r\n\r\n"),
+    *(b"POST /v1/completions HTTP/1.1\r\n" + b"a: b\r\n" * 2000, b"GET /" + b"a" * 100_000, b"\0" * 70_000),
+]
+_garbage = st.one_of(st.binary(max_size=200), st.sampled_from(_GARBAGE)).map(
+    lambda data: RawRequest(data, must_answer=False)
+)
 
 requests = st.integers(0, 19).flatmap(lambda kind: _garbage if kind == 0 else odd_requests() if kind <= 2 else posts())
 
@@ -357,10 +325,9 @@ def check_answer(answer: Answer | None) -> None:
 
 def message_of(body: Any) -> str | None:
     """Return the message of an error, from vLLM or from Starlette, which may answer before vLLM is asked."""
-    error = body.get("error") if isinstance(body, dict) else None
-    message = (
-        error.get("message") if isinstance(error, dict) else body.get("detail") if isinstance(body, dict) else None
-    )
+    told = body if isinstance(body, dict) else {}
+    error = told.get("error")
+    message = error.get("message") if isinstance(error, dict) else told.get("detail")
     return message if isinstance(message, str) else None
 
 

@@ -1,7 +1,6 @@
 """The server under test, in one process: the router with vLLM's app on uvicorn, two workers, and a KV source.
 
-All is real except the engines, which are fakes that refuse what would break a real one. Prints one line of JSON with
-its addresses and serves until its standard input is closed.
+All is real except the engines, which are fakes that refuse what would break a real one.
 
 usage: python -m tools.fuzz.server MODEL_DIRECTORY
 """
@@ -9,7 +8,6 @@ usage: python -m tools.fuzz.server MODEL_DIRECTORY
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from collections.abc import AsyncGenerator
 from typing import Any, cast
@@ -35,6 +33,7 @@ from ridgeline.router.server import Router
 from ridgeline.worker_runtime.host import WorkerHost
 from tests.support import fake_engine  # imports vLLM with its warnings silenced, so it comes first
 from tests.support.samples import LAYOUT, router_settings
+from tools.child import serve_until_stdin_ends
 
 MAX_MODEL_LEN_TOKENS = 256
 MAX_OUTSTANDING = 64
@@ -108,9 +107,7 @@ async def main(model: str) -> None:
     addresses = [await host.start() for host in hosts]
     source = kv_source()
     url = await router.serve(addresses, {})
-    told = {"url": url, "prefill": addresses[0], "decode": addresses[1], "kv": source.address}
-    print(json.dumps(told), flush=True)  # noqa: T201 - the parent waits for this line
-    await asyncio.to_thread(sys.stdin.read)
+    await serve_until_stdin_ends(url=url, prefill=addresses[0], decode=addresses[1], kv=source.address)
     await router.stop()
     await asyncio.gather(*(host.stop() for host in hosts))
     source.close()

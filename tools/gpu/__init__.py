@@ -8,6 +8,5 @@ machine.py       the device, its clock, and the sizes of a dry run
 blocks.py        gathering and scattering blocks of real cache shapes, bit for bit
 ipc.py           a second process that copies blocks out of the first one's cache, by CUDA IPC
 peaks.py         peak FLOP/s and bandwidth, against roofline/hardware.py
-answers.py       records a server's greedy answers, and compares two recordings
-plain.py         records those of plain vLLM
+answers.py       records a server's greedy answers or plain vLLM's, and compares two recordings
 """

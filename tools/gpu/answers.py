@@ -1,11 +1,12 @@
 """Records a server's greedy answers to 60 prompts, and compares two recordings token by token.
 
-A recording is of any OpenAI-compatible server: a deployment of ours, or plain vLLM with the same model. Prompts are
-pieces of the shipped book, from a few tokens to several steps. Where two answers part, the two tokens are
-a tie if the reference's log-probabilities of them are within `--tie-nat`; what follows is another answer and is not
+A recording is of any OpenAI-compatible server; `plain` starts vLLM's own, run like a decode worker of a configuration.
+Prompts are pieces of the shipped book, from a few tokens to several steps. Where two answers part, the two tokens are a
+tie if the reference's log-probabilities of them are within `--tie-nat`; what follows is another answer and is not
 compared. The time to first token of ten short prompts is recorded too, one after the other.
 
 usage: python -m tools.gpu.answers record URL OUT.json [--longest-chars 16000]
+       python -m tools.gpu.answers plain CONFIG.yaml OUT.json [--model NAME] [--longest-chars 16000]
        python -m tools.gpu.answers compare REFERENCE.json OTHER.json [--tie-nat 0.25]
 """
 
@@ -111,6 +112,19 @@ async def record(url: str, longest_chars: int) -> Recording:
     return Recording(url, model, ttft_ms, [task.result() for task in tasks])
 
 
+async def record_plain(config: Path, model: str | None, longest_chars: int) -> Recording:
+    """Start plain vLLM, ask it for all answers, and stop it."""
+    from ridgeline.cluster.config.loader import load_config
+    from ridgeline.cluster.runtime.plan import make_plan
+    from tools.differential.plain import plain_vllm
+
+    loaded = load_config(config, {"model.path": model} if model else {})
+    plan = await asyncio.to_thread(make_plan, loaded.config)
+    async with plain_vllm(plan) as server:
+        await server.ready(plan.config.supervision.start_timeout_s)
+        return await record(str(server.http.base_url), longest_chars)
+
+
 def save(recording: Recording, path: Path) -> None:
     """Write a recording, and say what it is."""
     path.write_bytes(msgspec.json.encode(recording))
@@ -144,10 +158,13 @@ def main() -> int:
     """Record or compare; the exit status is 1 if answers differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    recording = commands.add_parser("record")
+    recording, plain = commands.add_parser("record"), commands.add_parser("plain")
     recording.add_argument("url")
-    recording.add_argument("out", type=Path)
-    recording.add_argument("--longest-chars", type=int, default=16_000)
+    plain.add_argument("config", type=Path)
+    plain.add_argument("--model")
+    for one in (recording, plain):
+        one.add_argument("out", type=Path)
+        one.add_argument("--longest-chars", type=int, default=16_000)
     comparing = commands.add_parser("compare")
     comparing.add_argument("reference", type=Path)
     comparing.add_argument("other", type=Path)
@@ -155,6 +172,9 @@ def main() -> int:
     asked = parser.parse_args()
     if asked.command == "record":
         save(asyncio.run(record(asked.url, asked.longest_chars)), asked.out)
+        return 0
+    if asked.command == "plain":
+        save(asyncio.run(record_plain(asked.config, asked.model, asked.longest_chars)), asked.out)
         return 0
     decode = msgspec.json.Decoder(Recording).decode
     compared = compare(decode(asked.reference.read_bytes()), decode(asked.other.read_bytes()), asked.tie_nat)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from unittest.mock import patch
 
 import torch
 
-from ridgeline.kv_transfer.memory import device, rows
+from ridgeline.kv_transfer.memory import rows
 from ridgeline.kv_transfer.memory.blocks import BlockPool, byte_rows
 from ridgeline.kv_transfer.memory.device import DeviceMemory
 from tools.gpu.machine import Machine, wall_seconds
@@ -125,12 +123,11 @@ def speeds(machine: Machine, copy_bytes_per_s: float) -> Iterator[Row]:
     for count in (16, 128) if not machine.dry else (4,):  # 2 MiB, as a frame has today, and 16 MiB
         ids = torch.randperm(num_blocks)[:count].tolist()
         yield from _speeds_of(machine, layers, ids, copy_bytes_per_s)
-        yield from _batch_of_vllm(machine, layers, ids, copy_bytes_per_s)
 
 
 def _speeds_of(machine: Machine, layers: list[torch.Tensor], ids: list[int], copy_bytes_per_s: float) -> Iterator[Row]:
-    """Measure with the kernel, with it where a thread sleeps at once, and with torch's functions, as it was before."""
-    for way, may_use_kernel, look_s in (("", True, device.LOOK_S), (", asleep", True, 0.0), (", torch", False, 0.0)):
+    """Measure with the kernel, and with torch's functions, which serve where it cannot."""
+    for way, may_use_kernel in (("", True), (", torch", False)):
         pool = pool_of(layers, may_use_kernel=may_use_kernel)
         size = len(ids) * pool.block_bytes
         payload = memoryview(bytearray(size))
@@ -141,38 +138,9 @@ def _speeds_of(machine: Machine, layers: list[torch.Tensor], ids: list[int], cop
             "gathered on the device": lambda pool=pool: pool.gather(range(1), ids),  # type: ignore[misc]
             "scattered on the device": lambda pool=pool, from_=staged: pool.scatter(range(1, 2), ids, from_),  # type: ignore[misc]
         }
-        with patch.object(device, "LOOK_S", look_s):
-            for what, one in work.items():
-                taken_s = wall_seconds(machine, one, rounds=50)
-                note = f"{taken_s * 1e6:.0f} us"
-                if "device" in what:
-                    note += f", {100 * 2 * size / taken_s / copy_bytes_per_s:.0f} % of the device's copies"
-                yield Row(SPEED, f"{size / 2**20:.3g} MiB {what}{way}", size / taken_s / 1e9, "GB/s", note)
-
-
-def _batch_of_vllm(
-    machine: Machine, layers: list[torch.Tensor], ids: list[int], copy_bytes_per_s: float
-) -> Iterator[Row]:
-    """Measure the gather once more, by vLLM's one call to the driver for all copies, where vLLM is."""
-    if machine.dry or importlib.util.find_spec("vllm") is None:
-        return
-    from vllm._custom_ops import swap_blocks_batch
-
-    rows_of = byte_rows(0, layers[0])
-    block_bytes, into = (
-        rows_of.shape[1],
-        torch.empty(len(ids), rows_of.shape[1], dtype=torch.uint8, device=machine.device),
-    )
-
-    def gather() -> None:
-        sources = torch.tensor(ids) * rows_of.stride(0) + rows_of.data_ptr()
-        targets = torch.arange(len(ids)) * block_bytes + into.data_ptr()
-        swap_blocks_batch(sources, targets, torch.full((len(ids),), block_bytes), is_src_access_order_any=True)
-        machine.synchronize_step()
-
-    taken_s = wall_seconds(machine, gather, rounds=50)
-    right = torch.equal(into.cpu(), _bytes(layers[0])[ids])
-    size = len(ids) * block_bytes
-    yield Row(SPEED, f"{size / 2**20:.3g} MiB gathered by vLLM's swap_blocks_batch", size / taken_s / 1e9, "GB/s",
-              f"{taken_s * 1e6:.0f} us, {100 * 2 * size / taken_s / copy_bytes_per_s:.0f} % of the device's copies",
-              ok=right)  # fmt: skip
+        for what, one in work.items():
+            taken_s = wall_seconds(machine, one, rounds=50)
+            note = f"{taken_s * 1e6:.0f} us"
+            if "device" in what:
+                note += f", {100 * 2 * size / taken_s / copy_bytes_per_s:.0f} % of the device's copies"
+            yield Row(SPEED, f"{size / 2**20:.3g} MiB {what}{way}", size / taken_s / 1e9, "GB/s", note)

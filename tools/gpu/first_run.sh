@@ -40,7 +40,7 @@ shared=()
 settings=(--name "$name" --port 8000 ${MODEL:+--model "$MODEL"} "${shared[@]}")
 
 plain_vllm() { # one engine with the settings of a decode worker
-  $python -m tools.gpu.plain "$config" "$out/plain.json" ${MODEL:+--model "$MODEL"} --longest-chars "$longest_chars"
+  $python -m tools.gpu.answers plain "$config" "$out/plain.json" ${MODEL:+--model "$MODEL"} --longest-chars "$longest_chars"
 }
 
 all_fetched() { # metrics file: equal tokens prove nothing of a transport if decode computed the prompts itself

@@ -43,11 +43,6 @@ class Machine:
         if not self.dry:
             torch.cuda.synchronize(self.device)
 
-    def synchronize_step(self) -> None:
-        """Wait until the step on the present stream has ended, and for no transfer on another one."""
-        if not self.dry:
-            torch.cuda.current_stream(self.device).synchronize()
-
     def noise(self, *shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """Return any bits, NaNs among them, as a tensor of this type."""
         item_bytes = torch.empty(0, dtype=dtype).element_size()

@@ -9,7 +9,7 @@ import pytest
 
 from tools.chaos import verify
 from tools.chaos.records import Choice, Record, _take_event
-from tools.chaos.wishes import COMPLETIONS, MIXED, Mix, Wish
+from tools.chaos.wishes import COMPLETIONS, KINDS, Mix, Wish
 
 
 def decode(token_ids: list[int]) -> str:
@@ -113,12 +113,12 @@ class Words:
 
 
 def test_the_same_seed_wishes_the_same_in_any_order():
-    mixes = [Mix(5, MIXED, "model", range(5000), Words()) for _ in range(2)]
+    mixes = [Mix(5, "model", range(5000), Words()) for _ in range(2)]
     numbers = list(range(200))
     forwards = [mixes[0].wish(number) for number in numbers]
     random.Random(1).shuffle(numbers)
     assert all(mixes[1].wish(number) == forwards[number] for number in numbers)
-    assert {wish.kind for wish in forwards} == set(MIXED.kinds)
+    assert {wish.kind for wish in forwards} == set(KINDS)
     lengths = [len(wish.body["prompt"]) for wish in forwards if "prompt" in wish.body]
     assert min(lengths) >= 5
     assert 300 < max(lengths) <= 1500

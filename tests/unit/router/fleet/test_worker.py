@@ -3,21 +3,16 @@
 import pytest
 
 from ridgeline.contracts.workers import StepModel
-from ridgeline.router.fleet.worker import Worker
-from tests.support.samples import LAYOUT, worker_description
+from tests.support.lone_worker import lone_worker
+from tests.support.samples import LAYOUT
 
 SLOW = StepModel(
     base_s=1e6, per_prefill_token_s=1e6, per_sequence_s=0.0, per_context_token_s=0.0, per_attended_token_s=0.0
 )
 
 
-class Client:
-    connected = True
-    failed_s = float("-inf")
-
-
 def a_worker():
-    return Worker(Client(), worker_description(worker_id="worker-0", pool="adaptive", layout=LAYOUT))
+    return lone_worker(layout=LAYOUT)
 
 
 def test_a_sequence_decodes_from_its_first_token_on():

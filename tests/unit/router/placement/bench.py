@@ -4,29 +4,21 @@ import math
 from typing import get_args
 
 from ridgeline.contracts.vocabulary import Pool
-from ridgeline.router.fleet.fleet import Fleet, Worker
+from ridgeline.router.fleet.fleet import Fleet
 from ridgeline.router.fleet.policy import Demand
 from ridgeline.router.fleet.roles import RoleTable
 from ridgeline.router.fleet.worker import Outstanding
 from ridgeline.router.placement.cluster_state import ClusterState, RouterRequests
 from ridgeline.router.placement.placement_events import Denied, Happened, Leaves, Wants, Wish
 from tests.support.clock import FakeClock
-from tests.support.samples import LAYOUT, router_settings, worker_description
+from tests.support.lone_worker import lone_worker
+from tests.support.samples import LAYOUT, router_settings
 
 WINDOW = 1000
 
 
-class Client:
-    def __init__(self):
-        self.connected, self.failed_s = True, float("-inf")
-
-    def has_failed(self):
-        self.failed_s = 1.0
-
-
 def a_worker(worker_id="prefill-0", **changes):
-    description = worker_description(worker_id=worker_id, pool=worker_id.split("-")[0], layout=LAYOUT, **changes)
-    return Worker(Client(), description)
+    return lone_worker(worker_id, worker_id.split("-")[0], layout=LAYOUT, **changes)
 
 
 class Bench:

@@ -13,7 +13,8 @@ from ridgeline.router.fleet.worker import Worker
 from ridgeline.router.placement.choice import ByPolicy
 from ridgeline.router.placement.learned import Learned
 from ridgeline.router.scheduler.adaptive import Adaptive
-from tests.support.samples import LAYOUT, worker_description
+from tests.support.lone_worker import lone_worker
+from tests.support.samples import LAYOUT
 
 MODEL = StepModel(
     base_s=0.04,
@@ -28,21 +29,8 @@ ANSWERS = 4
 SHORT = Demand(PROMPT, ANSWERS, ttft_limit_s=20.0, tpot_limit_s=0.15)
 
 
-class Client:
-    connected = True
-    failed_s = float("-inf")
-
-
 def a_worker(number: int, model: StepModel = MODEL, **description) -> Worker:
-    described = worker_description(
-        worker_id=f"w{number}",
-        pool="adaptive",
-        layout=LAYOUT,
-        num_kv_blocks=1000,
-        max_model_len_tokens=4096,
-        **description,
-    )
-    worker = Worker(Client(), described)
+    worker = lone_worker(f"w{number}", layout=LAYOUT, num_kv_blocks=1000, max_model_len_tokens=4096, **description)
     worker.status = WorkerStatus(worker_id=f"w{number}", kv_blocks_free=900, step_model=model)
     return worker
 

@@ -1,7 +1,8 @@
-"""Starts the server under test and observes it from outside."""
+"""Runs a server of these tools in a process of its own, which ends with its standard input."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import select
@@ -14,59 +15,48 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[1]
 START_S = 240.0
 STOP_S = 30.0
 LOG_TAIL_BYTES = 4000
 
 
 @dataclass(frozen=True)
-class ServerUnderTest:
-    """The server's addresses, process and log."""
+class Child:
+    """The process, what it said once it served, and its log."""
 
-    url: str
-    prefill: str
-    decode: str
-    kv: str
     process: subprocess.Popen[str]
+    told: dict[str, str]
     log: IO[str]
 
     @property
     def pid(self) -> int:
-        """The id of its one process."""
+        """The id of the process."""
         return self.process.pid
 
-    @property
-    def port(self) -> int:
-        """The port of the router's HTTP server, on 127.0.0.1."""
-        return int(self.url.rpartition(":")[2])
-
     def require_alive(self) -> None:
-        """Raise AssertionError, with the end of its log, if the server has ended."""
+        """Raise AssertionError, with the end of its log, if it has ended."""
         assert self.process.poll() is None, f"the server ended with {self.process.returncode}:\n{_tail(self.log)}"
 
 
 @contextmanager
-def serving(model: Path) -> Iterator[ServerUnderTest]:
-    """Run `server.py` for as long as the block runs."""
-    environment = os.environ | {
-        "PYTHONPATH": str(REPOSITORY),
-        "PYTHONWARNINGS": "ignore",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }
+def running(module: str, *arguments: str, core: int | None = None) -> Iterator[Child]:
+    """Run this module for as long as the block runs, on one core or all of them."""
+    pinned = [] if core is None else ["taskset", "-c", str(core)]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tools.fuzz.server", str(model)],
+            [*pinned, sys.executable, "-m", module, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            env=environment,
+            cwd=REPOSITORY,
+            env=os.environ | {"PYTHONWARNINGS": "ignore", "VLLM_LOGGING_LEVEL": "ERROR"},
         )
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            yield ServerUnderTest(**_addresses(process, process.stdout, log), process=process, log=log)
+            yield Child(process, _told(process.stdout, log), log)
         finally:
             process.stdin.close()
             try:
@@ -77,13 +67,12 @@ def serving(model: Path) -> Iterator[ServerUnderTest]:
             process.stdout.close()
 
 
-def _addresses(process: subprocess.Popen[str], stdout: IO[str], log: IO[str]) -> dict[str, str]:
+def _told(stdout: IO[str], log: IO[str]) -> dict[str, str]:
     """Read lines until one is JSON: imported libraries may print others first."""
     while select.select([stdout], [], [], START_S)[0] and (line := stdout.readline()):
         if line.startswith("{"):
-            addresses: dict[str, str] = json.loads(line)
-            return addresses
-    process.kill()
+            told: dict[str, str] = json.loads(line)
+            return told
     raise AssertionError(f"the server did not start:\n{_tail(log)}")
 
 
@@ -91,3 +80,10 @@ def _tail(log: IO[str]) -> str:
     log.flush()
     log.seek(max(0, os.fstat(log.fileno()).st_size - LOG_TAIL_BYTES))
     return log.read()
+
+
+async def serve_until_stdin_ends(**told: str) -> None:
+    """Say in the child's process that it serves, and where; return when the parent wants it to end."""
+    sys.stdout.write(json.dumps(told) + "\n")
+    sys.stdout.flush()
+    await asyncio.to_thread(sys.stdin.read)

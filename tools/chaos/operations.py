@@ -1,4 +1,4 @@
-"""Gives a running deployment more workers and fewer, again and again, then restarts all: as an operator would."""
+"""Operates a running deployment: changes its mode, gives it more workers and fewer, again and again, restarts all."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any, Final
 
 import httpx
@@ -13,10 +14,38 @@ import httpx
 from tests.engines.harness import Metrics
 
 POLL_S: Final = 0.25
+CHANGED_WITHIN_S: Final = 60.0
+"""Time for a change of mode, which waits for the longest running step."""
 CARRIED_OUT_WITHIN_S: Final = 300.0
 """Time for an operation: a worker loads its engine beside a load that leaves it little of the cores."""
 DRAINED_WITHIN_S: Final = 60.0
 """Time that requests on a leaving worker get; all of ours are shorter."""
+
+
+@dataclass
+class ModeChanges:
+    """The changes so far, and what went wrong with them."""
+
+    took_s: list[float] = field(default_factory=list)
+    rerouted_prompts: int = 0
+    violations: list[str] = field(default_factory=list)
+
+    async def run(self, http: httpx.AsyncClient, every_s: float, say: Callable[[str], None]) -> None:
+        """Change between both modes every so many seconds, until cancelled; 0: never."""
+        if not every_s:
+            return
+        for mode in cycle(("colocated", "disaggregated")):
+            await asyncio.sleep(every_s)
+            began_s = time.monotonic()
+            response = await http.post("/ridgeline/mode", json={"mode": mode}, timeout=CHANGED_WITHIN_S)
+            took_s = time.monotonic() - began_s
+            if response.status_code != httpx.codes.OK:
+                self.violations.append(f"the mode did not become {mode}: {response.status_code} {response.text}")
+                continue
+            rerouted = int(response.json()["rerouted_prompts"])
+            self.took_s.append(took_s)
+            self.rerouted_prompts += rerouted
+            say(f"mode {mode} after {took_s:.2f} s, {rerouted} waiting prompts rerouted")
 
 
 @dataclass
@@ -33,7 +62,9 @@ class Operations:
     violations: list[str] = field(default_factory=list)
 
     async def run(self, http: httpx.AsyncClient, decode: int, times: int, say: Callable[[str], None]) -> None:
-        """Have one decode worker more and then one fewer, so many times; then restart every worker."""
+        """Have one decode worker more and then one fewer, so many times; then restart every worker; 0: nothing."""
+        if not times:
+            return
         for _ in range(times):
             before = {worker for worker, _ in await _made(http)}
             async with asyncio.TaskGroup() as both:
