@@ -16,7 +16,16 @@ from typing import Final
 
 from ridgeline.cluster.config.api_keys import KEYS_VARIABLE
 
-KEY_VARIABLES: Final = frozenset({KEYS_VARIABLE, "RIDGELINE_API_KEY", "RIDGELINE_ADMIN_KEY_FILE"})
+KEY_VARIABLES: Final = frozenset(
+    {
+        KEYS_VARIABLE,
+        "RIDGELINE_API_KEY",
+        "RIDGELINE_ADMIN_KEY_FILE",
+        "RIDGELINE_METRICS_KEY",
+        "RIDGELINE_BASELINE_API_KEY",
+        "RIDGELINE_OPPONENT_API_KEY",
+    }
+)
 """Variables that hold keys; only the commands they were given to may read them."""
 SERVER_VARIABLES: Final = frozenset(
     {

@@ -94,7 +94,7 @@ def _ago(seconds: float) -> str:
 
 def _why_none(mode: str) -> str:
     if mode != "adaptive":
-        return f"the server serves {mode}, which predicts nothing: ridgeline mode adaptive, or cluster.mode: adaptive"
+        return f"the server serves {mode}, which predicts nothing: run `ridgeline mode adaptive`, or set mode: adaptive"
     return "this router has ended no request yet that it placed by prediction: a worker's model needs some steps first"
 
 

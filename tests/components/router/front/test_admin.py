@@ -497,8 +497,8 @@ async def test_the_command_that_explains_decisions_says_why_there_are_none():
         console = Console(file=io.StringIO(), width=200)
         await decisions(url, 5, admin_key_file=None, console=console)
         assert console.file.getvalue() == (
-            "the server serves disaggregated, which predicts nothing: ridgeline mode adaptive, or cluster.mode: "
-            "adaptive\n"
+            "the server serves disaggregated, which predicts nothing: run `ridgeline mode adaptive`, or set "
+            "mode: adaptive\n"
         )
 
 
