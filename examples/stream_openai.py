@@ -30,7 +30,7 @@ def main() -> None:
         prompt=options.prompt,
         max_tokens=options.max_tokens,
         stream=True,
-        # How soon the tokens are wanted. Mode adaptive serves by these SLOs, and every mode counts them.
+        # How soon the tokens are wanted. Mode adaptive serves by these SLOs, other modes remember them.
         extra_headers={"x-ridgeline-ttft-ms": "2000", "x-ridgeline-tpot-ms": "100"},
     )
     arrivals_s: list[float] = []

@@ -6,7 +6,7 @@ running.py     starts a deployment, with a client and a text to cut prompts from
 deployment.py  observes a deployment as an operator would
 drive.py       runs clients
 wishes.py      plans the clients' requests
-faults.py      injects faults into processes, in a seeded operation
+faults.py      injects faults into processes, in a seeded order
 operations.py  changes the mode, gives the deployment more workers and fewer, restarts all
 records.py     one request as its client saw it
 verify.py      checks what must hold for every answer
