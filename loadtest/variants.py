@@ -189,5 +189,5 @@ class SwitchedVariant:
             response = await client.request(method, MODE_PATH, json=body)
             response.raise_for_status()
             return msgspec.json.decode(response.content, type=_ModeAnswer)
-        except (httpx.HTTPError, msgspec.DecodeError) as error:
+        except (httpx.HTTPError, ValueError) as error:
             raise ServerError(f"{self.base_url} cannot be switched to {self.mode}: {error!r}") from error

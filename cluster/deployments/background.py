@@ -10,11 +10,13 @@ import time
 from collections.abc import Sequence
 
 import httpx
+import msgspec
 from rich.console import Console
 from rich.table import Column, Table
 
 from ridgeline.cluster.deployments.names import AlreadyRunning, DeploymentFolder, State, running, taken
 from ridgeline.cluster.runtime.environment import search_path
+from ridgeline.contracts.handoff import UNREADABLE
 
 LOOK_EVERY_S = 0.2
 SAY_EVERY_S = 10.0
@@ -24,6 +26,12 @@ DETACHED = "--detached-child"
 
 class NotRunning(RuntimeError):
     """There is no such deployment on this machine, or it ended before it was ready."""
+
+
+class _Ready(msgspec.Struct, frozen=True):
+    """The part of GET /ready that `status` shows."""
+
+    router: str = ""
 
 
 def detach(name: str, arguments: Sequence[str], console: Console) -> None:
@@ -96,8 +104,9 @@ def status(console: Console) -> None:
 def _late(url: str) -> str:
     """Return what a router says of itself if it is the bottleneck; nothing if it does not answer in a second."""
     try:
-        return str(httpx.get(f"{url}/ready", timeout=1.0, trust_env=False).json().get("router", "")) if url else ""
-    except (httpx.HTTPError, ValueError):
+        answer = httpx.get(f"{url}/ready", timeout=1.0, trust_env=False).content if url else b"{}"
+        return msgspec.json.decode(answer, type=_Ready).router
+    except (httpx.HTTPError, *UNREADABLE):
         return ""
 
 

@@ -81,7 +81,7 @@ async def first_model(http: httpx.AsyncClient, name: str | None = None, key_vari
             raise ServerError(f"{http.base_url} asks for an API key: set {key_variable} to one that it knows")
         response.raise_for_status()
         cards = msgspec.json.decode(response.content, type=_ModelList).data
-    except (httpx.HTTPError, msgspec.DecodeError) as error:
+    except (httpx.HTTPError, ValueError) as error:
         reason = _reason(error)
         raise ServerError(f"no OpenAI-compatible server answers at {http.base_url}: {reason}") from error
     card = next((card for card in cards if name in (None, card.id)), None)
@@ -94,6 +94,6 @@ async def first_model(http: httpx.AsyncClient, name: str | None = None, key_vari
 def _reason(error: Exception) -> str:
     if isinstance(error, httpx.HTTPStatusError):
         return f"GET /v1/models gets HTTP {error.response.status_code}"
-    if isinstance(error, msgspec.DecodeError):
+    if isinstance(error, ValueError):
         return "GET /v1/models gets no list of models"
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

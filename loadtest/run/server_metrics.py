@@ -98,7 +98,10 @@ async def scrape(client: httpx.AsyncClient) -> Scrape | None:
         )
     if response.status_code != httpx.codes.OK:
         return None
-    read = parse_metrics(response.text)
+    try:
+        read = parse_metrics(response.text)
+    except ValueError:  # a page for people, which some servers answer to every path
+        return None
     return read if read.counters or read.gauges else None
 
 

@@ -42,6 +42,7 @@ from ridgeline.router.front.vllm_workarounds import (
     left_streams,
     messages,
     model_card,
+    responses,
     stream_chunks,
 )
 from ridgeline.router.settings import RouterSettings
@@ -92,6 +93,7 @@ async def build_app(
     app_gaps.name_settings(app.state)
     cut_off_calls.install(app.state)
     messages.install(app.state)
+    responses.install(app.state)
     unknown_paths.install(app)
     model_card.install(app)
     app.include_router(operators)

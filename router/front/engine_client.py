@@ -18,6 +18,7 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.engine.protocol import EngineClient
+from vllm.entrypoints.generate.base.protocol import validate_cache_salt
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.renderers import renderer_from_config
@@ -42,7 +43,7 @@ from ridgeline.router.front.sampling import sampling_of
 from ridgeline.router.front.text_stream import TextSink
 from ridgeline.router.front.text_turns import TextTurns
 from ridgeline.router.front.vllm_workarounds.no_processor import note_that_there_is_no_processor
-from ridgeline.router.front.vllm_workarounds.text_length import bound_texts
+from ridgeline.router.front.vllm_workarounds.text_length import bound_texts, refuse_half_pairs
 from ridgeline.router.front.vllm_workarounds.unread import BoundedCollector, Why
 
 logger = logging.getLogger(__name__)
@@ -162,6 +163,8 @@ class RouterEngineClient(EngineClient):
         )
         if lora_request is not None or request.mm_features:
             raise VLLMValidationError("LoRA adapters and multimodal inputs are not supported by this server")
+        validate_cache_salt(request.cache_salt)  # vLLM does, but not for scores
+        refuse_half_pairs(request.cache_salt or "", "cache_salt")
         request.reasoning_ended = reasoning_ended
         request.reasoning_parser_kwargs = reasoning_parser_kwargs
         with _as_http():  # while a streaming response can still have a status
@@ -350,7 +353,8 @@ class RouterEngineClient(EngineClient):
 
 
 def _check_request_id(request_id: str) -> None:
-    """Raise VLLMValidationError if the id is too long."""
+    """Raise VLLMValidationError if the id is too long, or could be in no answer and no explanation."""
+    refuse_half_pairs(request_id, "the request id")
     if len(request_id) > MAX_REQUEST_ID_CHARACTERS:
         raise VLLMValidationError(
             f"the request id (X-Request-Id or request_id) has {len(request_id)} characters, with what vLLM adds "

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
+from ridgeline.contracts.handoff import UNREADABLE
 from ridgeline.contracts.vocabulary import Mode, RebalanceMode
 from ridgeline.contracts.workers import StepModel
 from ridgeline.router.scheduler.features import Assignment, FleetModel, RequestFeatures, WorkerState
@@ -199,7 +200,7 @@ def read_recording(lines: Iterable[bytes], name: str) -> Iterator[AnyEvent]:
     for number, line in enumerate(lines, 1):
         try:
             event = _decoder.decode(line)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             if not line.endswith(b"\n") and number > 1:
                 return
             raise BadRecording(

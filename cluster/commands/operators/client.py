@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import httpx
+import msgspec
 
 from ridgeline.cluster.config.api_keys import first_admin_key
+from ridgeline.contracts.handoff import UNREADABLE
 from ridgeline.loadtest.errors import ServerError
 
+T = TypeVar("T")
 ANSWER_WITHIN_S = 30.0
 """More than an answer takes: a drain may wait for another one, and each asks a worker within 10 s and all within 2."""
 _LOOK: Final = {"/ridgeline/drain": "GET /ridgeline/workers", "/ridgeline/mode": "`ridgeline mode`"}
@@ -38,15 +41,18 @@ async def ask(
     client: httpx.AsyncClient,
     method: str,
     path: str,
+    kind: type[T],
     body: dict[str, Any] | None = None,
     within_s: float = ANSWER_WITHIN_S,
-) -> dict[str, Any]:
-    """Return the server's answer. Raises ServerError with the server's own sentence, NoAnswer if there is none."""
+) -> T:
+    """Return the server's answer. Raises ServerError with the server's own sentence, NoAnswer if there is none.
+
+    Another program may listen there, so an answer that is no `kind` is a ServerError too.
+    """
     try:
         response = await client.request(method, path, json=body, timeout=within_s)
         if response.is_success:
-            answer: dict[str, Any] = response.json()
-            return answer
+            return msgspec.json.decode(response.content, type=kind)
         raise refusal(response)
     except httpx.TimeoutException as error:
         look = _LOOK.get(path, "`ridgeline operations`")
@@ -56,8 +62,8 @@ async def ask(
         raise NoAnswer(
             f"no answer from {client.base_url}: {error or type(error).__name__}; is the server running?"
         ) from error
-    except ValueError as error:
-        raise ServerError(f"{client.base_url} answers {path} with something else than JSON") from error
+    except UNREADABLE as error:
+        raise ServerError(f"{client.base_url} answers {path} in another form than this version: {error}") from error
 
 
 def refusal(response: httpx.Response) -> OperationRefused:

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import httpx
+import msgspec
 from rich.console import Console
 
 from ridgeline.cluster.commands.operators.client import ask, operator_client
@@ -16,14 +17,26 @@ BEYOND_TIMEOUT_S = 120.0
 """How long it may take, after the running requests' time is up, until nobody needs the worker's KV any more."""
 
 
+class _Worker(msgspec.Struct, frozen=True):
+    worker: str
+    pool: str
+    state: str
+    tasks: int | None
+    leases: float | None
+
+
+class _Workers(msgspec.Struct, frozen=True):
+    workers: list[_Worker]
+
+
 async def drain(
     url: str, worker: str, timeout_s: float, *, force: bool, admin_key_file: Path | None, console: Console
 ) -> None:
     """Return once the worker is gone. Raises ServerError with the server's sentence when it refuses, ApiKeyError."""
     async with operator_client(url, admin_key_file) as client:
         wish = {"worker": worker, "timeout_s": timeout_s, "force": force}
-        leaving = await ask(client, "POST", "/ridgeline/drain", wish)
-        title = f"{worker} ({leaving['pool']})"
+        leaving = await ask(client, "POST", "/ridgeline/drain", _Worker, wish)
+        title = f"{worker} ({leaving.pool})"
         console.print(f"{title} takes no new requests; the running ones get {timeout_s:.0f} s", highlight=False)
         try:
             async with asyncio.timeout(timeout_s + BEYOND_TIMEOUT_S):
@@ -39,12 +52,12 @@ async def drain(
 async def _until_gone(client: httpx.AsyncClient, worker: str, console: Console) -> None:
     told = ""
     while True:
-        rows = (await ask(client, "GET", "/ridgeline/workers"))["workers"]
-        row = next((row for row in rows if row["worker"] == worker), None)
+        rows = (await ask(client, "GET", "/ridgeline/workers", _Workers)).workers
+        row = next((row for row in rows if row.worker == worker), None)
         if row is None:
             return
-        held = f"{row['tasks'] or 0} requests, {row['leases'] or 0:.0f} hand-offs still to be fetched"
+        held = f"{row.tasks or 0} requests, {row.leases or 0:.0f} hand-offs still to be fetched"
         if held != told:
-            console.print(f"  {row['state']}: {held}", highlight=False)
+            console.print(f"  {row.state}: {held}", highlight=False)
             told = held
         await asyncio.sleep(POLL_S)

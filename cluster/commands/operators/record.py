@@ -14,6 +14,7 @@ from ridgeline.contracts.section import MIB
 from ridgeline.loadtest.errors import ServerError
 
 PATH: Final = "/ridgeline/record"
+MEDIA_TYPE: Final = "application/x-ndjson"
 SAY_EVERY_S: Final = 10.0
 
 
@@ -33,6 +34,8 @@ async def record(
                 if not response.is_success:
                     await response.aread()
                     raise refusal(response)
+                if not response.headers.get("content-type", "").startswith(MEDIA_TYPE):
+                    raise CannotRecord(f"{url} answers {PATH} with no recording: is it a Ridgeline server?")
                 with _new(file) as out:
                     await _write(out, response, console)
         except httpx.TransportError as error:

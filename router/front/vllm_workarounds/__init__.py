@@ -7,6 +7,7 @@ left_streams.py   frees the requests of clients that have left
 messages.py       corrects /v1/messages
 model_card.py     answers GET /v1/models/{model}
 no_processor.py   saves vLLM the search for a second chat template
+responses.py      refuses streams of /v1/responses before they begin
 stream_chunks.py  encodes the chunks of streams without pydantic
 text_length.py    refuses texts that are too long to tokenise
 unread.py         limits outputs that clients have not read

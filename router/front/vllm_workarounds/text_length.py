@@ -29,13 +29,18 @@ def bound_texts(renderer: Any, max_model_len_tokens: int) -> None:
                 f"the text has {characters} characters, and this server tokenises at most {most}: "
                 f"{CHARACTERS_PER_TOKEN} for each of the {max_model_len_tokens} tokens of the model's context"
             )
-        try:
-            text.encode()
-        except UnicodeEncodeError as half:
-            raise VLLMValidationError(
-                f"the text has half a surrogate pair, U+{ord(text[half.start]):04X}, which is no character: a client "
-                "that cuts text must cut between characters"
-            ) from half
+        refuse_half_pairs(text, "the text")
         return await tokenize(prompt, params)
 
     renderer._tokenize_prompt_async = bounded
+
+
+def refuse_half_pairs(text: str, name: str) -> None:
+    """Raise VLLMValidationError (400) for a text that no message and no answer can carry."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as half:
+        raise VLLMValidationError(
+            f"{name} has half a surrogate pair, U+{ord(text[half.start]):04X}, which is no character: a client "
+            "that cuts text must cut between characters"
+        ) from half

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 
+import httpx
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
@@ -116,6 +117,14 @@ def test_status_shows_a_whole_url_in_a_narrow_terminal(serves):
     console = Console(width=70, file=io.StringIO())
     background.status(console)
     assert "http://127.0.0.1:1 " in console.file.getvalue()
+
+
+@pytest.mark.parametrize("answer", [b"[]", b"null", b'"\xff"', b'{"router": 1}', b"<html>"], ids=str)
+def test_status_has_nothing_to_say_of_another_program_on_the_port(ridgeline, serves, monkeypatch, answer):
+    serves("one")
+    monkeypatch.setattr(background.httpx, "get", lambda *_, **__: httpx.Response(200, content=answer))
+    status, output, _ = ridgeline("status")
+    assert (status, "one: " in output) == (0, False)
 
 
 @pytest.mark.parametrize(("end", "options"), [("quick", ()), ("slow", ("--now",))])

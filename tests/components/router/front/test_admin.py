@@ -12,13 +12,16 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from rich.console import Console
+from starlette.responses import Response
 
 from ridgeline.cluster.commands.operators.client import ANSWER_WITHIN_S, ask, operator_client
 from ridgeline.cluster.commands.operators.decisions import decisions
 from ridgeline.cluster.commands.operators.drain import drain
 from ridgeline.cluster.commands.operators.mode import CHANGE_WITHIN_S as MODE_WITHIN_S
+from ridgeline.cluster.commands.operators.mode import mode
 from ridgeline.cluster.commands.operators.record import record
-from ridgeline.cluster.commands.operators.scale import cancel, operations, scale
+from ridgeline.cluster.commands.operators.scale import cancel, operations, restart, scale
+from ridgeline.cluster.commands.top import watch
 from ridgeline.cluster.config.api_keys import ApiKeyError, key_hashes
 from ridgeline.cluster.config.loader import explain, load_config
 from ridgeline.contracts.former_names import FormerName
@@ -366,7 +369,7 @@ async def test_the_command_waits_as_long_for_a_change_of_mode_as_a_server_may_ta
         with pytest.raises(
             ServerError, match=r"within 0 s, but the request may have been accepted: look at `ridgeline mode`"
         ):
-            await ask(client, "POST", "/ridgeline/mode", {}, within_s=0.05)
+            await ask(client, "POST", "/ridgeline/mode", dict, {}, within_s=0.05)
         hangs.set()
 
 
@@ -503,9 +506,7 @@ async def test_the_command_that_explains_decisions_says_why_there_are_none():
 
 
 @pytest.mark.parametrize(
-    "answer",
-    [{"a": 1}, [], {"mode": "adaptive", "decisions": [{}]}, {"mode": "adaptive", "decisions": None}],
-    ids=str,
+    "answer", [{"mode": "adaptive", "decisions": [{}]}, {"mode": "adaptive", "decisions": None}], ids=str
 )
 async def test_the_command_that_explains_decisions_refuses_what_it_cannot_read(answer):
     app = FastAPI()
@@ -601,3 +602,40 @@ async def test_no_key_is_logged(caplog):
     assert "an operator drains decode-0" in caplog.text
     assert KEY not in caplog.text
     assert "a-wrong-key" not in caplog.text
+
+
+FOREIGN_ANSWERS = [
+    b"[]",
+    b'"on"',
+    b"null",
+    b"{}",
+    b'{"mode": 1, "operation": 2, "workers": [3]}',
+    b'{"mode": "\xff"}',
+    b"<html>",
+]
+
+
+@pytest.mark.parametrize("answer", FOREIGN_ANSWERS, ids=str)
+async def test_every_command_says_so_if_another_program_answers_it(answer, tmp_path):
+    app = FastAPI()
+    for method in ("GET", "POST", "DELETE"):
+        app.add_api_route("/{path:path}", lambda: Response(answer, media_type="application/json"), methods=[method])
+    console, no_key = Console(file=io.StringIO()), {"admin_key_file": None}
+    async with listening(app) as url:
+        for command in (
+            mode(url, None, **no_key, console=console),
+            mode(url, "colocated", **no_key, console=console),
+            drain(url, "decode-0", 1, force=False, **no_key, console=console),
+            decisions(url, 5, **no_key, console=console),
+            scale(url, {"decode": 2}, 1.0, **no_key, console=console),
+            restart(url, 1.0, **no_key, console=console),
+            operations(url, **no_key, console=console),
+            cancel(url, "0a1b2c3d", **no_key, console=console),
+        ):
+            with pytest.raises(ServerError, match="in another form than this version"):
+                await command
+        with pytest.raises(ServerError, match="is it a Ridgeline server"):
+            await watch(url, 0.0, 1, console)
+        with pytest.raises(ServerError, match="with no recording: is it a Ridgeline server"):
+            await record(tmp_path / "a.jsonl", url, 1.0, 1 << 20, **no_key, console=console)
+        assert not (tmp_path / "a.jsonl").exists()

@@ -188,3 +188,18 @@ async def test_half_a_surrogate_pair_elsewhere_is_no_failure_of_the_server(http,
     body = json.dumps(TEXT | {field: "\ud800"}).encode()
     answer = await http.post("/v1/completions", content=body, headers=KEY | {"content-type": "application/json"})
     assert answer.status_code < 500, answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/generative_scoring", {"query": "w1", "items": ["w2"], "label_token_ids": [1, 2]}, "cache_salt"),
+        ("/v1/completions", TEXT, "request_id"),
+        ("/v1/completions", TEXT | {"stream": True}, "request_id"),
+    ],
+)
+async def test_half_a_surrogate_pair_that_workers_or_operators_would_get_is_refused(http, path, body, field):
+    content = json.dumps(body | {"model": "m", field: "\ud800"})
+    answer = await http.post(path, content=content, headers=KEY | {"content-type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    assert "half a surrogate pair, U+D800" in answer.json()["error"]["message"]

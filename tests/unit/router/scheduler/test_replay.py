@@ -117,6 +117,8 @@ def test_the_last_line_may_be_cut_off():
         (lambda lines: lines[1:], "does not begin as a recording does"),
         (lambda lines: [lines[0], b"{}\n", *lines[1:]], "a.jsonl, line 2: "),
         (lambda lines: [b"\x00\n"], "a.jsonl, line 1: "),
+        (lambda lines: [lines[0], lines[1].replace(b"arrived", b"\xff"), *lines[2:]], "a.jsonl, line 2: "),
+        (lambda lines: [lines[0], b"[" * 10_000 + b"\n"], "a.jsonl, line 2: "),
     ],
 )
 def test_what_is_no_recording_is_refused_with_its_line(spoil, says):
