@@ -84,6 +84,11 @@ def test_ordinary_multiples_and_what_is_none_are_left_to_the_compiler(multiple):
     assert why(json={"type": "number", "multipleOf": multiple}) is None
 
 
+def test_a_multiple_beyond_every_float_is_judged_too():
+    assert "multipleOf" in (why(json={"multipleOf": 99_991 * 10**400}) or "")
+    assert why(json=f'{{"multipleOf": {10**400}}}') is None, "guidance says what it cannot read"
+
+
 def test_multiples_that_divide_each_other_count_once():
     schema = {"type": "object", "properties": {f"x{value}": {"multipleOf": value} for value in (8, 16, 32, 64)}}
     assert why(json=schema) is None
@@ -187,6 +192,17 @@ def test_a_schema_of_long_names_and_many_parts_takes_no_more_memory_than_it_has(
     assert ignored({"properties": {"n" * 50_000: {"not": {"type": "null"}}}}) == f"/properties/{'n' * 100}.../not"
     assert tracemalloc.get_traced_memory()[1] < 20_000_000
     tracemalloc.stop()
+
+
+def test_a_tag_of_long_names_and_many_parts_takes_no_more_memory_than_it_has():
+    lists = {"n" * 50_000: [1] * 20_000, "m" * 50_000: [{"maxLength": number} for number in range(1, 2_000)]}
+    asked = json.dumps({"type": "structural_tag", "format": lists})
+    tracemalloc.start()
+    refused = why(structural_tag=asked) or ""
+    assert tracemalloc.get_traced_memory()[1] < 20_000_000
+    tracemalloc.stop()
+    assert f"/format/{'m' * 100}.../" in refused
+    assert "/maxLength: " in refused
 
 
 def test_lengths_count_like_patterns_where_only_xgrammar_reads_them_and_the_place_is_named():
