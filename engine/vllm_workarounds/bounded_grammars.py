@@ -114,11 +114,11 @@ def _validate(sampling_params: Any, tokenizer: Any = None) -> None:
     if params is None:
         return
     kind, text = get_structured_output_key(params)
+    if kind is StructuredOutputOptions.CHOICE or len(text) > CHECKED_BYTES:
+        return
     if kind is StructuredOutputOptions.STRUCTURAL_TAG:
         if sum(count for count, _ in tag_parts(json.loads(text))) < CHECKED_PARTS:
             validate_xgrammar_grammar(sampling_params)
-        return
-    if kind is StructuredOutputOptions.CHOICE or len(text) > CHECKED_BYTES:
         return
     try:
         grammar = serialize(kind, text)

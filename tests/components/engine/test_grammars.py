@@ -218,6 +218,16 @@ def test_lengths_count_like_patterns_where_only_xgrammar_reads_them_and_the_plac
     assert why(structural_tag=tag(type="json_schema", json_schema=tools(*range(96, 106)))) is None
 
 
+@pytest.mark.parametrize("limit", [{"minProperties": 1}, {"maxProperties": 10**9}])
+def test_properties_whose_number_is_limited_count_by_pairs_where_only_xgrammar_reads_them(limit):
+    assert why(structural_tag=xml(**properties(100), **limit)) is None
+    refused = why(structural_tag=xml(**properties(800), **limit)) or ""
+    assert "these have 1600" in refused
+    assert f"/{next(iter(limit))}: " in refused
+    assert why(structural_tag=xml(**properties(800))) is None
+    assert why(structural_tag=tag(type="json_schema", json_schema=properties(800) | limit)) is None, "guidance reads it"
+
+
 def test_repeated_repeats_of_a_tag_are_refused():
     once = {"type": "repeat", "min": 0, "max": 200, "content": {"type": "const_string", "value": "a"}}
     assert why(structural_tag=tag(**once)) is None
