@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
+from operator import itemgetter
 from typing import Any, Final
 
 from vllm.sampling_params import StructuredOutputsParams
@@ -48,6 +49,9 @@ UNROLLED: Final = 128
 WIDE_PARTS: Final = 4
 """Parts of a character of any kind: it may be four bytes long, and each has a state. A string with a `maxLength` of 50
 compiles in 0.9 s, of 128 in 3 s, and of more in 3.5 to 4.5 s."""
+PAIRS_PER_PART: Final = 400
+"""With a `minProperties` or `maxProperties`, xgrammar writes a rule for each property after each other one: 0.3 s for
+200 of them, 7 s for 800."""
 
 IGNORED: Final = (
     "not",
@@ -94,13 +98,13 @@ def choose_backend(config: Any, tokenizer: Any) -> None:
 def refusal(params: StructuredOutputsParams, max_bytes: int) -> str | None:
     """Return why a grammar is refused before it is compiled; None if it is not."""
     limit = max_bytes * (TAG_BYTES if params.structural_tag else 1)
-    size = sum(len(text.encode(errors="surrogatepass")) for text in _texts(params))
-    if size > limit:
-        return (
-            f"the structured output has {size} bytes, and {limit} are allowed (server.max_grammar_bytes): "
-            "send a smaller schema, fewer choices or a shorter expression"
-        )
     try:
+        size = sum(len(text.encode(errors="surrogatepass")) for text in _texts(params))
+        if size > limit:
+            return (
+                f"the structured output has {size} bytes, and {limit} are allowed (server.max_grammar_bytes): "
+                "send a smaller schema, fewer choices or a shorter expression"
+            )
         schema = json.loads(params.json) if isinstance(params.json, str) else params.json
         tag = json.loads(params.structural_tag) if params.structural_tag else None
     except (ValueError, RecursionError) as error:
@@ -176,18 +180,16 @@ def _written(path: _Path | None) -> str:
 
 
 def _schema_refusal(schema: Any, limit: int) -> str | None:
-    most, multiples = limit // BYTES_PER_PART, set()
+    most, common = limit // BYTES_PER_PART, 1
     for count, part in enumerate(_objects(schema), 1):
         if count > most:
             return (
                 f"the schema has more than {most} objects, one for {BYTES_PER_PART} bytes of server.max_grammar_bytes: "
                 "send a smaller schema"
             )
-        multiple = part.get("multipleOf")
-        if isinstance(multiple, int | float) and not isinstance(multiple, bool) and math.isfinite(multiple):
-            digits = Decimal(str(multiple)).normalize().as_tuple().digits
-            multiples.add(int("".join(map(str, digits))) or 1)
-    odd = common = math.lcm(*multiples)
+        if common <= LARGEST_MULTIPLE:  # beyond, it would only grow, and each further step would take longer
+            common = math.lcm(common, _digits(part.get("multipleOf")))
+    odd = common
     while (divisor := math.gcd(odd, 10)) > 1:
         odd //= divisor
     if common > LARGEST_MULTIPLE or odd > LARGEST_ODD_MULTIPLE:
@@ -199,6 +201,14 @@ def _schema_refusal(schema: Any, limit: int) -> str | None:
     return None
 
 
+def _digits(multiple: Any) -> int:
+    """Return the digits of a number without the zeros around them, as a whole number; 1 for what is no number."""
+    if type(multiple) not in (int, float) or (type(multiple) is float and not math.isfinite(multiple)):
+        return 1
+    digits = Decimal(multiple if type(multiple) is int else str(multiple)).normalize().as_tuple().digits
+    return int("".join(map(str, digits))) or 1
+
+
 def _tag_refusal(tag: Any) -> str | None:
     """xgrammar, which reads most tags, unrolls counted repetitions, those inside each other too."""
     if tag is None:
@@ -207,9 +217,9 @@ def _tag_refusal(tag: Any) -> str | None:
         if part.get("type") == "repeat" and any(one.get("type") == "repeat" for one in _objects(part.get("content"))):
             return "repeat: a structural tag's repeat may not contain another: flatten them"
     parts = tag_parts(tag)
-    if (total := sum(parts.values())) <= MOST_PARTS or tag_as_lark(tag, {}, json.dumps) is not None:
+    if (total := sum(count for count, _ in parts)) <= MOST_PARTS or tag_as_lark(tag, {}, json.dumps) is not None:
         return None
-    worst = max(parts, key=parts.__getitem__)
+    worst = _written(max(parts, key=itemgetter(0))[1])
     return (
         f"tools and structural tags whose arguments are no JSON text may have {MOST_PARTS} parts together once each "
         f"{{m,n}}, and each length, is written out, and these have {total}, most of them at {worst[-200:]}: "
@@ -225,22 +235,23 @@ def tag_as_lark(tag: Any, special: Mapping[str, int], write_json: Callable[[Any]
         return None
 
 
-def tag_parts(tag: Any) -> dict[str, int]:
-    """Return how many parts xgrammar makes of each pattern, grammar and length in a structural tag, by its path.
+def tag_parts(tag: Any) -> list[tuple[int, _Path]]:
+    """Return how many parts xgrammar makes of each pattern, grammar and length in a structural tag, with its path.
 
     It makes those that are alike once.
     """
-    parts, seen, left = dict[str, int](), set[Any](), [(tag, "")]
+    parts, seen = list[tuple[int, _Path]](), set[Any]()
+    left: list[tuple[Any, _Path]] = [(tag, (None, ""))]
     while left:
         part, path = left.pop()
         if isinstance(part, list):
-            left.extend((one, f"{path}/{place}") for place, one in enumerate(part))
+            left.extend((one, (path, str(place))) for place, one in enumerate(part))
         elif isinstance(part, dict):
-            left.extend((one, f"{path}/{name}") for name, one in part.items())
+            left.extend((one, (path, name)) for name, one in part.items())
             for name, value, count in _own_parts(part):
                 if (name, value) not in seen:
                     seen.add((name, value))
-                    parts[f"{path}/{name}"] = count
+                    parts.append((count, (path, name)))
     return parts
 
 
@@ -254,6 +265,9 @@ def _own_parts(part: dict[str, Any]) -> Iterator[tuple[str, Any, int]]:
     limits = part.get("minLength"), part.get("maxLength")
     if (most := max((limit for limit in limits if type(limit) is int), default=0)) > 0:
         yield "maxLength", limits, min(most, 2 * UNROLLED) * WIDE_PARTS
+    counted = next((name for name in ("minProperties", "maxProperties") if part.get(name)), None)
+    if counted is not None and isinstance(properties := part.get("properties"), dict):
+        yield counted, tuple(properties), len(properties) ** 2 // PAIRS_PER_PART
 
 
 def _grammar_parts(grammar: str) -> int:

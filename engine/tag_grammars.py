@@ -27,6 +27,8 @@ from xgrammar.structural_tag import (
 )
 
 ANY: Final = "/(?s:.*)/"
+MOST_CHARACTERS: Final = 4 << 20
+"""Of all rules of a grammar: each end of a text, and each trigger, repeats all that the text may not contain."""
 
 
 class Unreadable(ValueError):
@@ -55,6 +57,7 @@ class _Lark:
 
     def __init__(self, special: Mapping[str, int], write_json: Callable[[Any], str]) -> None:
         self.rules: dict[str, str] = {}
+        self._characters = 0
         self._special = special
         self._write_json = write_json
         names = "|".join(re.escape(name) for name in sorted(special, key=len, reverse=True))
@@ -89,7 +92,7 @@ class _Lark:
             case TriggeredTagsFormat() if last:
                 return self._triggered(form)
             case TagsWithSeparatorFormat():
-                one = _one_of(map(self._tag, form.tags))
+                one = self._rule("one", _one_of(map(self._tag, form.tags)))  # else it doubles at each level of nesting
                 many = one if form.stop_after_first else f"{one} ({self._literal(form.separator)} {one})*"
                 return many if form.at_least_one else f"({many})?"
         raise Unreadable(f"only xgrammar reads {form.type} here")
@@ -142,6 +145,9 @@ class _Lark:
         return " ".join(f"<[{self._special[one]}]>" if one in self._special else json.dumps(one) for one in pieces)
 
     def _rule(self, kind: str, rule: str) -> str:
+        self._characters += len(rule)
+        if self._characters > MOST_CHARACTERS:
+            raise Unreadable("a grammar that is too long")
         name, _, options = kind.partition("[")
         known = self.rules.setdefault(rule, f"{name}_{len(self.rules)}{'[' * bool(options)}{options}")
         return known.partition("[")[0]

@@ -213,6 +213,8 @@ class StepFit:
         for size, row in zip(self._sizes, ratios, strict=True):
             number = min(size.seen, RING)
             middle = float(row[(number - 1) // 2]) if number else 1.0
+            if number == 1:  # it may have compiled something: if that counted, no chunk would be that long ever again
+                middle = min(1.0, middle)
             corrections.append(1.0 + (middle - 1.0) * number / (number + DOUBT))
         while corrections and corrections[-1] == 1.0:
             corrections.pop()

@@ -114,11 +114,11 @@ def _validate(sampling_params: Any, tokenizer: Any = None) -> None:
     if params is None:
         return
     kind, text = get_structured_output_key(params)
-    if kind is StructuredOutputOptions.STRUCTURAL_TAG:
-        if sum(tag_parts(json.loads(text)).values()) < CHECKED_PARTS:
-            validate_xgrammar_grammar(sampling_params)
-        return
     if kind is StructuredOutputOptions.CHOICE or len(text) > CHECKED_BYTES:
+        return
+    if kind is StructuredOutputOptions.STRUCTURAL_TAG:
+        if sum(count for count, _ in tag_parts(json.loads(text))) < CHECKED_PARTS:
+            validate_xgrammar_grammar(sampling_params)
         return
     try:
         grammar = serialize(kind, text)
@@ -161,7 +161,7 @@ class BoundedGuidance(GuidanceBackend):  # type: ignore[misc]
     def _compile_tag(self, text: str, stop_token_ids: set[int] | None) -> StructuredOutputGrammar:
         """By xgrammar, which takes what vLLM expects; by guidance if that would take long."""
         tag = json.loads(text)
-        if (parts := sum(tag_parts(tag).values())) >= CHECKED_PARTS:
+        if (parts := sum(count for count, _ in tag_parts(tag))) >= CHECKED_PARTS:
             lark = tag_as_lark(tag, self._special_tokens, serialize_in_tag)
             grammar = None if lark is None else self._guided(lark)
             if grammar is not None and (parts > MOST_PARTS or not grammar.ll_matcher.is_error()):

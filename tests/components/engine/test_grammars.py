@@ -84,6 +84,11 @@ def test_ordinary_multiples_and_what_is_none_are_left_to_the_compiler(multiple):
     assert why(json={"type": "number", "multipleOf": multiple}) is None
 
 
+def test_a_multiple_beyond_every_float_is_judged_too():
+    assert "multipleOf" in (why(json={"multipleOf": 99_991 * 10**400}) or "")
+    assert why(json=f'{{"multipleOf": {10**400}}}') is None, "guidance says what it cannot read"
+
+
 def test_multiples_that_divide_each_other_count_once():
     schema = {"type": "object", "properties": {f"x{value}": {"multipleOf": value} for value in (8, 16, 32, 64)}}
     assert why(json=schema) is None
@@ -189,6 +194,17 @@ def test_a_schema_of_long_names_and_many_parts_takes_no_more_memory_than_it_has(
     tracemalloc.stop()
 
 
+def test_a_tag_of_long_names_and_many_parts_takes_no_more_memory_than_it_has():
+    lists = {"n" * 50_000: [1] * 20_000, "m" * 50_000: [{"maxLength": number} for number in range(1, 2_000)]}
+    asked = json.dumps({"type": "structural_tag", "format": lists})
+    tracemalloc.start()
+    refused = why(structural_tag=asked) or ""
+    assert tracemalloc.get_traced_memory()[1] < 20_000_000
+    tracemalloc.stop()
+    assert f"/format/{'m' * 100}.../" in refused
+    assert "/maxLength: " in refused
+
+
 def test_lengths_count_like_patterns_where_only_xgrammar_reads_them_and_the_place_is_named():
     def tools(*longest: int) -> dict[str, Any]:
         return {"type": "object", "properties": {f"x{most}": {"type": "string", "maxLength": most} for most in longest}}
@@ -200,6 +216,16 @@ def test_lengths_count_like_patterns_where_only_xgrammar_reads_them_and_the_plac
     assert "/properties/x105/maxLength: " in refused
     assert "send strict: false" in refused
     assert why(structural_tag=tag(type="json_schema", json_schema=tools(*range(96, 106)))) is None
+
+
+@pytest.mark.parametrize("limit", [{"minProperties": 1}, {"maxProperties": 10**9}])
+def test_properties_whose_number_is_limited_count_by_pairs_where_only_xgrammar_reads_them(limit):
+    assert why(structural_tag=xml(**properties(100), **limit)) is None
+    refused = why(structural_tag=xml(**properties(800), **limit)) or ""
+    assert "these have 1600" in refused
+    assert f"/{next(iter(limit))}: " in refused
+    assert why(structural_tag=xml(**properties(800))) is None
+    assert why(structural_tag=tag(type="json_schema", json_schema=properties(800) | limit)) is None, "guidance reads it"
 
 
 def test_repeated_repeats_of_a_tag_are_refused():

@@ -277,14 +277,20 @@ def test_what_cannot_be_compiled_is_refused_before_it_reaches_an_engine(fields, 
         bounded_grammars._validate(params)
 
 
-def test_a_tag_whose_patterns_are_long_when_unrolled_is_read_in_the_engine_only(monkeypatch):
+@pytest.mark.parametrize(
+    ("content", "here"),
+    [
+        ({"type": "regex", "pattern": "^.{0,1000}$"}, False),
+        ({"type": "regex", "pattern": "^[a-z]{1,63}$"}, True),
+        ({"type": "const_string", "value": "a" * 9_000}, False),
+    ],
+)
+def test_a_tag_that_is_long_or_would_be_when_unrolled_is_read_in_the_engine_only(monkeypatch, content, here):
     read = list[str]()
     monkeypatch.setattr(bounded_grammars, "validate_xgrammar_grammar", lambda params: read.append("read"))
-    for pattern in ("^.{0,1000}$", "^[a-z]{1,63}$"):
-        content = {"type": "regex", "pattern": pattern}
-        asked = json.dumps({"type": "structural_tag", "format": content})
-        bounded_grammars._validate(SamplingParams(structured_outputs=StructuredOutputsParams(structural_tag=asked)))
-        assert len(read) == (pattern != "^.{0,1000}$")
+    asked = json.dumps({"type": "structural_tag", "format": content})
+    bounded_grammars._validate(SamplingParams(structured_outputs=StructuredOutputsParams(structural_tag=asked)))
+    assert read == ["read"] * here
 
 
 def test_xgrammar_compiles_the_ordinary_patterns_that_tools_may_have(backend):

@@ -220,3 +220,28 @@ def test_what_guidance_cannot_read_is_left_to_xgrammar(backend):
     for form in ({"type": "any_tokens"}, {"type": "regex", "pattern": "a{100}"}, {"type": "nothing"}, {}):
         assert tag_as_lark({"type": "structural_tag", "format": form}, {}, json.dumps) is None
     assert tag_as_lark({"structures": [], "triggers": 1}, {}, json.dumps) is None
+
+
+def nested(levels: int) -> dict[str, Any]:
+    content: dict[str, Any] = {"type": "json_schema", "json_schema": {"type": "string", "maxLength": 2000}}
+    for level in range(levels):
+        one = {"type": "tag", "begin": f"<{level}>", "content": content, "end": f"</{level}>"}
+        content = {"type": "tags_with_separator", "separator": ",", "tags": [one]}
+    return {"type": "structural_tag", "format": content}
+
+
+def test_lists_of_tags_inside_each_other_do_not_double_the_grammar_at_each_level(backend):
+    tag = nested(18)
+    lark = tag_as_lark(tag, {}, serialize_in_tag) or ""
+    assert 1_000 < len(lark) < 10_000
+    grammar = backend.compile_grammar(Kind.STRUCTURAL_TAG, json.dumps(nested(2)), {END})
+    assert isinstance(grammar, GuidanceGrammar)
+    assert takes(backend, grammar, '<1><0>"a"</0>,<0>"b"</0></1>,<1></1>')
+
+
+def test_a_text_with_many_ends_that_excludes_much_is_not_written_out_for_each_of_them():
+    content = {"type": "any_text", "excludes": [f"{number:04}" for number in range(2_000)]}
+    tag = {"type": "tag", "begin": "a", "content": content, "end": [f"e{number}" for number in range(2_000)]}
+    assert tag_as_lark({"type": "structural_tag", "format": tag}, {}, json.dumps) is None
+    tag["end"] = tag["end"][:20]
+    assert tag_as_lark({"type": "structural_tag", "format": tag}, {}, json.dumps) is not None

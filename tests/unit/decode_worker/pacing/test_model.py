@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from ridgeline.contracts.workers import MIN_FITTED_STEPS, StepModel
+from ridgeline.decode_worker.pacing.bound import Prompt, most_prefill_tokens
 from ridgeline.decode_worker.pacing.model import KNOWN, StepFit, StepLoad
 
 TRUE = StepModel(
@@ -133,6 +134,19 @@ def test_a_size_that_was_never_seen_is_learned_however_far_from_the_prediction()
         decode = StepLoad(0, 4, 2000, 0.0)
         fit.observe(decode, line(decode) * draw.gauss(1.0, NOISE))
     assert fit.predict_s(prompt) == pytest.approx(line(prompt), rel=0.1)
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 1.0, 30.0])
+def test_a_pause_in_the_first_step_of_each_size_does_not_keep_chunks_short(pause_s: float):
+    fit, met, chunk = StepFit(), set(), 16
+    for _ in range(200):
+        for load in (StepLoad(0, 4, 2000, 0.0), StepLoad(chunk, 4, 2000, chunk * chunk / 2)):
+            fit.observe(load, line(load) + (0.0 if load.bucket in met else pause_s))
+            met.add(load.bucket)
+        if fit.known:
+            fits = most_prefill_tokens(fit.model, 1.5, 4, 2000, [Prompt(0, 2048)])
+            chunk = min(2 * fit.longest_prefill_tokens, fits)
+    assert chunk == pytest.approx(382, rel=0.1), "what fits 1.5 s"
 
 
 def test_a_model_is_known_after_its_first_steps():
