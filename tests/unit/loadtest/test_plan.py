@@ -36,6 +36,7 @@ from ridgeline.loadtest.run.unloaded import sizes_of
         ({"grid": "g", "budget_s": 300}, "grid does not go with budget_s"),
         ({"grid": "g", "baseline": "http://h:1", "variants": "colocated"}, "a baseline is not ours to tune"),
         ({"grid": "g", "variants": "colocated,colocated"}, "grid needs two modes"),
+        ({"warmup_requests": 2}, "should be 0"),
         ({"baseline_devices": 2}, "baseline_devices say nothing without a baseline"),
     ],
 )
