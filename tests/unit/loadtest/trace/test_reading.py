@@ -436,6 +436,16 @@ REFUSED = {
         "the first turn of session b needs a timestamp",
     ),
     "a negative delay": (lines(line(session_id="a"), line(session_id="a", delay=-1)), 2, "its delay is 0 or more"),
+    "a delay that outlasts any run": (
+        lines(line(session_id="a"), line(session_id="a", delay=1e300)),
+        2,
+        "a delay of 1e+297 s: give milliseconds, of a day (86400000) at most",
+    ),
+    "a later turn years away": (
+        lines(line(session_id="a"), line(1e300, session_id="a")),
+        None,
+        "years from the first arrival to the last",
+    ),
     "a turn that adds nothing": (lines(line(0, 0, 5, session_id="a")), 1, "at least 1 input and 1 output token"),
     "turns in disorder": (
         lines(line(5000, session_id="a"), line(1000, session_id="a")),
