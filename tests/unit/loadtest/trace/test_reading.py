@@ -398,6 +398,9 @@ REFUSED = {
     "words": ("\nhello\n", 2, "'hello' begins none of the formats that are read"),
     "a CSV of other columns": ("a,b,c\n1,2,3\n", 1, "'a,b,c' begins none of the formats"),
     "a number": ("5\n", 1, "begins none of the formats"),
+    "an empty array": ("[]", 1, "begins none of the formats that are read: Azure CSV"),
+    "an array of other objects": ('[{"a": 1}, {"b": 2}]', 1, "begins none of the formats that are read: Azure CSV"),
+    "an object of other keys over lines": ('{\n"a": 1\n}', 1, "begins none of the formats that are read: Azure CSV"),
     "objects with other keys": ('{"a": 1}\n', 1, "begins none of the formats that are read"),
     "bytes that are not UTF-8, CSV": (PLAIN.encode() + b"2024,1,\xff\n", 4, "byte 0xff is not UTF-8: save the file as"),
     "bytes that are not UTF-8, JSON": (MOONCAKE.encode() + b'{"\xe9": 1}\n', 3, "byte 0xe9 is not UTF-8"),
@@ -422,6 +425,7 @@ REFUSED = {
     "hashes with fractions": (MOONCAKE + lines(line(hash_ids=[0.5])), 3, "at `$.hash_ids[0]`"),
     "NUL between lines": (MOONCAKE + "\0\n", 3, "JSON is malformed"),
     "a list among lines": (MOONCAKE + "[1]\n", 3, "Expected `object`, got `array`"),
+    "an array of turns": (json.dumps([{"session_id": 1, "delay": 5}]), 1, "write one a line, for instance by jq"),
     "an array of requests": (json.dumps([line(), line()]), 1, "write one a line, for instance by jq"),
     "a request over several lines": (json.dumps(line(), indent=1), 1, "write one a line, for instance by jq -c ."),
     "a Bailian line without a time": (
