@@ -138,6 +138,7 @@ READ = {
     "UTF-16 as PowerShell writes it": (AZURE.encode("utf-16"), AZURE_ROWS),
     "UTF-16, big end first": (("\ufeff" + AZURE).encode("utf-16-be"), AZURE_ROWS),
     "UTF-16 without a mark": (AZURE.encode("utf-16-le"), AZURE_ROWS),
+    "UTF-16 without a mark, big end first": (AZURE.encode("utf-16-be"), AZURE_ROWS),
     "UTF-16 with CRLF": (AZURE.replace("\n", "\r\n").encode("utf-16"), AZURE_ROWS),
     "UTF-16, Mooncake": (MOONCAKE.encode("utf-16"), MOONCAKE_ROWS),
     "UTF-32": (AZURE.encode("utf-32"), AZURE_ROWS),
