@@ -332,7 +332,13 @@ class RidgelineConfig(Section):
 
     def section_of(self, pool: Pool) -> str:
         """Return where a pool's settings are written: adaptive may have none of its own."""
-        return "pools.prefill" if pool == "adaptive" and self.pools.adaptive is None else f"pools.{pool}"
+        return self.sections_of(pool)[0]
+
+    def sections_of(self, pool: Pool) -> tuple[str, ...]:
+        """Return where a pool's number of workers is written: that of adaptive may be a sum."""
+        if pool == "adaptive" and self.pools.adaptive is None:
+            return "pools.prefill", "pools.decode"
+        return (f"pools.{pool}",)
 
     def all_pools(self) -> dict[Pool, PoolConfig]:
         """Return every pool, whatever the mode: `compare` runs all modes from one configuration."""
