@@ -96,9 +96,10 @@ def status(console: Console) -> None:
 def _late(url: str) -> str:
     """Return what a router says of itself if it is the bottleneck; nothing if it does not answer in a second."""
     try:
-        return str(httpx.get(f"{url}/ready", timeout=1.0, trust_env=False).json().get("router", "")) if url else ""
+        answer = httpx.get(f"{url}/ready", timeout=1.0, trust_env=False).json() if url else {}
     except (httpx.HTTPError, ValueError):
         return ""
+    return str(answer.get("router", "")) if isinstance(answer, dict) else ""
 
 
 def stop(name: str, *, now: bool, console: Console) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 
+import httpx
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
@@ -109,6 +110,15 @@ def test_status_lists_what_runs_and_says_so_if_nothing_does(ridgeline, serves):
     assert "ready" in output
     assert "its terminal" in output
     assert output.index("one") < output.index("two")
+
+
+@pytest.mark.parametrize("answer", [["a"], "ready", None, {"router": "busy"}])
+def test_status_takes_no_other_programs_answer_at_the_port_for_a_routers(serves, monkeypatch, answer):
+    monkeypatch.setattr(background.httpx, "get", lambda *_, **__: httpx.Response(200, json=answer))
+    serves("one")
+    console = Console(width=100, file=io.StringIO())
+    background.status(console)
+    assert ("one: busy" in console.file.getvalue()) is isinstance(answer, dict)
 
 
 def test_status_shows_a_whole_url_in_a_narrow_terminal(serves):
