@@ -93,6 +93,16 @@ def test_a_second_one_of_the_same_name_is_refused(ridgeline, serves):
         assert f"process {process.pid}" in error
 
 
+def test_a_second_one_is_refused_while_the_first_does_not_hold_the_name_yet_and_leaves_its_log(ridgeline):
+    place = DeploymentFolder("ridgeline")
+    with place.being_detached():
+        place.log.write_text("of the first\n")
+        status, _, error = ridgeline("serve", "--detach")
+    assert status == 1
+    assert "a deployment named 'ridgeline' is being started on this machine" in error
+    assert place.log.read_text() == "of the first\n"
+
+
 @pytest.mark.parametrize("option", [(), ("--detach",)])
 def test_a_home_that_cannot_be_written_is_one_sentence_that_names_the_fix(ridgeline, monkeypatch, tmp_path, option):
     (tmp_path / "file").touch()
