@@ -68,6 +68,8 @@ class ReplayPlan(BaseModel):
     """The former name of each renamed field, with its name now."""
     follow: ClassVar[frozenset[str]] = frozenset()
     """Fields whose default follows from other options, see `completed`."""
+    fixed: ClassVar[frozenset[str]] = frozenset()
+    """Fields that are no options, since they have one value."""
 
     trace: str = "demo"
     """demo, a file of Azure, BurstGPT, Mooncake, Bailian, ShareGPT, WEKA, OpenTelemetry or sessions, or
@@ -178,15 +180,16 @@ class ReplayPlan(BaseModel):
         return self
 
     def _contradictions(self) -> Iterator[str]:
-        if self.rate is not None and self.time_scale != 1:
+        if self.rate is not None and self._chosen("time_scale"):
             yield "rate and time_scale both rescale time: give one of them"
         given = self.named_slos
         if self.slo == AUTO and given:
             yield f"slo auto measures TTFT and TPOT: leave out {' and '.join(given)}, or slo"
 
     def _chosen(self, *names: str) -> list[str]:
-        """Return those of these fields that have not their default."""
-        return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
+        """Return those of these fields that were given, also with their default; what is off says nothing."""
+        given = self.model_fields_set
+        return [name for name in names if name in given and getattr(self, name) not in (None, False)]
 
 
 class ComparePlan(ReplayPlan):
@@ -204,7 +207,10 @@ class ComparePlan(ReplayPlan):
         "opponent_processes": "baseline_processes",
     }
     follow: ClassVar[frozenset[str]] = frozenset({"variants", "find_rate"})
+    fixed: ClassVar[frozenset[str]] = frozenset({"warmup_requests"})
 
+    warmup_requests: Literal[0] = 0
+    """of a round; each worker is warmed up when it has started, see `loadtest.run.warm_up`"""
     variants: str = f"{COLOCATED},{DISAGGREGATED}"
     """modes to compare, separated by commas; by default colocated,disaggregated,adaptive over rates, the first two of
     them at one rate. One twice is an A/A run. Beside a --baseline, at one rate, give one"""
@@ -297,10 +303,6 @@ class ComparePlan(ReplayPlan):
         Of six pairs the exact test needs all to agree; of seven, six.
         """
         return self.wanted_pairs if self.find_rate else self.wanted_pairs + 1
-
-    def of_warm_round(self) -> Self:
-        """Return the plan of a round, whose server is warm already."""
-        return self.model_copy(update={"warmup_requests": 0})
 
     def of_search(self) -> Self:
         """Return the plan of a search for the maximum goodput rate, whose first rate is measured unless given."""

@@ -105,7 +105,7 @@ async def prepare(
         unloaded = await measure_unloaded(servers.urls[0], plan, console, round_index=0)
         measured_prompts = len(trace.rows) + 1024
         plan, load = settle(plan, trace, unloaded, workers or workers_of(unloaded.workers))
-        beside_s = beside_arrivals_s(plan.of_warm_round(), trace, unloaded)
+        beside_s = beside_arrivals_s(plan, trace, unloaded)
         schedule = Schedule(STARTS_IN_A_PAIR, variant.start_s, beside_s, rounds=len(plan.kinds))
         requests = PairTraces(plan, card.max_model_len).requests
         spent_s = time.monotonic() - began_s
@@ -117,7 +117,7 @@ async def prepare(
     traces = PairTraces(plan, card.max_model_len)
     load = msgspec.structs.replace(load, notes=(*notes, *load.notes, traces.note))
     most = traces.prefix_ids + 1 + max(traces.most_requests, traces.most_at_a_rate)
-    ordinals = most + max(plan.warmup_requests, MOST_WAVES * MOST_REQUESTS)
+    ordinals = most + MOST_WAVES * MOST_REQUESTS
     for sentence in load.sentences(plan.slos):
         console.print(sentence, highlight=False, markup=False)
     first_round_index = 1 + (traces.prefix_ids + measured_prompts) // ordinals

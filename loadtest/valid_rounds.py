@@ -173,7 +173,7 @@ class RoundRunner:
         try:
             result = await run_replay(
                 server,
-                self.plan.of_warm_round().model_copy(update=dict(reached.plan_changes)),
+                self.plan.model_copy(update=dict(reached.plan_changes)),
                 self.console,
                 label=title,
                 round_index=self._new_round_index(),

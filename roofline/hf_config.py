@@ -23,6 +23,11 @@ _OTHER_LAYERS_KEYS = ("attn_type_list", "hybrid_override_pattern", "lru_width", 
 _NUM_EXPERTS_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 _OTHER_EXPERTS_KEYS = ("moe_num_experts",)
 """Keys of mixtures of experts whose other keys are not read here."""
+_OTHER_MODEL_TYPES: Mapping[str, str] = {
+    "hrm_text": "runs its layers several times for a token",
+    "jetmoe": "has experts in its attention",
+}
+"""Families that no key tells from those that are covered."""
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -37,6 +42,7 @@ def shape_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `ModelShape` but element sizes and name. Raises ModelConfigError naming the key at fault."""
     config = text_config(config)
     _refuse_layers_without_attention(config)
+    _refuse_other_structures(config)
     num_layers = _required(config, "num_hidden_layers")
     hidden_size = _required(config, "hidden_size")
     num_q_heads = _required(config, "num_attention_heads")
@@ -77,7 +83,9 @@ def _states_per_token(config: Mapping[str, Any], num_layers: int) -> float:
 
 
 def _moe_fields(config: Mapping[str, Any], num_layers: int) -> dict[str, int]:
-    for key in _OTHER_EXPERTS_KEYS:
+    if config.get("is_moe") is False:  # Doge names its experts in dense models too
+        return {}
+    for key in (*_OTHER_EXPERTS_KEYS, "is_moe"):
         if config.get(key):
             raise ModelConfigError(key, "is of a mixture of experts that this arithmetic does not cover")
     num_experts = _optional(config, *_NUM_EXPERTS_KEYS)
@@ -125,6 +133,17 @@ def _refuse_layers_without_attention(config: Mapping[str, Any]) -> None:
     for key in () if layer_types else _OTHER_LAYERS_KEYS:
         if config.get(key):
             raise ModelConfigError(key, "is of recurrent layers, which this arithmetic does not cover")
+
+
+def _refuse_other_structures(config: Mapping[str, Any]) -> None:
+    model_type = str(config.get("model_type"))
+    if model_type in _OTHER_MODEL_TYPES:
+        problem = f"is {model_type}, which {_OTHER_MODEL_TYPES[model_type]}: this arithmetic does not cover that"
+        raise ModelConfigError("model_type", problem)
+    if config.get("hidden_size_per_layer_input"):
+        raise ModelConfigError(
+            "hidden_size_per_layer_input", "is of embeddings for each layer, which this arithmetic does not cover"
+        )
 
 
 def _required(config: Mapping[str, Any], *spellings: str) -> int:

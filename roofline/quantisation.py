@@ -15,6 +15,7 @@ _METHOD_BYTES: Mapping[str, float] = {"fp8": 1.0, "fbgemm_fp8": 1.0, "mxfp4": 0.
 _NVFP4_BYTES = 0.5 + 1 / 16
 """4 bits, and a scale of 8 bits for 16 weights."""
 _SCALE_BYTES = 2.0
+"""Of a group of integers; one of 4-bit floats (NVFP4, MXFP4) has 8 bits."""
 
 
 def dtype_bytes(dtype: str) -> float:
@@ -68,7 +69,8 @@ def _quantised_bytes(scheme: Mapping[str, Any]) -> float:
         return _grouped_bytes(scheme.get("bits"), scheme.get("group_size"))
     if method == "compressed-tensors":
         weights = _compressed_tensors_weights(scheme)
-        return _grouped_bytes(weights.get("num_bits"), weights.get("group_size"))
+        scale_bytes = 1.0 if (weights.get("type"), weights.get("num_bits")) == ("float", 4) else _SCALE_BYTES
+        return _grouped_bytes(weights.get("num_bits"), weights.get("group_size"), scale_bytes)
     if method == "bitsandbytes":
         return 0.5 if scheme.get("load_in_4bit") else 1.0
     raise ModelConfigError("quantization_config", f"has quant_method {method!r}, whose bytes per weight are not known")
@@ -97,9 +99,9 @@ def _compressed_tensors_weights(scheme: Mapping[str, Any]) -> Mapping[str, Any]:
     raise ModelConfigError("quantization_config.config_groups", "names no weights")
 
 
-def _grouped_bytes(bits: object, group_size: object) -> float:
-    """Return `bits`/8 plus one 16-bit scale per group; scales per channel or tensor are too few to count."""
+def _grouped_bytes(bits: object, group_size: object, scale_bytes: float = _SCALE_BYTES) -> float:
+    """Return `bits`/8 plus a scale per group; scales per channel or tensor are too few to count."""
     if not isinstance(bits, int) or not 1 <= bits <= 16:
         raise ModelConfigError("quantization_config.bits", f"must be 1 to 16, not {bits!r}")
-    scales = _SCALE_BYTES / group_size if isinstance(group_size, int) and group_size > 0 else 0.0
+    scales = scale_bytes / group_size if isinstance(group_size, int) and group_size > 0 else 0.0
     return bits / 8 + scales

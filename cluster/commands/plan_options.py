@@ -18,11 +18,15 @@ Refuse = Callable[[list[str]], None]
 
 
 def with_plan(kind: type[ReplayPlan], refuse: Refuse) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command with a parameter `plan` an option for each field instead, and call it with the checked plan."""
+    """Give a command with a parameter `plan` an option for each field instead, and call it with the checked plan.
+
+    Fields that are fixed have none.
+    """
+    offered = [name for name in kind.model_fields if name not in kind.fixed]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         def call(context: typer.Context, **values: Any) -> None:
-            chosen = {name: values.pop(name) for name in (*kind.model_fields, *kind.renamed)}
+            chosen = {name: values.pop(name) for name in (*offered, *kind.renamed)}
             given = _given(context, chosen)
             # A run that goes on has its own plan, and what was given must not differ from it.
             completed = given if values.get("resume") is not None else kind.completed(given)
@@ -36,7 +40,7 @@ def with_plan(kind: type[ReplayPlan], refuse: Refuse) -> Callable[[Callable[...,
         ]
         context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
         former = [_option(kind, field, former) for former, field in kind.renamed.items()]
-        parameters = [context, *own, *(_option(kind, field) for field in kind.model_fields), *former]
+        parameters = [context, *own, *(_option(kind, field) for field in offered), *former]
         call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         call.__annotations__ = {one.name: one.annotation for one in parameters}
         call.__name__, call.__doc__ = command.__name__, command.__doc__

@@ -5,7 +5,7 @@ Part of `ridgeline.cluster.config.models`; `ridgeline.cluster.config.loader` che
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import ClassVar, Literal, NamedTuple
 
 from pydantic import Field
@@ -103,12 +103,16 @@ class AutoscaleConfig(Section):
 
 
 def autoscale_conflicts(
-    autoscale: AutoscaleConfig, mode: Mode, workers: Mapping[Pool, int], other_modes: Mapping[Pool, int]
+    autoscale: AutoscaleConfig,
+    mode: Mode,
+    workers: Mapping[Pool, int],
+    other_modes: Mapping[Pool, int],
+    sections_of: Callable[[Pool], tuple[str, ...]],
 ) -> list[str]:
     """Find settings that are impossible together in this mode, whose pools start with so many `workers`.
 
-    `other_modes` has the pools of modes that it may change to. One sentence each, naming the fix; none while nothing is
-    to be scaled.
+    `other_modes` has the pools of modes that it may change to, and `sections_of` says where their workers are set. One
+    sentence each, naming the fix; none while nothing is to be scaled.
     """
     if autoscale.mode == "none":
         return []
@@ -128,7 +132,7 @@ def autoscale_conflicts(
                 f"bounds for {' or '.join(workers)} instead, {TURN_OFF}."
             )
         else:
-            found += _bounds_conflicts(pool, each, there)
+            found += _bounds_conflicts(pool, each, there, sections_of(pool))
     return found
 
 
@@ -146,8 +150,9 @@ def _threshold_conflicts(autoscale: AutoscaleConfig) -> Iterator[str]:
         )
 
 
-def _bounds_conflicts(pool: Pool, said: PoolBounds, workers: int) -> Iterator[str]:
+def _bounds_conflicts(pool: Pool, said: PoolBounds, workers: int, sections: tuple[str, ...]) -> Iterator[str]:
     at = f"autoscale.{pool}"
+    numbers = " and ".join(f"{section}.workers" for section in sections)
     if said.min_workers is None or said.max_workers is None:
         missing = "min_workers" if said.min_workers is None else "max_workers"
         yield f"{at}.{missing} must be set as well: a pool is changed within two bounds, or not at all."
@@ -158,6 +163,7 @@ def _bounds_conflicts(pool: Pool, said: PoolBounds, workers: int) -> Iterator[st
         )
     elif not said.min_workers <= workers <= said.max_workers:
         yield (
-            f"pools.{pool}.workers ({workers}) is not within {at}.min_workers ({said.min_workers}) and max_workers "
-            f"({said.max_workers}): start with a number between them, or change the bounds."
+            f"{numbers} ({workers}{' together' * (len(sections) > 1)}) is not within {at}.min_workers "
+            f"({said.min_workers}) and max_workers ({said.max_workers}): start with a number between them, or change "
+            "the bounds."
         )

@@ -84,7 +84,7 @@ def load_config(
         found = (sentence for mode in modes for sentence in conflicts(config.model_copy(update={"mode": mode})))
         problems += dict.fromkeys(found)
         if not both_modes:  # a comparison leaves its pools as they are
-            problems += autoscale_conflicts(config.autoscale, config.mode, *_workers(config))
+            problems += autoscale_conflicts(config.autoscale, config.mode, *_workers(config), config.sections_of)
     if config is None or problems:
         raise ConfigError(problems)
     return LoadedConfig(config=config, origins=origins)

@@ -39,6 +39,14 @@ def _host_or_network(text: str) -> str:
     return without_port(text)
 
 
+def _fault_plan(text: str) -> str:
+    # Imports torch, which a command line has no other use for.
+    from ridgeline.kv_transfer.faults import FaultPlan
+
+    FaultPlan.parse(text)
+    return text
+
+
 class ModelConfig(Section):
     """Which model every worker loads, and the limits they share."""
 
@@ -198,7 +206,7 @@ class TransferConfig(Section):
         description="int8 or fp8: quantize KV on the wire, with one scale per head and block; shm and cuda-ipc "
         "always copy it unchanged",
     )
-    faults: str | None = Field(
+    faults: Annotated[str, AfterValidator(_fault_plan)] | None = Field(
         default=None, description="for tests: injects transfer faults, as in seed=7,drop=0.02,corrupt=0.05"
     )
     overlap: bool = Field(
@@ -332,7 +340,13 @@ class RidgelineConfig(Section):
 
     def section_of(self, pool: Pool) -> str:
         """Return where a pool's settings are written: adaptive may have none of its own."""
-        return "pools.prefill" if pool == "adaptive" and self.pools.adaptive is None else f"pools.{pool}"
+        return self.sections_of(pool)[0]
+
+    def sections_of(self, pool: Pool) -> tuple[str, ...]:
+        """Return where a pool's number of workers is written: that of adaptive may be a sum."""
+        if pool == "adaptive" and self.pools.adaptive is None:
+            return "pools.prefill", "pools.decode"
+        return (f"pools.{pool}",)
 
     def all_pools(self) -> dict[Pool, PoolConfig]:
         """Return every pool, whatever the mode: `compare` runs all modes from one configuration."""

@@ -41,9 +41,13 @@ def detach(name: str, arguments: Sequence[str], console: Console) -> None:
     is ready.
     """
     place = DeploymentFolder(name)
+    with place.being_detached():
+        _detach(place, arguments, console)
+
+
+def _detach(place: DeploymentFolder, arguments: Sequence[str], console: Console) -> None:
     if (state := place.state()) is not None:
-        raise AlreadyRunning(taken(name, state))
-    place.make_folder()
+        raise AlreadyRunning(taken(place.name, state))
     with place.open_log("w") as log:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "ridgeline.cluster.cli", "serve", *arguments, DETACHED],
@@ -57,8 +61,8 @@ def detach(name: str, arguments: Sequence[str], console: Console) -> None:
         _until_ready(place, process, console)
     except KeyboardInterrupt:
         console.print(
-            f"it goes on starting without this terminal: `ridgeline status`, `ridgeline logs --name {name} --follow`, "
-            f"`ridgeline stop --name {name}`",
+            f"it goes on starting without this terminal: `ridgeline status`, `ridgeline logs --name {place.name} "
+            f"--follow`, `ridgeline stop --name {place.name}`",
             highlight=False,
         )
 

@@ -19,7 +19,7 @@ from typing import IO, Literal
 import msgspec
 
 Phase = Literal["starting", "ready", "draining"]
-_LOCK, _STATE, _LOG = "lock", "state.json", "serve.log"
+_LOCK, _DETACHING, _STATE, _LOG = "lock", "detaching", "state.json", "serve.log"
 READ_WITHIN_S = 1.0
 READ_AGAIN_S = 0.02
 logger = logging.getLogger(__name__)
@@ -88,6 +88,27 @@ class DeploymentFolder:
             f"{error.filename or self.folder} cannot be used ({error.strerror}): set XDG_STATE_HOME to a directory "
             "that can be written, and has room"
         )
+
+    @contextmanager
+    def being_detached(self) -> Iterator[None]:
+        """Let no other process detach this name, whose child holds it some seconds later only, while the block runs.
+
+        Raises AlreadyRunning, or NoFolder.
+        """
+        self.make_folder()
+        try:
+            lock = (self.folder / _DETACHING).open("a")
+        except OSError as error:
+            raise self._unusable(error) from error
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise AlreadyRunning(
+                    f"a deployment named {self.name!r} is being started on this machine: look at it with `ridgeline "
+                    "status`, or give this one another --name"
+                ) from None
+            yield
 
     @contextmanager
     def held(self, *, detached: bool = False) -> Iterator[HeldName]:

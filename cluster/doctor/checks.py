@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ridgeline.cluster.config.models import PoolConfig, RidgelineConfig
 from ridgeline.cluster.doctor.facts import HostFacts, read_cpu_flags, read_host_facts
-from ridgeline.cluster.doctor.gpus import gpu_count, gpu_devices, gpu_software
+from ridgeline.cluster.doctor.gpus import gpu_count, gpu_devices, gpu_software, sections_of
 from ridgeline.cluster.doctor.model_support import model_conflicts
 from ridgeline.cluster.doctor.software import (
     CheckResult,
@@ -141,7 +141,8 @@ def _cores(config: RidgelineConfig, host: HostFacts, pools: Pools) -> Iterator[C
         needed = max(pool.cores_per_worker for pool in pools.values())
     else:
         needed = sum(pool.workers * pool.cores_per_worker for pool in pools.values())
-    fix = f"{needed} cores are needed and {host.cores} usable: lower workers or cores_per_worker in {_titles(pools)}."
+    where = sections_of(config, pools)
+    fix = f"{needed} cores are needed and {host.cores} usable: lower workers or cores_per_worker in {where}."
     ok = needed <= host.cores
     yield CheckResult("cores", ok, f"{needed} needed, {host.cores} usable", "" if ok else fix)
 
@@ -152,7 +153,7 @@ def _memory(config: RidgelineConfig, host: HostFacts, pools: Pools) -> Iterator[
     needed = engines + beside
     unknown = "" if host.model.parameters or config.uses_gpus() else " without the weights, whose size is not known yet"
     detail = f"{_gib(needed)} needed{unknown}, {_gib(host.memory_available_bytes)} available"
-    fix = f"{detail}: lower kv_cache_bytes or workers in {_titles(pools)}, or free memory."
+    fix = f"{detail}: lower kv_cache_bytes or workers in {sections_of(config, pools)}, or free memory."
     ok = needed <= host.memory_available_bytes
     yield CheckResult("memory", ok, detail, "" if ok else fix)
 
@@ -192,7 +193,7 @@ def _steps(config: RidgelineConfig, host: HostFacts, pools: Pools) -> Iterator[C
         detail = f"about {step_s:.1f} s for {pool.max_num_batched_tokens} tokens"
         fix = " ".join(
             f"One step of {name} takes {detail} here, too long for {setting} ({value:g}): set that to at least "
-            f"{math.ceil(2 * step_s)}, or lower pools.{name}.max_num_batched_tokens."
+            f"{math.ceil(2 * step_s)}, or lower {config.section_of(name)}.max_num_batched_tokens."
             for setting, value in short
         )
         yield CheckResult(f"step, {name}", not short, detail, fix)
@@ -225,18 +226,14 @@ def _kv_cache_fits(config: RidgelineConfig, name: Pool, cache_bytes: int, token_
     ok = fits >= config.model.max_model_len_tokens + block  # one block is the engine's own
     longest = config.model.max_model_len_tokens
     fix = (
-        f"pools.{name}.kv_cache_bytes holds {fits} tokens, and one request may have {longest}: raise it to at least "
-        f"{needed_mib} MiB, or lower model.max_model_len_tokens."
+        f"{config.section_of(name)}.kv_cache_bytes holds {fits} tokens, and one request may have {longest}: raise it "
+        f"to at least {needed_mib} MiB, or lower model.max_model_len_tokens."
     )
     return CheckResult(f"kv cache, {name}", ok, f"{fits} tokens in {cache_bytes // MIB} MiB", "" if ok else fix)
 
 
 def _value_bytes(config: RidgelineConfig, host: HostFacts) -> int:
     return 4 if resolve_dtype(config, host.cpu_flags) == "float32" else 2
-
-
-def _titles(pools: Pools) -> str:
-    return " or ".join(f"pools.{name}" for name in pools)
 
 
 def _gib(size_bytes: int) -> str:

@@ -37,13 +37,18 @@ def gpu_count(config: RidgelineConfig, host: HostFacts, pools: Pools) -> Iterato
     if not needed:
         return
     ok = needed <= host.gpus
-    titles = " or ".join(f"pools.{name}" for name in pools)
-    fix = f"{needed} GPUs are needed and {host.gpus} visible: lower workers or gpus_per_worker in {titles}"
+    sections = sections_of(config, pools)
+    fix = f"{needed} GPUs are needed and {host.gpus} visible: lower workers or gpus_per_worker in {sections}"
     if not host.gpus:
         fix += ", or run on a machine with GPUs and NVIDIA's driver (nvidia-smi lists them)"
         if config.transfer.transport == "cuda-ipc":
             fix += ". On CPUs, which gpus_per_worker 0 means, transfer.transport has to be shm instead of cuda-ipc"
     yield CheckResult("gpus", ok, f"{needed} needed, {host.gpus} visible", halved(config) if ok else f"{fix}.")
+
+
+def sections_of(config: RidgelineConfig, pools: Pools) -> str:
+    """Say where the numbers of workers of these pools are written."""
+    return " or ".join(dict.fromkeys(section for name in pools for section in config.sections_of(name)))
 
 
 def halved(config: RidgelineConfig) -> str:
@@ -152,7 +157,7 @@ def _memory(config: RidgelineConfig, host: HostFacts, name: Pool, pool: PoolConf
             f"GPU {gpu.index} has {_gib(gpu.free_bytes)} free, and {'an engine' if engines == 1 else 'two engines'} of "
             f"{name} {'wants' if engines == 1 else 'want'} {_gib(needed)} "
             f"({part:g} of its memory): end what uses it (nvidia-smi lists it), or lower "
-            f"pools.{name}.engine_args.gpu_memory_utilization."
+            f"{config.section_of(name)}.engine_args.gpu_memory_utilization."
         )
         yield CheckResult(f"gpu memory, {name}", False, detail, fix)
         return
@@ -162,7 +167,8 @@ def _memory(config: RidgelineConfig, host: HostFacts, name: Pool, pool: PoolConf
         what = f"weights of {_gib(weights)}" + (f" and a KV cache of {_gib(cache)}" if cache else "")
         fix = (
             f"A GPU of {name} would hold {what}, and has {_gib(gpu.memory_bytes)}: raise "
-            f"pools.{name}.gpus_per_worker (one rank on each), lower kv_cache_bytes, or serve a smaller model."
+            f"{config.section_of(name)}.gpus_per_worker (one rank on each), lower kv_cache_bytes, or serve a smaller "
+            "model."
         )
         yield CheckResult(f"gpu memory, {name}", False, detail, fix)
         return

@@ -19,7 +19,7 @@ def head_conflicts(config: RidgelineConfig, model: ModelFacts) -> list[str]:
     for name, pool in config.active_pools().items():
         for kind, heads in (("KV", model.kv_heads), ("attention", model.attention_heads)):
             if heads and not _splits(heads, name, pool):
-                found.append(_sentence(config.model.path, name, pool, f"{heads} {kind} heads", _allowed(model)))
+                found.append(_sentence(config, name, pool, f"{heads} {kind} heads", _allowed(model)))
                 break
     return found
 
@@ -30,12 +30,12 @@ def _splits(heads: int, name: Pool, pool: PoolConfig) -> bool:
     return heads % pool.ranks == 0
 
 
-def _sentence(model: str, name: Pool, pool: PoolConfig, heads: str, allowed: list[int]) -> str:
+def _sentence(config: RidgelineConfig, name: Pool, pool: PoolConfig, heads: str, allowed: list[int]) -> str:
     setting = "gpus_per_worker" if pool.gpus_per_worker else "tensor_parallel"
     values = " or ".join(map(str, allowed))
     return (
-        f"{model} has {heads}, which cannot be split over the {pool.ranks} ranks of each {name} engine: set "
-        f"pools.{name}.{setting} to {values}, or serve another model."
+        f"{config.model.path} has {heads}, which cannot be split over the {pool.ranks} ranks of each {name} engine: "
+        f"set {config.section_of(name)}.{setting} to {values}, or serve another model."
     )
 
 

@@ -45,6 +45,8 @@ class PlannedWorker:
     """`worker-N`, counted over all pools: the same for the same configuration, and whatever its role becomes."""
     pool: Pool
     settings: PoolConfig
+    section: str
+    """Where its pool's settings are written."""
 
     @property
     def title(self) -> str:
@@ -71,7 +73,8 @@ class Plan:
 
     def another_worker(self, worker_id: str, pool: Pool) -> PlannedWorker:
         """Return a worker that is started while the others serve."""
-        return PlannedWorker(worker_id, pool, _start_settings(self.config, self.roles, self.config.all_pools()[pool]))
+        settings = _start_settings(self.config, self.roles, self.config.all_pools()[pool])
+        return PlannedWorker(worker_id, pool, settings, self.config.section_of(pool))
 
     @property
     def routers(self) -> int:
@@ -158,7 +161,7 @@ def make_plan(config: RidgelineConfig) -> Plan:
     places = [(name, pool) for name, pool in config.active_pools().items() for _ in range(pool.workers)]
     roles = mode_roles(config, facts)
     workers = tuple(
-        PlannedWorker(worker_id, name, _start_settings(config, roles, pool))
+        PlannedWorker(worker_id, name, _start_settings(config, roles, pool), config.section_of(name))
         for worker_id, (name, pool) in zip(worker_ids(len(places)), places, strict=True)
     )
     return Plan(
@@ -250,7 +253,7 @@ class CoreTable:
             beside = f" beside {others} that workers of another deployment have" if others else ""
             raise PlacementError(
                 f"{worker.title} needs {wanted} cores of its own on {place.host} and {len(usable)} are left{beside}: "
-                f"lower pools.{worker.pool}.workers or cores_per_worker, or add a machine"
+                f"lower {worker.section}.workers or cores_per_worker, or add a machine"
             )
         return tuple(usable[:wanted])
 

@@ -87,8 +87,8 @@ def _obstacle(config: RidgelineConfig, other: RidgelineConfig, model: ModelFacts
             value, other_value = _kept(one, setting), _kept(another, setting)
             if value != other_value:
                 return (
-                    f"a running engine keeps its {setting}: pools.{name}.{setting} is {value} and "
-                    f"pools.{other_name}.{setting} is {other_value}: make them equal, and start again"
+                    f"a running engine keeps its {setting}: {config.section_of(name)}.{setting} is {value} and "
+                    f"{other.section_of(other_name)}.{setting} is {other_value}: make them equal, and start again"
                 )
     if other.mode != "colocated" and config.mode == "colocated" and model.state == "hub":
         return (
@@ -100,10 +100,10 @@ def _obstacle(config: RidgelineConfig, other: RidgelineConfig, model: ModelFacts
 
 
 def _number(config: RidgelineConfig) -> str:
-    numbers = {f"pools.{name}.workers": pool.workers for name, pool in config.active_pools().items()}
-    settings = " and ".join(numbers)
-    total = sum(numbers.values())
-    return f"{settings} are {total} together" if len(numbers) > 1 else f"{settings} is {total}"
+    pools = config.active_pools()
+    settings = [f"{section}.workers" for name in pools for section in config.sections_of(name)]
+    total = sum(pool.workers for pool in pools.values())
+    return f"{' and '.join(settings)} are {total} together" if len(settings) > 1 else f"{settings[0]} is {total}"
 
 
 def _kept(pool: PoolConfig, setting: str) -> object:

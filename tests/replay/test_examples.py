@@ -64,7 +64,6 @@ async def test_a_comparison_is_read_as_a_table(tmp_path, monkeypatch):
         variants="colocated,colocated",
         settle_s=0.02,
         tokenizer="unused",
-        warmup_requests=1,
         slo_ttft_ms=200_000,
         pairs=1,
     )

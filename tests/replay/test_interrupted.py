@@ -27,7 +27,6 @@ PLAN = {
     "variants": "colocated,colocated",
     "settle_s": 0.02,
     "tokenizer": "unused",
-    "warmup_requests": 1,
     "slo_ttft_ms": 200_000,  # no round is discarded, and repeated, because of a late client: it may be late by 4 s
     "slo_tpot_ms": 40,
     "pairs": 2,

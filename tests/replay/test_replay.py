@@ -292,7 +292,7 @@ class _Running:
 
 
 def _compare_plan(**fields) -> ComparePlan:
-    plain = {"trace": SIX, "settle_s": 0.02, "tokenizer": "unused", "warmup_requests": 1, "slo_tpot_ms": 40}
+    plain = {"trace": SIX, "settle_s": 0.02, "tokenizer": "unused", "slo_tpot_ms": 40}
     # No round is discarded, and repeated, because of a late client: it may be late by 4 s.
     return ComparePlan(**plain | {"slo_ttft_ms": 200_000, "pairs": 2} | fields)
 
@@ -465,7 +465,6 @@ async def test_compare_measures_once_before_round_one_and_both_variants_get_the_
         budget_s=0.1,
         settle_s=0.02,
         tokenizer="unused",
-        warmup_requests=1,
     )
     await cluster.compare(plan, tmp_path, console, workers=Workers(prefill=2, decode=2), notes=("others work here",))
     first = cluster.started[0]

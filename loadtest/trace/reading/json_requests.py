@@ -19,6 +19,8 @@ from ridgeline.loadtest.trace.reading.trace_file import TraceFile
 from ridgeline.loadtest.trace.trace import MOONCAKE_BLOCK_TOKENS
 
 BAILIAN_BLOCK_TOKENS = 16
+MOST_DELAY_S = 86_400
+"""No rate and no time scale shortens a delay: a run waits for a turn as long as its line says."""
 Hashes = tuple[int | str, ...] | None
 _Line = TypeVar("_Line")
 
@@ -95,6 +97,10 @@ class _Sessions:
         where, delay_ms = self._file.where(number), line.delay or 0.0
         if line.input_length < 1 or line.output_length < 1 or delay_ms < 0:
             raise TraceError(f"{where}: a turn adds at least 1 input and 1 output token, and its delay is 0 or more")
+        if delay_ms > 1e3 * MOST_DELAY_S:
+            raise TraceError(
+                f"{where}: a delay of {delay_ms / 1e3:g} s: give milliseconds, of a day ({1000 * MOST_DELAY_S}) at most"
+            )
         before = self._last.get(session)
         if before is None:
             if line.timestamp is None:

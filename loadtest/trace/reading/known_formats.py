@@ -20,6 +20,7 @@ LEAST_ROWS = 30_000
 SPARE = 4
 """Rows read for each that is wanted, since some are left out."""
 KEY = re.compile(r'"(\w+)"\s*:')
+KEYS_OF_LINES = frozenset({"timestamp", "input_length", "output_length", "session_id", "chat_id"})
 SHOWN_CHARACTERS = 60
 FORMATS = (
     *(f"{each.name} (columns {each.header})" for each in csv_columns.FORMATS),
@@ -61,24 +62,23 @@ def _read(file: TraceFile, tokenizer: str | None, limit: int | None, most_rows: 
 
 def _read_json(file: TraceFile, tokenizer: str | None, limit: int | None, most_rows: int) -> RequestTable:
     """Choose by the keys of the first object, of which only the beginning may be known."""
-    first, _, rest = file.text.partition("\n")
-    keys = set(KEY.findall(first if len(first) > len("[{ ") else rest))
-    is_array = file.text[0] == "["
-    if "conversations" in keys or (is_array and not keys & {"timestamp", "requests", "resourceSpans"}):
+    first = file.text.partition("\n")[0]
+    keys = set(KEY.findall(file.text if file.is_one_document else first))
+    if "conversations" in keys:
         return read_sharegpt(file, tokenizer, most_rows if limit is None else limit)
     if "resourceSpans" in keys:
         return read_otel_spans(file, most_rows)
     if "requests" in keys and "input_length" not in keys:
         return read_agent_traces(file, most_rows)
-    if is_array:
+    if not keys & KEYS_OF_LINES:
+        raise _unknown(file)
+    if file.text[0] == "[":
         raise TraceError(f"{file.where(1)}: an array of requests: write one a line, for instance by jq -c '.[]'")
     if first.strip() == "{":
         raise TraceError(f"{file.where(1)}: a request over several lines: write one a line, for instance by jq -c .")
     if "chat_id" in keys:
         return read_bailian(file, most_rows)
-    if keys & {"timestamp", "input_length", "output_length", "session_id"}:
-        return read_mooncake(file, most_rows)
-    raise _unknown(file)
+    return read_mooncake(file, most_rows)
 
 
 def _unknown(file: TraceFile) -> TraceError:

@@ -117,14 +117,17 @@ def checked_table(
         raise TraceError(f"{file.path} holds no request{f' ({left_out})' if left_out else ''}: a trace needs one")
     if not rows["arrival_s"].is_sorted():
         rows = rows.sort("arrival_s", maintain_order=True)
-    _refuse_absurd_span(file, rows["arrival_s"])
+    _refuse_absurd_span(file, rows)
     notes = (*notes, *_hash_notes(file, rows, block_tokens))
     rows = rows.drop("line", strict=False).with_columns(pl.col("arrival_s") - rows["arrival_s"][0])
     return RequestTable(name, rows, block_tokens, dict(reasons), notes)
 
 
-def _refuse_absurd_span(file: TraceFile, arrivals_s: pl.Series) -> None:
-    first_s, last_s = arrivals_s[0], arrivals_s[-1]
+def _refuse_absurd_span(file: TraceFile, rows: pl.DataFrame) -> None:
+    """Raise TraceError if a request, or a later turn by its own time, is years after the first."""
+    first_s, last_s = rows["arrival_s"][0], rows["arrival_s"][-1]
+    if "offset_s" in rows.columns:
+        last_s = rows.select((pl.col("arrival_s") + pl.col("offset_s")).max()).item()
     if not last_s - first_s <= MOST_SPAN_S:
         years = (last_s - first_s) / (365 * 86_400)
         raise TraceError(

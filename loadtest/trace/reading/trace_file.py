@@ -179,8 +179,11 @@ def _encoding(head: bytes) -> str:
     for mark, encoding in MARKS.items():
         if head.startswith(mark):
             return encoding
-    if len(head) > 3 and head[1:4:2] == b"\0\0" and head[0] and head[2]:
-        return "utf-16-le"
+    if len(head) > 3:  # as all formats begin: with characters of ASCII
+        if head[1:4:2] == b"\0\0" and head[0] and head[2]:
+            return "utf-16-le"
+        if head[0:4:2] == b"\0\0" and head[1] and head[3]:
+            return "utf-16-be"
     return "utf-8"
 
 

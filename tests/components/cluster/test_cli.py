@@ -282,9 +282,18 @@ def test_a_plan_that_cannot_work_is_refused_before_anything_starts(
 def test_every_field_of_the_plan_is_an_option_that_says_what_it_does(command, kind):
     options = {one.name: one for one in typer.main.get_command(app).commands[command].params}
     for name, field in kind.model_fields.items():
+        if name in kind.fixed:
+            assert name not in options
+            continue
         assert options[name].opts == [f"--{name.replace('_', '-')}"]
         assert options[name].help
         assert options[name].default == field.default
+
+
+def test_compare_refuses_an_option_of_replay_that_would_do_nothing(run_ridgeline):
+    status, _, error = run_ridgeline("compare", "--warmup-requests", "5")
+    assert status == 2
+    assert "No such option: --warmup-requests" in error
 
 
 def test_the_options_reach_the_plan(run_ridgeline, monkeypatch):

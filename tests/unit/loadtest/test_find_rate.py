@@ -261,7 +261,10 @@ def test_a_request_is_given_up_when_it_has_taken_twice_what_its_limits_allow():
 
 
 @pytest.mark.parametrize("asked", [{"pairs": 6}, {"margin": 0.1}, {"time_scale": 2.0}, {"duration_s": 9.0}])
-def test_options_that_a_search_chooses_itself_are_refused(asked):
+@pytest.mark.parametrize("is_default", [False, True])
+def test_options_that_a_search_chooses_itself_are_refused(asked, is_default):
+    if is_default and (default := ComparePlan.model_fields[next(iter(asked))].default) is not None:
+        asked = dict.fromkeys(asked, default)
     with pytest.raises(ValueError, match=f"leave out {next(iter(asked))}"):
         ComparePlan(find_rate=True, **asked)
 

@@ -15,6 +15,10 @@ from ridgeline.loadtest.run.unloaded import sizes_of
         ({"slo": "auto", "slo_ttft_ms": 2000}, "leave out slo_ttft_ms, or slo"),
         ({"slo": "auto", "slo_ttft_ms": 1, "slo_tpot_ms": 2}, "leave out slo_tpot_ms and slo_ttft_ms, or slo"),
         ({"rate": "auto", "time_scale": 2}, "give one of them"),
+        ({"rate": "auto", "time_scale": 1}, "give one of them"),
+        ({"attainment": 0.9}, "give find_rate too"),
+        ({"tuning_rounds": 3}, "give grid too"),
+        ({"baseline_name": "baseline"}, "baseline_name say nothing without a baseline"),
         ({"rate": "fast"}, "must be a number above 0 or auto, not 'fast'"),
         ({"rate": "-1"}, "above 0"),
         ({"rate": "nan"}, "above 0"),
@@ -36,6 +40,7 @@ from ridgeline.loadtest.run.unloaded import sizes_of
         ({"grid": "g", "budget_s": 300}, "grid does not go with budget_s"),
         ({"grid": "g", "baseline": "http://h:1", "variants": "colocated"}, "a baseline is not ours to tune"),
         ({"grid": "g", "variants": "colocated,colocated"}, "grid needs two modes"),
+        ({"warmup_requests": 2}, "should be 0"),
         ({"baseline_devices": 2}, "baseline_devices say nothing without a baseline"),
     ],
 )
@@ -57,8 +62,11 @@ def test_an_baseline_is_the_last_variant_beside_one_mode_and_in_a_search_beside_
     assert three.kinds == ("colocated", "disaggregated", "baseline")
     assert plan.baseline_urls == ("http://h:1", "http://h:2")
     assert plan.baseline_process_ids == (12, 13)
-    assert ComparePlan(**plan.model_dump()) == plan
-    assert ComparePlan(**ComparePlan().model_dump()) == ComparePlan()
+    assert ComparePlan(**plan.model_dump(exclude_unset=True)) == plan
+
+
+def test_an_option_that_is_turned_off_contradicts_none():
+    assert ComparePlan(grid="g", find_rate=False, baseline_text_prompts=False).grid == "g"
 
 
 def test_former_names_of_fields_are_still_read():

@@ -21,6 +21,12 @@ SMOLLM2 = {
 }
 
 
+def compressed(kind, group_size):
+    """Compressed-tensors' weights of four bits: NVFP4 in groups of 16, MXFP4 of 32, or integers."""
+    weights = {"num_bits": 4, "type": kind, "group_size": group_size}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
+
+
 def from_config(config, name="test"):
     return ModelShape.from_hf_config(config, weight_bytes_per_param=2.0, kv_bytes_per_element=2.0, name=name)
 
@@ -203,6 +209,32 @@ def test_a_mixture_of_experts_whose_keys_are_not_read_is_refused_and_not_taken_f
         from_config(SMOLLM2 | {"moe_num_experts": 64, "moe_k": 6})
 
 
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        ({"model_type": "gemma4_text", "hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input"),
+        ({"model_type": "jetmoe", "num_local_experts": 8, "num_experts_per_tok": 2}, "model_type"),
+        ({"model_type": "hrm_text", "num_layers_per_stack": 2}, "model_type"),
+        ({"model_type": "doge", "is_moe": True, "num_experts": 1024, "num_experts_per_tok": 8}, "is_moe"),
+    ],
+)
+def test_a_family_with_matrices_that_no_field_counts_is_refused(family, key):
+    with pytest.raises(ModelConfigError, match="this arithmetic does not cover") as caught:
+        from_config(SMOLLM2 | family)
+    assert caught.value.key == key
+
+
+def test_gemma_4_without_embeddings_for_each_layer_is_counted():
+    assert from_config(SMOLLM2 | {"hidden_size_per_layer_input": 0}) == from_config(SMOLLM2)
+
+
+def test_a_dense_doge_has_as_many_parameters_as_in_transformers_although_it_names_experts():
+    doge = {"model_type": "doge", "is_moe": False, "num_experts": 16384, "num_experts_per_tok": 64}
+    sizes = {"num_hidden_layers": 6, "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
+    shape = from_config(doge | sizes | {"intermediate_size": 512, "vocab_size": 1000, "tie_word_embeddings": False})
+    assert shape.num_params == pytest.approx(4_060_824, rel=2e-3)
+
+
 @pytest.mark.parametrize("family", ["apertus", "arcee", "jais2", "nanochat", "persimmon", "phi"])
 def test_a_family_without_a_gate_has_two_matrices_in_its_mlp(family):
     assert from_config(SMOLLM2 | {"model_type": family}).dense_mlp_params == 2 * 576 * 1536
@@ -262,6 +294,9 @@ def test_sparse_steps_and_listed_layers_leave_dense_layers_in_a_mixture():
         ({"quant_method": "modelopt_fp4"}, 0.5625),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 0.5),
         ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 8}}}}, 1.0),
+        (compressed("float", 16), 0.5625),
+        (compressed("float", 32), 0.53125),
+        (compressed("int", 128), 0.5 + 2 / 128),
     ],
 )
 def test_weight_bytes_follow_the_quantisation_scheme(scheme, expected):

@@ -93,6 +93,16 @@ def test_a_second_one_of_the_same_name_is_refused(ridgeline, serves):
         assert f"process {process.pid}" in error
 
 
+def test_a_second_one_is_refused_while_the_first_does_not_hold_the_name_yet_and_leaves_its_log(ridgeline):
+    place = DeploymentFolder("ridgeline")
+    with place.being_detached():
+        place.log.write_text("of the first\n")
+        status, _, error = ridgeline("serve", "--detach")
+    assert status == 1
+    assert "a deployment named 'ridgeline' is being started on this machine" in error
+    assert place.log.read_text() == "of the first\n"
+
+
 @pytest.mark.parametrize("option", [(), ("--detach",)])
 def test_a_home_that_cannot_be_written_is_one_sentence_that_names_the_fix(ridgeline, monkeypatch, tmp_path, option):
     (tmp_path / "file").touch()
@@ -110,6 +120,15 @@ def test_status_lists_what_runs_and_says_so_if_nothing_does(ridgeline, serves):
     assert "ready" in output
     assert "its terminal" in output
     assert output.index("one") < output.index("two")
+
+
+@pytest.mark.parametrize("answer", [["a"], "ready", None, {"router": "busy"}])
+def test_status_takes_no_other_programs_answer_at_the_port_for_a_routers(serves, monkeypatch, answer):
+    monkeypatch.setattr(background.httpx, "get", lambda *_, **__: httpx.Response(200, json=answer))
+    serves("one")
+    console = Console(width=100, file=io.StringIO())
+    background.status(console)
+    assert ("one: busy" in console.file.getvalue()) is isinstance(answer, dict)
 
 
 def test_status_shows_a_whole_url_in_a_narrow_terminal(serves):

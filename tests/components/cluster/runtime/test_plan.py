@@ -30,7 +30,7 @@ def a_worker(name="worker-0", cores=1, gpus=0, pool="decode"):
     settings = PoolConfig(
         workers=1, cores_per_worker=cores, gpus_per_worker=gpus, max_num_seqs=8, max_num_batched_tokens=64
     )
-    return PlannedWorker(name, pool, settings)
+    return PlannedWorker(name, pool, settings, f"pools.{pool}")
 
 
 def assign_cores(workers, places, **options):
@@ -112,6 +112,12 @@ def test_cores_of_another_deployments_workers_are_left_alone_and_named_where_too
     with pytest.raises(PlacementError, match=sentence) as refused:
         assign_cores((a_worker("worker-0", 2),), [beside])
     assert is_quoted(str(refused.value))
+
+
+def test_a_worker_of_a_pool_without_a_section_of_its_own_is_told_of_the_one_that_it_is_set_in(planned):
+    worker = planned(mode="adaptive").workers[0]
+    with pytest.raises(PlacementError, match=r"worker-0 \(adaptive\) .*: lower pools.prefill.workers or"):
+        CoreTable().take(worker, a_place(cores=()))
 
 
 def test_a_worker_that_comes_back_finds_the_cores_that_it_still_seems_to_have_itself():
@@ -253,6 +259,8 @@ def test_workers_with_different_caches_have_one_mode_and_pools_that_hand_over_ma
     three = planned(pools__prefill__workers="2").router_settings()
     assert ({*three.roles}, {*three.why_not}) == ({"disaggregated", "adaptive"}, {"colocated"})
     own = planned(pools__adaptive="{workers: 3, max_num_seqs: 8, max_num_batched_tokens: 64}").router_settings()
+    odd = planned(mode="adaptive", pools__colocated__workers="3").router_settings()
+    assert "pools.prefill.workers and pools.decode.workers are 2 together" in odd.why_not["colocated"]
     assert "pools.adaptive.workers is 3" in own.why_not["adaptive"]
 
 

@@ -48,12 +48,16 @@ def test_what_excludes_each_other_is_one_sentence_that_names_the_fix(path, value
 
 
 ADAPTIVE = {"autoscale.adaptive.min_workers": "2", "autoscale.adaptive.max_workers": "8"}
+OWN = {"pools.adaptive": "{workers: 9, max_num_seqs: 8, max_num_batched_tokens: 64}"}
 
 
 def test_pools_of_modes_that_it_may_change_to_may_have_bounds_too():
     autoscale = load_config(None, ACT | ADAPTIVE).config.autoscale
     assert autoscale.bounds() == {"decode": WorkerBounds(1, 4), "adaptive": WorkerBounds(2, 8)}
-    assert problems_of(**ADAPTIVE, pools__decode__workers="8")[1].startswith("pools.adaptive.workers (9) is not within")
+    sentence = problems_of(**ADAPTIVE, pools__decode__workers="8")[1]
+    assert sentence.startswith("pools.prefill.workers and pools.decode.workers (9 together) is not within")
+    own = problems_of(**ADAPTIVE, **OWN)[0]
+    assert own.startswith("pools.adaptive.workers (9) is not within")
 
 
 def test_in_a_fixed_mode_bounds_of_another_modes_pool_are_refused():

@@ -136,6 +136,13 @@ def test_an_impossible_policy_is_an_error_with_its_origin_not_a_traceback(tmp_pa
     assert only_problem_of(path).startswith(f"{path}:3: router.policy: value error, policy adaptive has no options")
 
 
+@pytest.mark.parametrize("plan", ["bla", "drop=2", "drop=0.1,drop=0.2", "drop=0.9,cut=0.9"])
+def test_a_plan_of_faults_that_is_none_is_refused_before_an_engine_reads_it(plan):
+    problem = only_problem_of(transfer__faults=plan)
+    assert problem.startswith("flag: transfer.faults: value error, ")
+    assert any(fix in problem for fix in ("Write it as drop=0.05,delay=0.2", "leave one out"))
+
+
 def test_an_entry_of_a_table_that_is_none_is_an_error_that_names_the_table_and_no_traceback(tmp_path):
     path = write(tmp_path, "engine_args: [seed]\n")
     assert only_problem_of(path, engine_args__seed="1").startswith(

@@ -67,6 +67,16 @@ def test_a_temporary_folder_without_room_for_sockets_is_told_and_one_that_cannot
     assert failures_on(but(ray_folder=locked)) == ["Ray keeps its sockets in /locked: set RAY_TMPDIR."]
 
 
+def test_of_a_mode_without_settings_of_its_own_those_are_named_that_it_takes():
+    few = but(cores=1, memory_available_bytes=2 * GIB)
+    config = config_with(mode="adaptive", model__max_model_len_tokens="8192", pools__prefill__kv_cache_bytes="64 MiB")
+    sentences = failures_on(few, config)
+    assert any("cores_per_worker in pools.prefill or pools.decode." in one for one in sentences)
+    assert any("or workers in pools.prefill or pools.decode, or free" in one for one in sentences)
+    assert any(one.startswith("pools.prefill.kv_cache_bytes holds") for one in sentences)
+    assert not any("pools.adaptive" in one for one in sentences)
+
+
 def test_without_metadata_of_pip_that_is_told_and_another_torch_than_vllms_is_refused():
     [note] = notes_on(but(pinned_packages={}), RidgelineConfig())
     assert note.startswith("Ridgeline was not installed by pip")

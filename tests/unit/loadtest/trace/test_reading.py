@@ -138,6 +138,7 @@ READ = {
     "UTF-16 as PowerShell writes it": (AZURE.encode("utf-16"), AZURE_ROWS),
     "UTF-16, big end first": (("\ufeff" + AZURE).encode("utf-16-be"), AZURE_ROWS),
     "UTF-16 without a mark": (AZURE.encode("utf-16-le"), AZURE_ROWS),
+    "UTF-16 without a mark, big end first": (AZURE.encode("utf-16-be"), AZURE_ROWS),
     "UTF-16 with CRLF": (AZURE.replace("\n", "\r\n").encode("utf-16"), AZURE_ROWS),
     "UTF-16, Mooncake": (MOONCAKE.encode("utf-16"), MOONCAKE_ROWS),
     "UTF-32": (AZURE.encode("utf-32"), AZURE_ROWS),
@@ -398,6 +399,9 @@ REFUSED = {
     "words": ("\nhello\n", 2, "'hello' begins none of the formats that are read"),
     "a CSV of other columns": ("a,b,c\n1,2,3\n", 1, "'a,b,c' begins none of the formats"),
     "a number": ("5\n", 1, "begins none of the formats"),
+    "an empty array": ("[]", 1, "begins none of the formats that are read: Azure CSV"),
+    "an array of other objects": ('[{"a": 1}, {"b": 2}]', 1, "begins none of the formats that are read: Azure CSV"),
+    "an object of other keys over lines": ('{\n"a": 1\n}', 1, "begins none of the formats that are read: Azure CSV"),
     "objects with other keys": ('{"a": 1}\n', 1, "begins none of the formats that are read"),
     "bytes that are not UTF-8, CSV": (PLAIN.encode() + b"2024,1,\xff\n", 4, "byte 0xff is not UTF-8: save the file as"),
     "bytes that are not UTF-8, JSON": (MOONCAKE.encode() + b'{"\xe9": 1}\n', 3, "byte 0xe9 is not UTF-8"),
@@ -422,6 +426,7 @@ REFUSED = {
     "hashes with fractions": (MOONCAKE + lines(line(hash_ids=[0.5])), 3, "at `$.hash_ids[0]`"),
     "NUL between lines": (MOONCAKE + "\0\n", 3, "JSON is malformed"),
     "a list among lines": (MOONCAKE + "[1]\n", 3, "Expected `object`, got `array`"),
+    "an array of turns": (json.dumps([{"session_id": 1, "delay": 5}]), 1, "write one a line, for instance by jq"),
     "an array of requests": (json.dumps([line(), line()]), 1, "write one a line, for instance by jq"),
     "a request over several lines": (json.dumps(line(), indent=1), 1, "write one a line, for instance by jq -c ."),
     "a Bailian line without a time": (
@@ -436,6 +441,16 @@ REFUSED = {
         "the first turn of session b needs a timestamp",
     ),
     "a negative delay": (lines(line(session_id="a"), line(session_id="a", delay=-1)), 2, "its delay is 0 or more"),
+    "a delay that outlasts any run": (
+        lines(line(session_id="a"), line(session_id="a", delay=1e300)),
+        2,
+        "a delay of 1e+297 s: give milliseconds, of a day (86400000) at most",
+    ),
+    "a later turn years away": (
+        lines(line(session_id="a"), line(1e300, session_id="a")),
+        None,
+        "years from the first arrival to the last",
+    ),
     "a turn that adds nothing": (lines(line(0, 0, 5, session_id="a")), 1, "at least 1 input and 1 output token"),
     "turns in disorder": (
         lines(line(5000, session_id="a"), line(1000, session_id="a")),
