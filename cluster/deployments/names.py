@@ -78,8 +78,11 @@ class DeploymentFolder:
 
     def open_log(self, mode: Literal["r", "w"]) -> IO[str]:
         """Open the log; what is no text in it is replaced. Raises NoFolder."""
+        return self._opened(self.log, mode)
+
+    def _opened(self, path: Path, mode: Literal["r", "w", "a"]) -> IO[str]:
         try:
-            return self.log.open(mode, errors="replace")
+            return path.open(mode, errors="replace")
         except OSError as error:
             raise self._unusable(error) from error
 
@@ -96,11 +99,7 @@ class DeploymentFolder:
         Raises AlreadyRunning, or NoFolder.
         """
         self.make_folder()
-        try:
-            lock = (self.folder / _DETACHING).open("a")
-        except OSError as error:
-            raise self._unusable(error) from error
-        with lock:
+        with self._opened(self.folder / _DETACHING, "a") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
@@ -114,11 +113,7 @@ class DeploymentFolder:
     def held(self, *, detached: bool = False) -> Iterator[HeldName]:
         """Hold the name while the block runs. Raises AlreadyRunning if another process holds it, or NoFolder."""
         self.make_folder()
-        try:
-            lock = (self.folder / _LOCK).open("a")
-        except OSError as error:
-            raise self._unusable(error) from error
-        with lock:
+        with self._opened(self.folder / _LOCK, "a") as lock:
             self._take(lock)
             began = time.strftime("%Y-%m-%d %H:%M:%S %z")
             held = HeldName(self.folder / _STATE, State(pid=os.getpid(), began=began, detached=detached))
