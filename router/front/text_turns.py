@@ -70,10 +70,12 @@ class TextTurns(Collector):
 
     def _take_turns(self) -> None:
         ends_s = self._clock() + SLICE_S
-        while self._waiting and self._clock() < ends_s:
+        while self._waiting:
             stream = next(iter(self._waiting))
             self.leave(stream)
             stream.make_text()
+            if self._clock() >= ends_s:  # after a stream's turn: a process that had to wait still goes on
+                break
         self._next = asyncio.get_running_loop().call_soon(self._take_turns) if self._waiting else None
 
     async def watch(self) -> None:

@@ -63,6 +63,21 @@ async def test_a_router_that_is_behind_reads_on_and_makes_one_event_of_what_has_
     assert series(turns)["ridgeline_text_events"] == 5
 
 
+async def test_a_router_that_has_to_wait_for_its_core_still_makes_text_in_each_turn_of_the_loop():
+    turns, streams, said = made()
+    clock = turns._clock
+
+    def interrupted():
+        clock.now_s += SLICE_S
+        return clock.now_s
+
+    turns._clock = interrupted
+    for _ in range(2):
+        streams[0].take(turns)
+        await asyncio.sleep(0)
+    assert said == [(0, 1)] * 2
+
+
 async def test_how_far_it_is_behind_is_the_wait_of_the_oldest_token():
     turns, streams, said = made(takes_s=SLICE_S)
     for stream in streams:
