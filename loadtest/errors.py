@@ -1,5 +1,10 @@
 """The errors of a load test; each message is a full sentence that the command line prints."""
 
+import msgspec
+
+MALFORMED = (msgspec.DecodeError, UnicodeError, RecursionError)
+"""What decoding raises: for other types, for half characters, for brackets within brackets without end."""
+
 
 class LoadTestError(Exception):
     """Anything that stops a load test; the message names the fix if there is one."""

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from ridgeline.loadtest.errors import LoadTestError
+from ridgeline.loadtest.errors import MALFORMED, LoadTestError
 from ridgeline.loadtest.plan import ComparePlan
 from ridgeline.loadtest.report.rounds import Interruption, Round
 from ridgeline.loadtest.run.calibration import Load
@@ -203,7 +203,7 @@ class RunFolder:
             raise LoadTestError(f"the comparison in {self.path} is finished: ridgeline report {self.path} shows it")
         try:
             settled = msgspec.json.decode((self.path / RUN).read_bytes(), type=Settled)
-        except msgspec.DecodeError as error:
+        except MALFORMED as error:
             raise LoadTestError(f"{self.path / RUN} is not of this version ({error}): begin anew with --out") from error
         plan = settled.settled_plan()
         traces = PairTraces(plan, settled.max_model_tokens)
@@ -278,7 +278,7 @@ def _whole_lines(path: Path, kind: Any) -> Iterator[Any]:
     for line in path.read_bytes().splitlines() if path.exists() else ():
         try:
             yield msgspec.json.decode(line, type=kind)
-        except msgspec.DecodeError:
+        except MALFORMED:
             continue  # cut when the process was killed
 
 

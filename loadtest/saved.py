@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from ridgeline.loadtest.errors import LoadTestError
+from ridgeline.loadtest.errors import MALFORMED, LoadTestError
 from ridgeline.loadtest.plan import ComparePlan
 from ridgeline.loadtest.report.page import write_report
 from ridgeline.loadtest.report.rates_page import print_rates, write_rate_report
@@ -122,6 +122,6 @@ def saved_summary(folder: Path) -> Summary:
                 f"the comparison in {folder} was interrupted: ridgeline compare --resume {folder} goes on with it"
             ) from None
         raise LoadTestError(f"{folder} holds no run: give a folder that compare has written") from None
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *MALFORMED) as error:
         raise LoadTestError(f"{folder / SUMMARY} cannot be read: {error}") from error
     return summary

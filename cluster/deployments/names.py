@@ -18,6 +18,8 @@ from typing import IO, Literal
 
 import msgspec
 
+from ridgeline.contracts.handoff import UNREADABLE
+
 Phase = Literal["starting", "ready", "draining"]
 _LOCK, _DETACHING, _STATE, _LOG = "lock", "detaching", "state.json", "serve.log"
 READ_WITHIN_S = 1.0
@@ -142,7 +144,7 @@ class DeploymentFolder:
         """Return what the process that holds the name says, or None if there is none."""
         give_up_s = time.monotonic() + READ_WITHIN_S
         while self._is_held():
-            with suppress(FileNotFoundError, msgspec.DecodeError):
+            with suppress(FileNotFoundError, *UNREADABLE):
                 return msgspec.json.decode((self.folder / _STATE).read_bytes(), type=State)
             if time.monotonic() > give_up_s:
                 break

@@ -70,7 +70,7 @@ def recorded(events: Iterable[AnyEvent]) -> Recorded:
     requests: dict[int, list[Arrived | PromptComputed | AnswerCompleted]] = {}
     policies: list[str] = []
     for event in events:
-        if isinstance(event, Began | Compared | FleetSeen) and event.fleet is not None:
+        if isinstance(event, Began | Compared | FleetSeen) and event.fleet is not None and event.fleet.workers:
             fleets.append((event.at_s, event.fleet))
         if isinstance(event, Arrived):
             requests[event.number] = [event]

@@ -177,13 +177,13 @@ async def test_pairs_from_before_an_interruption_count_although_no_time_is_left_
     assert "ended after 3 pairs, since another would not fit" in _summary(tmp_path)["load"]["sentences"][-1]
 
 
-async def test_lines_that_a_killed_process_had_half_written_are_left_out(tmp_path, console):
+async def test_lines_that_were_half_written_or_damaged_are_left_out(tmp_path, console):
     behaviour = Behaviour(ttft_s=0.05, tpot_s=0.005, mode="colocated")
     with running(behaviour) as url:
         await _stopped_in_round_three(behaviour, url, tmp_path, console)
         for name in ("rounds.jsonl", "records.jsonl"):
-            with (tmp_path / name).open("a") as lines:
-                lines.write('{"type": "en')
+            with (tmp_path / name).open("ab") as lines:
+                lines.write(b'{"type": "\xff"}\n{"type": "en')
         await resume((_Arm(url), _Arm(url)), RunFolder(tmp_path).past(), console, is_alone=False)
     assert [each["valid"] for each in _summary(tmp_path)["rounds"]] == [True] * 4
     assert report_again(tmp_path, console).exists()
@@ -192,9 +192,10 @@ async def test_lines_that_a_killed_process_had_half_written_are_left_out(tmp_pat
 def test_a_folder_without_an_interrupted_comparison_is_named(tmp_path):
     with pytest.raises(LoadTestError, match="holds no comparison that could go on"):
         RunFolder(tmp_path / "nothing").past()
-    (tmp_path / "run.json").write_text("{}")
-    with pytest.raises(LoadTestError, match=r"run\.json is not of this version"):
-        RunFolder(tmp_path).past()
+    for content in (b"{}", b'{"given": "\xff"}'):
+        (tmp_path / "run.json").write_bytes(content)
+        with pytest.raises(LoadTestError, match=r"run\.json is not of this version"):
+            RunFolder(tmp_path).past()
     (tmp_path / "summary.json").write_text("{}")
     with pytest.raises(LoadTestError, match="is finished: ridgeline report"):
         RunFolder(tmp_path).past()

@@ -6,12 +6,10 @@ from typing import TypeVar
 
 import msgspec
 
-from ridgeline.loadtest.errors import TraceError
+from ridgeline.loadtest.errors import MALFORMED, TraceError
 from ridgeline.loadtest.trace.reading.trace_file import TraceFile
 
 _Document = TypeVar("_Document")
-MALFORMED = (msgspec.DecodeError, UnicodeError, RecursionError)
-"""What decoding raises: for other types, for half characters, for brackets within brackets without end."""
 BYTE = re.compile(r"\(byte (\d+)\)")
 
 

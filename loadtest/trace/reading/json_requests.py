@@ -5,8 +5,7 @@ from typing import TypeVar
 
 import msgspec
 
-from ridgeline.loadtest.errors import TraceError
-from ridgeline.loadtest.trace.reading.json_documents import MALFORMED
+from ridgeline.loadtest.errors import MALFORMED, TraceError
 from ridgeline.loadtest.trace.reading.request_table import (
     HashNumbers,
     ReadRequest,

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from ridgeline.loadtest.errors import TraceError
+from ridgeline.loadtest.errors import MALFORMED, TraceError
 from ridgeline.loadtest.trace.prompts import load_tokenizer
-from ridgeline.loadtest.trace.reading.json_documents import MALFORMED, objects
+from ridgeline.loadtest.trace.reading.json_documents import objects
 from ridgeline.loadtest.trace.reading.request_table import ReadRequest, RequestTable, checked_table, frame_of
 from ridgeline.loadtest.trace.reading.trace_file import TraceFile
 

@@ -14,7 +14,7 @@ import msgspec
 import polars as pl
 from polars.exceptions import PolarsError
 
-from ridgeline.loadtest.errors import TraceError
+from ridgeline.loadtest.errors import MALFORMED, TraceError
 
 HEAD_BYTES, HEAD_LINES = 65_536, 64
 """Of the file that are looked at: a JSON file may be a single line."""
@@ -115,7 +115,7 @@ class TraceFile:
 def _is_whole(text: str) -> bool:
     try:
         msgspec.json.decode(text.encode(), type=msgspec.Raw)
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
+    except MALFORMED:
         return False
     return True
 

@@ -133,6 +133,9 @@ async def test_a_folder_of_an_earlier_version_is_shown(found, tmp_path):
     written.write_text(text.replace('"verdict":', '"no_verdict":'))
     with pytest.raises(LoadTestError, match=r"a version before 0\.2"):
         shown()
+    written.write_bytes(b'{"plan": "\xff"}')
+    with pytest.raises(LoadTestError, match=r"summary\.json cannot be read: 'utf-8'"):
+        shown()
 
 
 async def test_three_variants_have_a_rate_each_and_a_ratio_of_each_two(searched):

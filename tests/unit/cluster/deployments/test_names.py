@@ -72,6 +72,13 @@ def test_each_phase_keeps_the_url_that_was_told_before():
     assert (state["phase"], state["url"]) == ("draining", "http://h:1")
 
 
+def test_a_state_that_is_no_text_is_as_one_that_is_not_written_yet(monkeypatch, holder):
+    monkeypatch.setattr("ridgeline.cluster.deployments.names.READ_WITHIN_S", 0.1)
+    state = DeploymentFolder("mine").folder / "state.json"
+    state.write_bytes(state.read_bytes().replace(b"http", b"\xff"))
+    assert DeploymentFolder("mine").state() is None
+
+
 def test_without_any_deployment_nothing_runs():
     assert running() == {}
     assert DeploymentFolder("mine").state() is None

@@ -10,6 +10,7 @@ from ridgeline.router.scheduler.recorded_events import (
     BadRecording,
     Chose,
     Compared,
+    FleetSeen,
     ModeBecame,
     Placed,
     Stopped,
@@ -144,3 +145,13 @@ def test_a_recording_without_an_answer_or_without_a_step_model_says_what_to_do()
         recorded(events[:3])
     with pytest.raises(BadRecording, match="record while the server has traffic"):
         recorded([msgspec.structs.replace(events[0], fleet=None)])
+
+
+def test_a_moment_without_workers_is_no_fleet_to_ask_about():
+    events = [*read_recording(recording_of(poisson(0.5, 5)), "a.jsonl")]
+    began = events[0]
+    none_left = msgspec.structs.replace(began.fleet, workers=())
+    last = FleetSeen(events[-1].at_s, none_left)
+    assert recorded([*events, last]).fleet.workers == recorded(events).fleet.workers
+    with pytest.raises(BadRecording, match="no engine's steps were known"):
+        recorded([msgspec.structs.replace(began, fleet=none_left), last])
