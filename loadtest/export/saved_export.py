@@ -12,6 +12,7 @@ from ridgeline.loadtest.export.guidellm_report import write_guidellm_report
 from ridgeline.loadtest.export.round_head import RoundHead
 from ridgeline.loadtest.export.vllm_bench import vllm_bench_result
 from ridgeline.loadtest.plan import Slo
+from ridgeline.loadtest.report.tables import served_model
 from ridgeline.loadtest.run.records import RequestRecord
 from ridgeline.loadtest.run_folder import RECORDS, RunFolder
 from ridgeline.loadtest.saved import saved_summary
@@ -64,12 +65,11 @@ def _rounds(folder: Path, summary: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _head(each: dict[str, Any], summary: dict[str, Any]) -> RoundHead:
-    model = (summary.get("setup", {}).get("configuration") or {}).get("model", {})
     is_chat = summary["plan"].get("endpoint") == "chat"
     return RoundHead(
         began=datetime.fromisoformat(each["began"]),
         label=each["label"],
-        model=model.get("served_name") or model.get("path"),
+        model=served_model(summary),
         backend="openai-chat" if is_chat else "openai",
         rate=each.get("rate", summary["load"]["rate"]),
         metadata={"variant": each["variant"], "round": str(each["round"]), "pair": str(each["pair"])},

@@ -26,6 +26,7 @@ from ridgeline.loadtest.report.tables import (
     pool_sentences,
     pools_of,
     round_rows,
+    served_model,
     tuning_rows,
     variant_table,
 )
@@ -109,8 +110,9 @@ def _setting(summary: Summary) -> str:
     trace, plan, machine, load = (summary[part] for part in ("trace", "plan", "machine", "load"))
     rate = f" at {load['rate']:.3g} requests/s ({load['rate_source']})" if load["rate"] else ""
     pairs = len(summary["pairs"])
+    model = f"Model {name} · trace" if (name := served_model(summary)) else "Trace"
     return (
-        f"Trace '{trace['name']}': {pairs} of at most {plan['pairs']} pairs of rounds, {trace['requests']} requests "
+        f"{model} '{trace['name']}': {pairs} of at most {plan['pairs']} pairs of rounds, {trace['requests']} requests "
         f"each{rate} · "
         f"SLOs: {load['slo_source']} · {machine['processor']}, {machine['cores']} cores, "
         f"{machine['memory_bytes'] / 2**30:.0f} GiB"

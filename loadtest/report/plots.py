@@ -268,7 +268,7 @@ def attainment_against_rate(rates: Mapping[str, Any]) -> go.Figure:
         if found["low"] is not None or found["high"] is not None:
             figure.add_scatter(
                 x=[found["low"] or at[0], found["high"] or at[-1]],
-                y=[0.03 + 0.045 * place] * 2,
+                y=[0.03 + 0.045 * (len(rates["variants"]) - 1 - place)] * 2,
                 mode="lines",
                 line={"color": color, "width": 5},
                 showlegend=False,

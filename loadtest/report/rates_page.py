@@ -13,7 +13,7 @@ from rich.console import Console
 from ridgeline.loadtest.plan import Slo
 from ridgeline.loadtest.report import plots
 from ridgeline.loadtest.report.page import TEMPLATE_FILE, html_table, limits_table, plot_card
-from ridgeline.loadtest.report.tables import format_figure, print_table
+from ridgeline.loadtest.report.tables import format_figure, print_table, served_model
 
 Summary = Mapping[str, Any]
 
@@ -72,7 +72,7 @@ def _rate_text(found: Summary, points: Sequence[Summary]) -> str:
 
 def _ends(low: float | None, high: float | None) -> str:
     if low is None and high is None:
-        return "open"
+        return "no bounds yet"
     if high is None:
         return f"at least {low:.3g}"
     return f"at most {high:.3g}" if low is None else f"{low:.3g} to {high:.3g}"
@@ -200,8 +200,9 @@ def _figures(summary: Summary) -> list[go.Figure | None]:
 
 def _setting(summary: Summary) -> str:
     machine, trace, rates = summary["machine"], summary["trace"], summary["rates"]
+    model = f"model {name} · " if (name := served_model(summary)) else ""
     return (
-        f"{rates['attainment']:.0%} of requests within {Slo(**summary['slo'])} · trace '{trace['name']}' · "
+        f"{rates['attainment']:.0%} of requests within {Slo(**summary['slo'])} · {model}trace '{trace['name']}' · "
         f"{sum(each['valid'] for each in rates['rounds'])} rounds in {rates['took_s'] / 60:.1f} minutes · "
         f"{machine['processor']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB"
     )

@@ -137,6 +137,13 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
     console.print(table)
 
 
+def served_model(summary: Summary) -> str | None:
+    """Return the name of the model that answered, or None if it was neither asked for nor configured here."""
+    configured = (summary.get("setup", {}).get("configuration") or {}).get("model", {})
+    name: str | None = summary["plan"].get("served_name") or configured.get("served_name") or configured.get("path")
+    return name
+
+
 def pools_of(summary: Summary) -> dict[str, Summary]:
     """Return the figures of all pools in a fixed order; of a pool that both variants have, each with its variant."""
     variants = list(summary["variants"].values())

@@ -183,7 +183,7 @@ def _rate_text(found: MaxGoodputRate, unit: str = "") -> str:
     if found.rate is None and found.low is None and found.high is None:
         return "all rates measured" if found.outcome == "above" else "no rate measured"
     if found.low is None and found.high is None:
-        ends = "interval open"
+        ends = "no bounds yet"
     elif found.high is None:
         ends = f"at least {found.low:.3g}"
     elif found.low is None:

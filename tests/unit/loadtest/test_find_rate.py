@@ -138,6 +138,27 @@ async def test_a_folder_of_an_earlier_version_is_shown(found, tmp_path):
         shown()
 
 
+@pytest.mark.parametrize(
+    ("asked", "configured", "says"),
+    [
+        ("m", {"path": "/models/other"}, "model m · trace"),
+        (None, {"path": "/models/other", "served_name": None}, "model /models/other · trace"),
+        (None, {"path": "/models/other", "served_name": "name"}, "model name · trace"),
+    ],
+)
+async def test_the_page_names_the_model(found, tmp_path, asked, configured, says):
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert "model" not in _setting_of(found[0].report), "it is not known"
+    summary["plan"]["served_name"] = asked
+    summary["setup"] = {"configuration": {"model": configured}}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    assert says in _setting_of(report_again(tmp_path, Console(file=StringIO())))
+
+
+def _setting_of(page: Path) -> str:
+    return page.read_text().split('<p class="muted">')[1].split("</p>")[0]
+
+
 async def test_three_variants_have_a_rate_each_and_a_ratio_of_each_two(searched):
     result, terminal = await searched(_Arm("colocated", 2), _Arm("disaggregated", 2), _Arm("vLLM", 4))
     rates, page = result.summary["rates"], result.report.read_text()
