@@ -60,7 +60,13 @@ class NodePlace:
 
 
 def engine_environment(
-    cores: int, start_timeout_s: float, *, on_cpu: bool, ranks: int = 1, mps_percent: int | None = None
+    cores: int,
+    start_timeout_s: float,
+    *,
+    on_cpu: bool,
+    ranks: int = 1,
+    mps_percent: int | None = None,
+    compiles: bool = False,
 ) -> dict[str, str]:
     """Return the environment of a service's process; vLLM reads part of it at import, so it must be set before."""
     env = {
@@ -75,8 +81,10 @@ def engine_environment(
         # Allows the in-process ("uni") executor: the multiprocess one spins at 100 % of a core while idle.
         env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         env |= {"OMP_NUM_THREADS": str(cores // ranks)}
-        # Small helpers of vLLM's sampler are compiled at their first use: 20 s in the middle of serving, for everybody.
-        env |= {"TORCH_COMPILE_DISABLE": "1"}
+        if not compiles:
+            # Small helpers of vLLM's sampler are compiled at their first use, even if the model is not: 20 s in the
+            # middle of serving, for everybody.
+            env |= {"TORCH_COMPILE_DISABLE": "1"}
         # Huge pages for weights and KV: a decode step reads all weights once, and fewer TLB misses make that faster.
         env |= {"THP_MEM_ALLOC_ENABLE": "1"}
         # oneDNN keeps a compiled kernel, 240 KB here, for each number of tokens a step has ever had, up to 1,024 of

@@ -92,7 +92,10 @@ async def plain_vllm(plan: Plan) -> AsyncIterator[PlainServer]:
     command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", *arguments(plan, port)]
     pool, starts_within_s = plan.config.pools.decode, plan.config.supervision.start_timeout_s
     on_cpu = not pool.gpus_per_worker
-    environment = os.environ | engine_environment(pool.cores_per_worker, starts_within_s, on_cpu=on_cpu)
+    compiles = plan.config.model.enforce_eager is False
+    environment = os.environ | engine_environment(
+        pool.cores_per_worker, starts_within_s, on_cpu=on_cpu, compiles=compiles
+    )
     cores = {max(os.sched_getaffinity(0))} if on_cpu else os.sched_getaffinity(0)
     async with serving(command, environment, f"http://127.0.0.1:{port}", cores) as server:
         yield server

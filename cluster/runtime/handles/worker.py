@@ -32,6 +32,7 @@ def worker_actor(planned: PlannedWorker, config: RidgelineConfig) -> Any:
         on_cpu=settings.gpus_per_worker == 0,
         ranks=settings.ranks,
         mps_percent=settings.mps_active_thread_percent,
+        compiles=config.model.enforce_eager is False,
     )
     return (
         ray.remote(ServiceActor)

@@ -43,6 +43,11 @@ def test_an_engine_that_died_is_found_within_half_a_second():
     assert LOOK_EVERY_S <= 0.5
 
 
+def test_an_engine_on_cpus_compiles_if_it_was_asked_to():
+    assert "TORCH_COMPILE_DISABLE" in engine_environment(1, 60, on_cpu=True)
+    assert "TORCH_COMPILE_DISABLE" not in engine_environment(1, 60, on_cpu=True, compiles=True)
+
+
 def test_an_engine_under_mps_is_told_its_share_of_the_gpu_and_others_are_not():
     share = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
     assert engine_environment(4, 60, on_cpu=False, mps_percent=70)[share] == "70"
