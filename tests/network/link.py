@@ -15,6 +15,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 RATE_BYTES_S = 125_000_000
 SHAPING = "tbf rate 1gbit burst 256kb latency 50ms"
+SLOW = "tbf rate 100mbit burst 256kb latency 50ms"
 SILENCE = "bfifo limit 1"  # no packet fits into a queue of one byte: all are dropped
 HOSTS = ("10.213.0.1", "10.213.0.2")
 
@@ -56,6 +57,11 @@ class Link:
             with suppress(subprocess.CalledProcessError):
                 _run(f"ip netns del {name}")
 
+    def slow_down(self):
+        """A hand-off then takes seconds: far longer than it takes to cut the link in its middle."""
+        for name in self._names:
+            _run(f"tc -n {name} qdisc replace dev cable root {SLOW}")
+
     def pull_out(self):
         """Both hosts see that the cable is dead."""
         _run(f"ip -n {self._names[0]} link set cable down")
@@ -66,7 +72,7 @@ class Link:
             _run(f"tc -n {name} qdisc replace dev cable root {SILENCE}")
 
     def mend(self):
-        """After either."""
+        """After any of these."""
         for name in self._names:
             _run(f"tc -n {name} qdisc replace dev cable root {SHAPING}")
             _run(f"ip -n {name} link set cable up")

@@ -100,6 +100,7 @@ async def test_a_cut_link_fails_the_fetch_in_time_and_once_mended_the_next_one_w
     async with link.peer(SOURCE) as source, link.peer(TARGET, fetch_deadline_s) as target:
         assert (await hand_over(source, target, "before"))[0]["outcome"] == "ok"
 
+        link.slow_down()
         before_bytes = link.received_bytes(TARGET)
         cut = asyncio.create_task(hand_over(source, target, "cut"))
         deadline_s = time.monotonic() + 10

@@ -150,17 +150,20 @@ async def call(channel: grpc.aio.Channel, name: str, message, metadata=None):
 async def watched(*names: str) -> AsyncIterator[tuple[Worker, FakeClock]]:
     """A worker whose engine is watched by a clock that stands, with these tasks of one token at work.
 
-    They end with one step, unless the test has ended them.
+    They end with one step, unless the test has ended them. That this process stood still is no news here before
+    `PATIENCE_S`.
     """
     engine, clock = FakeEngine(stepping="manual"), FakeClock()
     engine.stats.stall = StallWatch(clock)
-    async with serving(engine) as worker:
-        streams = [asyncio.create_task(worker.tokens(make_task(name, max_tokens=1))) for name in names]
-        await eventually(lambda: engine.running == set(names))
-        yield worker, clock
-        engine.step()
-        for stream in streams:
-            await stream
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ridgeline.worker_runtime.host.LATE_S", PATIENCE_S)
+        async with serving(engine) as worker:
+            streams = [asyncio.create_task(worker.tokens(make_task(name, max_tokens=1))) for name in names]
+            await eventually(lambda: engine.running == set(names))
+            yield worker, clock
+            engine.step()
+            for stream in streams:
+                await stream
 
 
 @asynccontextmanager

@@ -30,10 +30,11 @@ def handle(**settings):
 
 
 class Answers(Silent):
-    """One whose answer comes after a while, from another thread, as Ray's do; or not to the first questions."""
+    """One that answers at once, or when it is told to, from another thread, as Ray's do; or not the first questions."""
 
-    def __init__(self, after_s=0.0, *, unanswered=0, unavailable=0):
-        self.after_s, self.unanswered, self.unavailable, self.asked = after_s, unanswered, unavailable, []
+    def __init__(self, *, later=False, unanswered=0, unavailable=0):
+        self.later, self.unanswered, self.unavailable = later, unanswered, unavailable
+        self.asked, self.open = [], []
 
     def remote(self, *question):
         self.asked.append(question)
@@ -42,20 +43,19 @@ class Answers(Silent):
         if len(self.asked) <= self.unavailable:
             answer.set_exception(ActorUnavailableError("its connection broke", None))
         elif len(self.asked) > self.unavailable + self.unanswered:
-            told = threading.Timer(self.after_s, loop.call_soon_threadsafe, (_set, answer, ""))
-            told.daemon = True
-            told.start()
+            if self.later:
+                self.open.append(lambda: loop.call_soon_threadsafe(answer.set_result, ""))
+            else:
+                answer.set_result("")
         return answer
 
 
-def _set(answer, health):
-    if not answer.done():
-        answer.set_result(health)
-
-
-def stand_still(seconds):
-    """As this process does after SIGSTOP: other threads, like Ray's, take what comes."""
+def stand_still(seconds, *several):
+    """As this process does after SIGSTOP: another thread, like Ray's, takes the answers that come meanwhile."""
+    takes = threading.Thread(target=lambda: [tell() for answers in several for tell in answers.open])
+    takes.start()
     time.sleep(seconds)
+    takes.join()
 
 
 def asking(answers):
@@ -66,17 +66,21 @@ def asking(answers):
 
 async def test_after_the_driver_stood_still_the_answers_that_came_meanwhile_count(monkeypatch):
     monkeypatch.setattr(actor, "ANSWER_WITHIN_S", 1.0)
-    several = [asyncio.ensure_future(asking(Answers(0.3)).failure("")) for _ in range(5)]
-    await asyncio.sleep(0.1)
-    stand_still(2.0)  # far longer than anybody may take
-    assert await asyncio.gather(*several) == [""] * 5
+    several = [Answers(later=True) for _ in range(5)]
+    answers = [asyncio.ensure_future(asking(one).failure("")) for one in several]
+    while not all(one.asked for one in several):  # noqa: ASYNC110 - as many turns as that needs, and no time
+        await asyncio.sleep(0)
+    stand_still(2.0, *several)  # far longer than anybody may take
+    assert await asyncio.gather(*answers) == [""] * 5
+    assert [one.asked for one in several] == [[("",)]] * 5
 
 
 async def test_a_call_in_progress_survives_a_driver_that_stands_still():
-    waiting = asking(Answers(0.3))
-    calling = asyncio.ensure_future(waiting.call("drain", timeout_s=0.5))
-    await asyncio.sleep(0.1)
-    stand_still(1.0)
+    answers = Answers(later=True)
+    calling = asyncio.ensure_future(asking(answers).call("drain", timeout_s=0.5))
+    while not answers.asked:  # noqa: ASYNC110 - the same
+        await asyncio.sleep(0)
+    stand_still(1.0, answers)
     assert await calling == ""
 
 

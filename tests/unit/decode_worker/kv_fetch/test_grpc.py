@@ -97,7 +97,7 @@ async def test_fetches_beyond_the_slots_wait_their_turn(source, pool):
         return None
 
     source.server.frames = slowly
-    fetcher = make_fetcher(5.0)
+    fetcher = make_fetcher(PATIENCE_S)
     layers = [np.zeros((8, 32), np.uint8) for _ in range(4)]
     target = BlockPool(layers)
     fetches = [fetcher.fetch(published(source, f"r{n}"), 0, [2 * n, 2 * n + 1], target) for n in range(4)]
@@ -107,13 +107,37 @@ async def test_fetches_beyond_the_slots_wait_their_turn(source, pool):
     assert all((layer == index).all() for index, layer in enumerate(layers))
 
 
-async def test_a_source_that_stays_busy_is_named_when_time_is_up(source, pool):
-    source._fetch_slots.acquire()
-    fetcher = make_fetcher(1.0)
+class Full:
+    """No slot is free. After so many refusals a fetch has one second left, however long they took."""
+
+    def __init__(self, refusals, silent_s=0.0):
+        self.refusals, self.silent_s, self.asked = refusals, silent_s, 0
+
+    def acquire(self, blocking):
+        if self.asked >= self.refusals:
+            time.sleep(self.silent_s)
+        self.asked += 1
+        return False
+
+    def monotonic(self):
+        return time.monotonic() + (PATIENCE_S - 1.0 if self.asked >= self.refusals else 0.0)
+
+
+async def refused_by(source, pool, full, monkeypatch):
+    monkeypatch.setattr("ridgeline.decode_worker.kv_fetch.stream.time", full)
+    slots, source._fetch_slots = source._fetch_slots, full
+    fetcher = make_fetcher(PATIENCE_S)
     result = await fetcher.fetch(published(source, "r"), 0, [1], pool)
     await fetcher.close()
-    source._fetch_slots.release()
+    source._fetch_slots = slots
+    return result
+
+
+async def test_a_source_that_stays_busy_is_named_when_time_is_up(source, pool, monkeypatch):
+    full = Full(refusals=3)
+    result = await refused_by(source, pool, full, monkeypatch)
     assert (result.outcome, result.reason) == ("failed", errors.BUSY)
+    assert full.asked >= 3
 
 
 def test_a_call_whose_deadline_has_passed_is_not_taken_for_one_without_a_deadline(source):
@@ -137,23 +161,9 @@ def test_a_call_whose_deadline_has_passed_is_not_taken_for_one_without_a_deadlin
     assert aborted == [grpc.StatusCode.RESOURCE_EXHAUSTED]
 
 
-async def test_a_source_that_was_busy_and_is_silent_until_time_is_up_is_named_busy(source, pool):
-    slots = source._fetch_slots
-
-    class Full:
-        asked = 0
-
-        def acquire(self, blocking):
-            if self.asked:  # what a busy machine does to the last attempt
-                time.sleep(1.5)
-            self.asked += 1
-            return False
-
-    source._fetch_slots = Full()
-    fetcher = make_fetcher(1.0)
-    result = await fetcher.fetch(published(source, "r"), 0, [1], pool)
-    await fetcher.close()
-    source._fetch_slots = slots
+async def test_a_source_that_was_busy_and_is_silent_until_time_is_up_is_named_busy(source, pool, monkeypatch):
+    # Silent, as a busy machine makes it at the last attempt.
+    result = await refused_by(source, pool, Full(refusals=1, silent_s=1.5), monkeypatch)
     assert (result.outcome, result.reason) == ("failed", errors.BUSY)
 
 
