@@ -155,7 +155,7 @@ async def _queued(
 async def _waiting(engines: Engines, count: int, target: Target | None = None) -> float:
     """When so many prompts wait in the router, on the monotonic clock. Raises TooLate."""
     async with asyncio.timeout(GIVE_UP_S):
-        while (await engines.metrics()).sum("ridgeline_waiting_prompts") != count:
+        while (await engines.latest_metrics()).sum("ridgeline_waiting_prompts") != count:
             if target is not None and target.is_too_late():
                 raise TooLate
             await asyncio.sleep(POLL_S)
