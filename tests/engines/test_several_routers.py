@@ -38,6 +38,8 @@ SETTINGS = {
 }
 TOKENS = 30
 STREAM_TOKENS = 150
+LOADED = 10
+"""On a slow machine an answer beside six others may take so many times as long as alone."""
 GREEDY = {**body(TOKENS), "temperature": 0}
 
 
@@ -128,7 +130,9 @@ def states(client: httpx.Client) -> dict[str, str]:
 def test_a_router_whose_route_to_half_of_the_workers_is_cut_serves_on_and_heals_and_nothing_is_restarted(
     deployed: Deployed, figure: Figure
 ):
+    began_s = time.monotonic()
     whole, before = completion(deployed.url), {name: row["pid"] for name, row in deployed.workers().items()}
+    alone_s = time.monotonic() - began_s
     (router,) = (one for one in deployed.heads("router") if relayed_serve.RELAYED in name_of(one))
     streams = [Stream(deployed.url, TOKENS, temperature=0) for _ in range(4)]
     with closing(client_of(deployed, router)) as client:
@@ -162,7 +166,8 @@ def test_a_router_whose_route_to_half_of_the_workers_is_cut_serves_on_and_heals_
     assert [stream.text() for stream in streams] == [whole] * 4
     assert {name: row["pid"] for name, row in deployed.workers().items()} == before
     assert deployed.metrics().sum("ridgeline_worker_restarts_total") == 0
-    assert max(took_s) < 3 * UNREACHABLE_S, "none of them waited for the route"
+    most_s = max(3 * UNREACHABLE_S, UNREACHABLE_S + LOADED * alone_s)
+    assert max(took_s) < most_s, "none of them waited for the route"
     assert " is gone " not in deployed.serve.output
 
 
