@@ -130,8 +130,8 @@ async def in_time(engines: Engines, attempt: Callable[[int], Awaitable[T]]) -> T
     for number in range(ATTEMPTS):
         try:
             return await attempt(number)
-        except TooLate:
-            assert await engines.becomes_idle() == {}
+        except TooLate:  # a step that has begun for it may take seconds
+            assert await engines.becomes_idle(GIVE_UP_S) == {}
     raise AssertionError(f"no request was in its state before its deadline, in {ATTEMPTS} attempts")
 
 

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +73,13 @@ def _killed(model: Path) -> dict[str, Any]:
 
     def kill() -> None:
         me = psutil.Process()
-        while not (engines := [child for child in me.children() if "resource_tracker" not in str(child.cmdline())]):
+        while True:
+            for child in me.children():
+                with suppress(psutil.NoSuchProcess):  # the former engine's, which has just ended
+                    if "resource_tracker" not in str(child.cmdline()):
+                        child.send_signal(signal.SIGKILL)
+                        return
             time.sleep(0.001)
-        engines[0].send_signal(signal.SIGKILL)
 
     threading.Thread(target=kill, daemon=True).start()
     return {}

@@ -9,8 +9,8 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -24,12 +24,16 @@ from ridgeline.contracts.rpc.tls import TlsFiles
 from ridgeline.contracts.tasks import GenerateTask, PositionLogprobs
 from ridgeline.contracts.workers import WorkerDescription, WorkerStatus
 from ridgeline.engine.request import sampling
+from ridgeline.router.front.metrics_page import EVERY_S
+from ridgeline.router.front.single_flight import BURST
 from ridgeline.worker_runtime.client import WorkerClient
 from tests.support import ties
+from tests.support.patience import PATIENCE_S
 from tests.support.task_deltas import task_deltas
 
 Figure = Callable[[str], None]
-COLD_WITHIN_S = 5.0
+COLD_WITHIN_S = 20.0
+"""Less than a lease, which would end what a fault has left behind."""
 IDLE_WITHIN_S = 2.0
 LAST_STEP_S = 0.6
 MUST_BE_ZERO = ("open_leases", "pinned_blocks", "active_fetches", "watched_handoffs", "waiting_for_kv")
@@ -63,6 +67,35 @@ class Metrics:
         """The samples of that name, added up by one label."""
         values = {sample.labels[label] for sample in self._samples if sample.name == name}
         return {value: self.sum(name, **{label: value}) for value in sorted(values)}
+
+
+class Pages:
+    """How many pages of /metrics the server will surely render anew, for a reader that asks it alone.
+
+    A server that is asked more often gives its last page again, on which what has just happened is missing.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._left = 0.0
+        self._counted_s = clock()
+
+    @property
+    def due_s(self) -> float:
+        """Seconds until the next page is certainly a new one."""
+        return max(0.0, (1.0 - self._now()) * EVERY_S)
+
+    @contextmanager
+    def asked(self) -> Iterator[None]:
+        """Count a page that is asked for here. Time in which the server may have answered is not counted on."""
+        self._left, self._counted_s = max(0.0, self._now() - 1.0), self._clock()
+        try:
+            yield
+        finally:
+            self._counted_s = self._clock()
+
+    def _now(self) -> float:
+        return min(float(BURST), self._left + (self._clock() - self._counted_s) / EVERY_S)
 
 
 class Increase:
@@ -101,6 +134,7 @@ class Engines:
         self.http = http
         self.prefill, self.decode = clients
         self._ids = count()
+        self._pages = Pages()
 
     async def cold(self) -> None:
         """Forget every cached prefix on both workers; waits for blocks still in use."""
@@ -152,8 +186,15 @@ class Engines:
                     yield time.monotonic() - began_s, json.loads(line.removeprefix("data: "))
 
     async def metrics(self) -> Metrics:
-        """What /metrics says now."""
-        return Metrics((await self.http.get("/metrics")).text)
+        """What /metrics says now; waits until it is rendered anew."""
+        while (due_s := self._pages.due_s) > 0:  # noqa: ASYNC110 - others may ask meanwhile
+            await asyncio.sleep(due_s)
+        return await self.latest_metrics()
+
+    async def latest_metrics(self) -> Metrics:
+        """What /metrics says at once, which may be half a second old if it is asked often."""
+        with self._pages.asked():
+            return Metrics((await self.http.get("/metrics")).text)
 
     # --- past the router
 
@@ -201,7 +242,7 @@ class Engines:
 
     async def leftovers(self) -> dict[str, float]:
         """Everything still held on either worker or in the router; empty when all is clean."""
-        left: dict[str, float] = {"in_flight": (await self.metrics()).sum("ridgeline_requests_in_flight")}
+        left: dict[str, float] = {"in_flight": (await self.latest_metrics()).sum("ridgeline_requests_in_flight")}
         for worker in (self.prefill, self.decode):
             left |= held(await worker.status())
         return {name: value for name, value in left.items() if value}
@@ -237,7 +278,7 @@ async def connected(addresses: Sequence[str], tls: TlsFiles | None = None) -> As
     running = [asyncio.create_task(client.run()) for client in clients]
     try:
         for client in clients:
-            await client.wait_connected(10)
+            await client.wait_connected(PATIENCE_S)
         yield clients
     finally:
         for task in running:

@@ -16,8 +16,8 @@ from ridgeline.cluster.config.models import RidgelineConfig
 from ridgeline.cluster.doctor.checks import resolve_dtype
 
 TOKEN_TESTS = ("test_tokens.py", "test_clients.py")
-EXACT = "every_prompt and shm or only_at_ties or test_clients"
-"""Prompts of all lengths bit for bit, 16 at a time, and clients that compare two answers to one prompt."""
+EXACT = "every_prompt and shm or only_at_ties or a_seed_with or test_clients"
+"""Prompts of all lengths bit for bit, 16 at a time, a seed, and clients that compare two answers to one prompt."""
 
 
 def main() -> int:

@@ -28,8 +28,10 @@ REPOSITORY = Path(__file__).parents[2]
 RIDGELINE = Path(sys.executable).parent / "ridgeline"
 SHARED_PARENT = "RIDGELINE_TESTS_PARENT"
 """Variable with the process id of the preloaded parent of all deployments of a test session, if there is one."""
-START_WITHIN_S = 180.0
-GONE_WITHIN_S = 15.0
+START_WITHIN_S = 600.0
+"""Ends a test that would hang, like the next one: a start takes 20 to 60 s where nothing else runs."""
+EXIT_WITHIN_S = 300.0
+GONE_WITHIN_S = 60.0
 RAYS_OWN = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 """Small helpers of Ray that look for their raylet only now and then: they end by themselves within about a minute."""
 
@@ -103,7 +105,7 @@ class Serve:
         """All that it has started, itself or by the shared parent, and that still runs."""
         return [*descendants(self.process.pid), *([] if self._parent is None else descendants(self._parent))]
 
-    def wait_exit(self, within_s: float) -> int:
+    def wait_exit(self, within_s: float = EXIT_WITHIN_S) -> int:
         """Its exit status; raises subprocess.TimeoutExpired."""
         status = self.process.wait(within_s)
         self._reader.join(5)
@@ -196,8 +198,17 @@ def alive(process: psutil.Process) -> bool:
 
 def name_of(process: psutil.Process) -> str:
     """The beginning of its command line."""
+    return _command(process)[:80]
+
+
+def engines_below(worker: psutil.Process) -> list[psutil.Process]:
+    """The engine processes of a worker that run, without Python's resource tracker."""
+    return [child for child in worker.children() if alive(child) and "resource_tracker" not in _command(child)]
+
+
+def _command(process: psutil.Process) -> str:
     try:
-        return " ".join(process.cmdline())[:80]
+        return " ".join(process.cmdline())
     except psutil.NoSuchProcess:
         return "gone just now"
 

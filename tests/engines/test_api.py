@@ -91,9 +91,11 @@ async def test_chat_logprobs_have_the_chosen_token_and_its_rivals(client: AsyncO
 @pytest.mark.parametrize("where", ["first token", "later token"])
 async def test_a_stop_string_ends_the_answer_before_it(client: AsyncOpenAI, engines: Engines, where: str):
     wish: dict[str, Any] = {"model": engines.model, "messages": MESSAGES, "max_tokens": 20, "temperature": 0}
+    await engines.cold()  # a cached prefix makes steps of another shape, which round otherwise in bfloat16
     text = (await client.chat.completions.create(**wish)).choices[0].message.content
     assert text is not None
     stop = text[:1] if where == "first token" else text[20:26]
+    await engines.cold()
     stopped = await client.chat.completions.create(**wish, stop=[stop])
     assert stopped.choices[0].message.content == text[: text.index(stop)]
     assert stopped.choices[0].finish_reason == "stop"
@@ -103,10 +105,13 @@ async def test_a_stop_string_ends_the_answer_before_it(client: AsyncOpenAI, engi
 async def test_a_stop_string_may_lie_across_the_hand_over(client: AsyncOpenAI, engines: Engines, text: list[int]):
     """The first token comes from one worker and the second from the other: text that spans both is still found."""
     prompt = text[30_000:30_040]
+    await engines.cold()  # before each, as above
     answer = await client.completions.create(model=engines.model, prompt=prompt, max_tokens=6, temperature=0)
+    await engines.cold()
     choice = await engines.complete(prompt, 2)
     first, second = (engines.tokenizer.decode([token]) for token in choice["token_ids"])
     stop = first[-1] + second[0]
+    await engines.cold()
     stopped = await client.completions.create(
         model=engines.model, prompt=prompt, max_tokens=6, temperature=0, stop=[stop]
     )
@@ -131,8 +136,10 @@ async def test_several_prompts_in_one_completion_are_answered_in_order(engines: 
     prompts = [text[31_000:31_030], text[32_000:32_050]]
     body = {"prompt": prompts, "max_tokens": 4, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     reply = await engines.post("/v1/completions", body)
-    alone = [await engines.tokens(prompt, 4) for prompt in prompts]
-    assert [choice["token_ids"] for choice in reply["choices"]] == alone
+    assert [choice["index"] for choice in reply["choices"]] == [0, 1]
+    for prompt, choice in zip(prompts, reply["choices"], strict=True):  # in one batch, so a tie may go another way
+        assert len(choice["token_ids"]) == 4
+        assert all(engines.is_tie(nat) for nat in await engines.behind_best_nats(prompt, choice["token_ids"]))
     assert reply["usage"] == {**reply["usage"], "prompt_tokens": 80, "completion_tokens": 8, "total_tokens": 88}
 
 

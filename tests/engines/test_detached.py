@@ -99,7 +99,7 @@ def test_a_detached_deployment_serves_after_its_terminal_is_gone_and_is_ended_by
 
     state = DeploymentFolder(name).state()
     assert state is not None
-    answer = httpx.post(f"{state.url}/v1/completions", json=body(5), timeout=60)
+    answer = httpx.post(f"{state.url}/v1/completions", json=body(5), timeout=120)
     assert answer.json()["usage"]["completion_tokens"] == 5
     assert state.url in ridgeline("status").stdout
     top = ridgeline("top", "--url", state.url, "--count", "1", "--interval-s", "0.2")
@@ -119,11 +119,11 @@ def test_a_terminal_that_is_closed_makes_serve_drain_and_end_without_an_error(fo
     split = ("--set", "supervision.start_timeout_s=120")
     with serving(*split, folder=folder, shell=shell, shares_parent=False) as serve:
         url = serve.wait_ready()
-        answer = httpx.post(f"{url}/v1/completions", json=body(5), timeout=60)
+        answer = httpx.post(f"{url}/v1/completions", json=body(5), timeout=120)
         assert answer.json()["usage"]["completion_tokens"] == 5
         assert len(serve.table()) == 2
         family = serve.family()
         os.kill(serve.process.pid, signal.SIGHUP)
-        assert serve.wait_exit(60) == 0, serve.output
+        assert serve.wait_exit() == 0, serve.output
         assert "draining" in serve.output
         assert still_there(family, GONE_WITHIN_S) == []

@@ -36,6 +36,7 @@ from tests.engines.serve_process import (
     still_there,
 )
 from tests.engines.test_processes import ONE_REPLICA
+from tests.support.free_port import free_port
 from tests.support.symptoms import is_quoted
 
 RAY = Path(sys.executable).parent / "ray"
@@ -85,8 +86,7 @@ def ray_head(folder: Path, *, autoscaled: bool = False) -> Iterator[tuple[str, p
 
     With `autoscaled` that node has the router's place only, and Ray's autoscaler looks every second what is missing.
     """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     options = ["--node-ip-address=127.0.0.1", f"--port={port}", f"--object-store-memory={OBJECT_STORE_BYTES}"]
     options += ["--include-dashboard=false", "--disable-usage-stats", f"--temp-dir={folder}", "--block"]
     env = {**os.environ, "RAY_AUTH_MODE": "disabled"}
@@ -127,7 +127,7 @@ def node_types(address: str) -> list[str]:
     """The types of the nodes that Ray's autoscaler has started: "uninitialized", as no ssh leads there."""
     env = {**os.environ, "RAY_AUTH_MODE": "disabled"}
     told = subprocess.run(
-        [str(RAY), "status", f"--address={address}"], env=env, capture_output=True, text=True, timeout=60, check=True
+        [str(RAY), "status", f"--address={address}"], env=env, capture_output=True, text=True, timeout=120, check=True
     ).stdout
     return sorted(re.findall(r"^ [0-9a-f]{56}: (\w+), uninitialized$", told, re.MULTILINE))
 
@@ -151,7 +151,7 @@ def test_serve_waits_for_the_nodes_that_the_autoscaler_starts_for_it_and_leaves_
             assert sorted(row.cores for row in serve.table().values()) == ["0", "1"], "nodes of one machine"
             assert urlsplit(url).hostname != "0.0.0.0", "no client can use that"
             assert f" {LOOPBACK}:" in serve.output, "the workers' data plane is in the network of transfer.host"
-            reply = httpx.post(f"{url}/v1/completions", json=body(5), timeout=60)
+            reply = httpx.post(f"{url}/v1/completions", json=body(5), timeout=120)
             assert reply.json()["usage"]["completion_tokens"] == 5
             ours = [
                 psutil.Process(pid)
@@ -159,7 +159,7 @@ def test_serve_waits_for_the_nodes_that_the_autoscaler_starts_for_it_and_leaves_
                 for pid in (worker.actor_pid, *worker.engine_pids)
             ]
             serve.process.send_signal(signal.SIGINT)
-            assert serve.wait_exit(60) == 0, serve.output
+            assert serve.wait_exit() == 0, serve.output
         assert still_there(ours, GONE_WITHIN_S) == []
         assert head.is_running()
 
@@ -174,7 +174,7 @@ def test_two_deployments_on_one_ray_have_cores_and_a_name_of_their_own(
             urls = [first.wait_ready()]
             monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))  # as on another machine of the cluster
             with serving(*joined, "--name", "first") as refused:
-                assert refused.wait_exit(60) == 1
+                assert refused.wait_exit() == 1
                 assert "a deployment named 'first' runs on this Ray cluster already" in refused.output
                 assert is_quoted(refused.output)
             with serving(*joined, "--name", "second") as second:
@@ -183,10 +183,10 @@ def test_two_deployments_on_one_ray_have_cores_and_a_name_of_their_own(
                 assert sorted(cores) == ["0", "1"]
                 briefly = ("--set", "ray.placement_timeout_s=12")
                 with serving(*joined, "--name", "third", *briefly) as third:
-                    assert third.wait_exit(60) == 1
+                    assert third.wait_exit() == 1
                     waits = [line for line in third.lines if "waiting for Ray to place worker-0" in line]
                     assert waits
                     assert is_quoted(third.output), third.output
                 for url in urls:
-                    reply = httpx.post(f"{url}/v1/completions", json=body(5), timeout=60)
+                    reply = httpx.post(f"{url}/v1/completions", json=body(5), timeout=120)
                     assert reply.json()["usage"]["completion_tokens"] == 5

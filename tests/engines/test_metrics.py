@@ -46,12 +46,13 @@ def counted_cost(counted: Increase, pool: str) -> StepCost:
 
 
 async def one_request(engines: Engines, prompt: list[int]) -> tuple[Increase, float]:
-    """What it added to the counters, and how long it took."""
+    """What it added to the counters once both workers have told all of it, and how long it took."""
     await engines.cold()
     before = await engines.metrics()
     began_s = time.monotonic()
     await engines.tokens(prompt, OUTPUT_TOKENS)
     took_s = time.monotonic() - began_s
+    assert await engines.becomes_idle() == {}
     return Increase(before, await engines.metrics()), took_s
 
 

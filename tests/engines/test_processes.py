@@ -34,10 +34,11 @@ COLOCATED = ("--mode", "colocated", "--set", "pools.colocated.max_num_batched_to
 ONE_REPLICA = (*COLOCATED, "--set", "pools.colocated.workers=1")
 NO_RESTARTS = ("--set", "supervision.max_restarts=0")
 """Then the first one comes after 30 s."""
+AWAY_S = 30.0
 
 
 def completes(url: str) -> None:
-    reply = httpx.post(f"{url}/v1/completions", json=body(5), timeout=60)
+    reply = httpx.post(f"{url}/v1/completions", json=body(5), timeout=120)
     assert reply.json()["usage"]["completion_tokens"] == 5
 
 
@@ -59,7 +60,7 @@ def test_while_one_replica_is_away_the_other_goes_on_and_says_so_and_none_outliv
         assert still_there([engine], GONE_WITHIN_S) == []
         figure(f"its engine ended {time.monotonic() - killed_s:.1f} s after the kill")
         serve.wait_said("worker-1 was lost more than 0 times .* and is tried again in 30 s", GONE_WITHIN_S + 30)
-        away_s = time.monotonic() + 10
+        away_s = time.monotonic() + AWAY_S
         while "away" not in (told := httpx.get(f"{url}/ready", timeout=30).json()):
             assert time.monotonic() < away_s, told
         assert told["away"]["worker-1"].startswith("in restart back-off: lost more than 0 times")
@@ -75,7 +76,7 @@ def test_ctrl_c_while_it_starts_leaves_no_process():
         time.sleep(3)
         family = serve.family()
         os.kill(serve.process.pid, signal.SIGINT)
-        assert serve.wait_exit(60) == 0, serve.output
+        assert serve.wait_exit() == 0, serve.output
         assert "Traceback" not in serve.output
         assert still_there(family, GONE_WITHIN_S) == []
 
@@ -86,7 +87,7 @@ def test_ctrl_c_while_it_starts_leaves_no_process():
 def refused(*arguments: str) -> tuple[int, str]:
     command = [str(RIDGELINE), "serve", *arguments]
     env = {**os.environ, "COLUMNS": "250", "NO_COLOR": "1"}
-    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, env=env, check=False)
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, env=env, check=False)
     return ended.returncode, ended.stdout + ended.stderr
 
 

@@ -45,6 +45,12 @@ async def decoded(engines: Engines, prompt: list[int], first: int, handoff: KvHa
     return [first, *answer.token_ids]
 
 
+async def assert_the_models(engines: Engines, prompt: list[int], answer: list[int]) -> None:
+    """A prompt computed with the first token has another shape than without it: bfloat16 may break a tie otherwise."""
+    assert len(answer) == OUTPUT_TOKENS
+    assert all(engines.is_tie(nat) for nat in await engines.behind_best_nats(prompt, answer))
+
+
 async def recomputed(engines: Engines) -> dict[str, float]:
     counters = (await engines.decode.status()).counters
     return {name: value for name, value in counters.items() if name.startswith("recompute_total.")}
@@ -63,10 +69,11 @@ async def test_a_failed_hand_off_is_recomputed_and_counted(engines: Engines, tex
     first, handoff = await prefilled(engines, prompt)
     before = await recomputed(engines)
     spoiled = msgspec.structs.replace(handoff, **SPOILED[reason])
-    assert await decoded(engines, prompt, first, spoiled) == reference
+    answer = await decoded(engines, prompt, first, spoiled)
     after = await recomputed(engines)
     name = f"recompute_total.{reason}"
     assert after == {**before, name: before.get(name, 0) + 1}
+    await assert_the_models(engines, prompt, answer)
     # The real offer is still there: fetching it now works, and ends its lease.
     await engines.decode.reset_prefix_cache()
     assert await decoded(engines, prompt, first, handoff) == reference
@@ -86,10 +93,12 @@ async def test_a_hand_off_can_be_fetched_once_and_is_gone_then(engines: Engines,
     assert await engines.becomes_idle() == {}
     before = await recomputed(engines)
     await engines.decode.reset_prefix_cache()
-    assert await decoded(engines, prompt, first, handoff) == answer
+    again = await decoded(engines, prompt, first, handoff)
     after = await recomputed(engines)
     name = "recompute_total.unknown_handoff"
     assert after == {**before, name: before.get(name, 0) + 1}
+    for each in (answer, again):
+        await assert_the_models(engines, prompt, each)
 
 
 async def test_a_replica_answers_without_a_hand_off_and_counts_why(engines: Engines, text: list[int]):

@@ -38,9 +38,11 @@ async def test_an_answer_goes_on_after_repeated_tokens_as_if_nothing_had_happene
 ):
     prompt = text[30_000:30_090]
     params = {"temperature": 0.0, "ignore_eos": True, "max_tokens": NUM_TOKENS, **wish}
+    await engines.cold()  # a cached prefix makes steps of another shape, which round otherwise in bfloat16
     whole = (await engines.reference(prompt, NUM_TOKENS, **params)).token_ids
     for had in (1, 17):
         assert len(whole) > had
+        await engines.cold()
         rest, _ = await engines.run(
             engines.decode,
             leg="decode",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,10 @@ def listening() -> dict[str, str]:
     """Address and port of every TCP socket that this process and all below it listen on, with the program's name."""
     found = {}
     for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
-        for each in process.net_connections(kind="tcp"):
-            if each.status == psutil.CONN_LISTEN:
-                found[f"{each.laddr.ip}:{each.laddr.port}"] = " ".join(process.cmdline())[:60] or process.name()
+        with suppress(psutil.NoSuchProcess):  # a helper has ended meanwhile
+            for each in process.net_connections(kind="tcp"):
+                if each.status == psutil.CONN_LISTEN:
+                    found[f"{each.laddr.ip}:{each.laddr.port}"] = " ".join(process.cmdline())[:60] or process.name()
     return found
 
 
@@ -65,11 +67,12 @@ async def test_with_certificates_and_a_key_it_serves_its_own_and_refuses_others(
 
 def processes_told(secret: str) -> list[str]:
     """Those below this one in whose arguments or environment the secret stands, by name."""
-    return [
-        process.name()
-        for process in psutil.Process().children(recursive=True)
-        if any(secret in word for word in (*process.cmdline(), *process.environ().values()))
-    ]
+    told = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if any(secret in word for word in (*process.cmdline(), *process.environ().values())):
+                told.append(process.name())
+    return told
 
 
 def _told(answer: httpx.Response, *words: str) -> list[Any]:

@@ -14,15 +14,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import httpx
 import psutil
 import pytest
 
 from tests.engines import relayed_serve
-from tests.engines.serve_process import REPOSITORY, RIDGELINE, body, name_of, still_there
+from tests.engines.harness import Metrics
+from tests.engines.serve_process import GONE_WITHIN_S, REPOSITORY, RIDGELINE, body, name_of, still_there
 from tests.engines.served import BACK_WITHIN_S, SMALL_SPLIT, Deployed, Stream, deployed_by_serve
+from tests.support.patience import in_the_end
 
 Figure = Callable[[str], None]
 pytestmark = pytest.mark.engines
@@ -36,6 +38,8 @@ SETTINGS = {
 }
 TOKENS = 30
 STREAM_TOKENS = 150
+LOADED = 10
+"""On a slow machine an answer beside six others may take so many times as long as alone."""
 GREEDY = {**body(TOKENS), "temperature": 0}
 
 
@@ -56,6 +60,12 @@ def completion(url: str) -> str:
 
 def finished(deployed: Deployed) -> float:
     return deployed.metrics().sum("ridgeline_requests_total", outcome="finished")
+
+
+def all_finished(clients: list[httpx.Client]) -> set[float]:
+    """The same as each router says, over its client."""
+    pages = [client.get("/metrics").text for client in clients]
+    return {Metrics(page).sum("ridgeline_requests_total", outcome="finished") for page in pages}
 
 
 def connections(process: psutil.Process) -> int:
@@ -84,11 +94,15 @@ def test_limits_that_nothing_can_keep_are_told_when_it_is_ready(deployed: Deploy
 
 def test_requests_over_all_routers_give_the_same_text_and_are_counted_together(deployed: Deployed):
     assert [len(deployed.heads(title)) for title in ("router", "dispatcher")] == [3, 1]
-    before = finished(deployed)
-    with ThreadPoolExecutor(6) as pool:
-        texts = list(pool.map(completion, [deployed.url] * 12))
-    assert len(set(texts)) == 1
-    assert {finished(deployed) - before for _ in range(8)} == {12.0}, "whichever router answers"
+    with ExitStack() as stack:
+        clients = [stack.enter_context(closing(client_of(deployed, router))) for router in deployed.heads("router")]
+        # One that is not heard within a second is shown as it was before: on a machine that stands still for a moment.
+        in_the_end(lambda: len(all_finished(clients)) == 1)
+        (before,) = all_finished(clients)
+        with ThreadPoolExecutor(6) as pool:
+            texts = list(pool.map(completion, [deployed.url] * 12))
+        assert len(set(texts)) == 1
+        in_the_end(lambda: all_finished(clients) == {before + 12.0})  # whichever router answers
     assert deployed.metrics().sum("ridgeline_requests_total", path="disaggregated", outcome="finished") > 0
     assert deployed.metrics().sum("ridgeline_kv_pair") == 1
 
@@ -116,7 +130,9 @@ def states(client: httpx.Client) -> dict[str, str]:
 def test_a_router_whose_route_to_half_of_the_workers_is_cut_serves_on_and_heals_and_nothing_is_restarted(
     deployed: Deployed, figure: Figure
 ):
+    began_s = time.monotonic()
     whole, before = completion(deployed.url), {name: row["pid"] for name, row in deployed.workers().items()}
+    alone_s = time.monotonic() - began_s
     (router,) = (one for one in deployed.heads("router") if relayed_serve.RELAYED in name_of(one))
     streams = [Stream(deployed.url, TOKENS, temperature=0) for _ in range(4)]
     with closing(client_of(deployed, router)) as client:
@@ -150,7 +166,8 @@ def test_a_router_whose_route_to_half_of_the_workers_is_cut_serves_on_and_heals_
     assert [stream.text() for stream in streams] == [whole] * 4
     assert {name: row["pid"] for name, row in deployed.workers().items()} == before
     assert deployed.metrics().sum("ridgeline_worker_restarts_total") == 0
-    assert max(took_s) < 3 * UNREACHABLE_S, "none of them waited for the route"
+    most_s = max(3 * UNREACHABLE_S, UNREACHABLE_S + LOADED * alone_s)
+    assert max(took_s) < most_s, "none of them waited for the route"
     assert " is gone " not in deployed.serve.output
 
 
@@ -165,7 +182,9 @@ def test_a_killed_router_takes_its_own_streams_only_and_comes_back_on_the_port(d
     assert broken == shared[victim.pid], f"{shared}, {ends}"
     assert ends.count("data: [DONE]") == len(streams) - broken
     assert len({stream.text() for stream in streams if stream.lines[-1] == "data: [DONE]"}) == 1
-    figure(deployed.back(next(f"router-{n}" for n in range(3) if f"router-{n} is gone" in deployed.serve.output)))
+    found = re.search(r"router-\d", deployed.serve.wait_said(r"router-\d is gone ", BACK_WITHIN_S))
+    assert found is not None
+    figure(deployed.back(found[0]))
     figure(f"back {time.monotonic() - killed_s:.1f} s after it was killed")
     assert len(deployed.heads("router")) == 3
     for _ in range(8):
@@ -256,5 +275,5 @@ def test_what_cannot_be_ordered_is_refused_with_a_sentence(deployed: Deployed):
 def test_three_routers_and_a_dispatcher_leave_no_process(deployed: Deployed):
     family = deployed.serve.family()
     deployed.serve.process.send_signal(2)
-    assert deployed.serve.wait_exit(60) == 0
-    assert still_there(family, 15) == []
+    assert deployed.serve.wait_exit() == 0
+    assert still_there(family, GONE_WITHIN_S) == []

@@ -25,6 +25,7 @@ from ridgeline.cluster.commands.operators.drain import drain
 from ridgeline.cluster.config.models import SupervisionConfig
 from tests.engines.serve_process import GONE_WITHIN_S, REPOSITORY, RIDGELINE, body, still_there
 from tests.engines.served import SMALL_SPLIT, Deployed, Stream, deployed_by_serve
+from tests.support.patience import in_the_end
 from tests.support.symptoms import is_quoted
 
 Figure = Callable[[str], None]
@@ -232,7 +233,7 @@ def test_a_worker_that_is_drained_gives_its_request_to_another_and_leaves_for_go
     assert deployed.metrics().sum("ridgeline_retries_total", state="decoding", cause="draining") == 1
     assert still_there(processes, GONE_WITHIN_S) == []
     deployed.serve.wait_said(f"{busy} has drained and is gone", GONE_WITHIN_S)
-    assert busy not in deployed.workers()
+    in_the_end(lambda: busy not in deployed.workers())
     status, said = ridgeline_drain(deployed.url, other)
     assert status != 0
     assert f"{other} is the last decode worker" in said
@@ -248,7 +249,7 @@ def test_sigterm_to_a_worker_drains_it(deployed: Deployed):
     processes[1].terminate()
     deployed.serve.wait_said("worker-0 has drained and is gone", 30)
     assert still_there(processes, GONE_WITHIN_S) == []
-    assert "worker-0" not in deployed.workers()
+    in_the_end(lambda: "worker-0" not in deployed.workers())
     assert deployed.serve.output.count("worker-0 is gone (") == losses, "it was taken for lost"
     deployed.completes()
 

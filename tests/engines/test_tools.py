@@ -88,6 +88,7 @@ async def test_a_tool_is_called_through_the_split_whole_and_streamed_alike(
     ends = "stop" if choice == "named" else "tool_calls"  # as OpenAI's API has it
     assert reply.choices[0].finish_reason == ends
 
+    await engines.cold()  # else its steps have another shape, and bfloat16 may break a tie another way
     names, pieces, reasons = [], [], []
     async for chunk in await client.chat.completions.create(**wish(engines, choice, stream=True)):
         for part in chunk.choices:

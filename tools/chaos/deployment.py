@@ -23,7 +23,7 @@ from ridgeline.contracts.errors import WorkerLost
 from ridgeline.contracts.workers import WorkerDescription
 from ridgeline.worker_runtime.client import WorkerClient
 from tests.engines.harness import Engines, Metrics, connected
-from tests.engines.serve_process import Serve, alive, name_of
+from tests.engines.serve_process import Serve, alive, engines_below, name_of
 
 WORKER: Final = "ridgeline::worker"
 ROUTER: Final = "ridgeline::router"
@@ -51,10 +51,9 @@ class Member:
     def engine(self) -> psutil.Process | None:
         """Return its engine process if that runs, else None."""
         try:
-            children = self.actor.children()
+            engines = engines_below(self.actor)
         except psutil.NoSuchProcess:
             return None
-        engines = [child for child in children if alive(child) and "resource_tracker" not in name_of(child)]
         return engines[0] if engines else None
 
     @property

@@ -216,8 +216,15 @@ def _error(plan: Plan, reply: httpx.Response) -> str:
     return f"{plan.kind}: {reply.status_code} {reply.text[:300]}"
 
 
-async def one_round(clients: Clients, pair: Engines, plans: Sequence[Plan], concurrency: int, say: Any) -> Tally:
-    """Send all requests, wait two seconds, and look for what is held."""
+async def one_round(
+    clients: Clients,
+    pair: Engines,
+    plans: Sequence[Plan],
+    concurrency: int,
+    say: Any,
+    held_within_s: float = HELD_WITHIN_S,
+) -> Tally:
+    """Send all requests, wait two seconds or so, and look for what is held."""
     tally, waiting, began_s = Tally(), iter(plans), time.monotonic()
 
     async def one_after_the_other() -> None:
@@ -234,7 +241,7 @@ async def one_round(clients: Clients, pair: Engines, plans: Sequence[Plan], conc
         for _ in range(concurrency):
             group.create_task(one_after_the_other())
     tally.wall_s = time.monotonic() - began_s
-    tally.held = await pair.becomes_idle(HELD_WITHIN_S)
+    tally.held = await pair.becomes_idle(held_within_s)
     if tally.held:
         tally.lives = await pair.stale_handoffs(HELD_WITHIN_S)
         await pair.becomes_idle(WAITED_OUT_WITHIN_S)  # so that the next round begins with nothing

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ import httpx
 
 from ridgeline.cluster.runtime.actors import engine_environment
 from ridgeline.cluster.runtime.plan import Plan
+from tests.support.free_port import free_port
 
 STARTS_WITHIN_S = 300
 ENDS_WITHIN_S = 20
@@ -86,9 +86,7 @@ def arguments(plan: Plan, port: int) -> list[str]:
 @asynccontextmanager
 async def plain_vllm(plan: Plan) -> AsyncIterator[PlainServer]:
     """Start plain vLLM, on CPUs on one core; `ready` waits until it answers."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", *arguments(plan, port)]
     pool, starts_within_s = plan.config.pools.decode, plan.config.supervision.start_timeout_s
     on_cpu = not pool.gpus_per_worker
