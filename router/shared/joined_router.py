@@ -124,7 +124,10 @@ class JoinedRouter:
             del self._counting[number]
 
     def close(self) -> None:
-        """Give up all its requests, because the router has gone."""
+        """Give up all its requests, because the router has gone, and whatever waits for its counts."""
+        for answered in self._counting.values():
+            if not answered.done():
+                answered.set_result(None)
         self._parts.leave(self._part)
         self._state.left(self._requests)
 

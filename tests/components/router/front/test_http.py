@@ -40,10 +40,11 @@ def served(router):
     return http, prefill, decode
 
 
-@pytest.fixture
-def accepted_are(router):
-    """Waits until so many sequences have been let in."""
+@pytest_asyncio.fixture(loop_scope="module")
+async def accepted_are(router):
+    """Waits until so many sequences have been let in; none of the tests before, which end just after their answers."""
     admission = router[1]._client._admission
+    await eventually(lambda: admission.sequences == 0)
     return lambda count: eventually(lambda: admission.sequences == count)
 
 
@@ -86,8 +87,8 @@ async def test_an_answer_that_was_read_to_its_end_releases_no_hand_off_that_deco
     stepper = asyncio.create_task(stepping(prefill))
     for _ in range(5):
         assert (await send(http, stream=stream))[0] == 200
+        await eventually(lambda: not router._client.accepted)
     stepper.cancel()
-    await eventually(lambda: router._orchestrator.in_flight == 0)
     assert released == []
 
 
@@ -115,6 +116,7 @@ async def test_what_is_too_much_is_429_with_retry_after_in_a_stream_too_and_what
     assert "4 requests are being served, the limit is 4" in json.loads(text)["error"]["message"]
     stepper = asyncio.create_task(stepping(prefill))
     assert [status for status, _, _ in await asyncio.gather(*accepted)] == [200] * 4
+    await accepted_are(0)
     assert (await send(http, stream=stream))[0] == 200, "there is room again"
     stepper.cancel()
 

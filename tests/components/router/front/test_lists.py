@@ -49,12 +49,14 @@ async def test_a_list_whose_prompts_fit_alone_but_never_together_is_a_bad_reques
     assert (answer.status_code, says in answer.text) == (400, True), answer.text
     await eventually(lambda: admission.sequences == 0)
     assert (await complete(http)).status_code == 200
+    await eventually(lambda: admission.sequences == 0)  # they end just after their answer
 
 
 async def test_a_list_of_chats_that_could_never_be_served_at_a_time_is_a_bad_request(served):
     http, admission = served
     chat = {"model": "m", "max_tokens": 1, "messages": [[{"role": "user", "content": "w9"}]] * SHARE}
     assert (await http.post("/v1/chat/completions/batch", json=chat)).status_code == 200
+    await eventually(lambda: admission.sequences == 0)
     chat["messages"] = chat["messages"] + chat["messages"][:1]
     answer = await http.post("/v1/chat/completions/batch", json=chat)
     assert (answer.status_code, "router.max_client_share" in answer.text) == (400, True), answer.text

@@ -62,8 +62,14 @@ async def test_the_dispatcher_knows_what_is_in_use_by_all_routers_and_which_prom
             engine(started).step()
             for _, request in asked:
                 await request
+            await all_is_given_back(dispatcher)
             use = await dispatcher.use()
             assert [(worker.running, worker.kv_blocks_used) for worker in use.workers] == [(0, 0), (0, 0)]
+
+
+async def all_is_given_back(dispatcher):
+    """A client has its last token before the dispatcher has its router's last message."""
+    await eventually(lambda: all(worker.outstanding == Outstanding() for worker in dispatcher.fleet.workers))
 
 
 async def waits(dispatcher, number):
@@ -231,9 +237,9 @@ async def test_in_mode_adaptive_the_dispatcher_chooses_by_prediction_for_both_ro
                 assert sent == expected(6)
             counted = generate_latest(pair[0].registry).decode() + generate_latest(pair[1].registry).decode()
             assert 'ridgeline_decisions_total{choice="' in counted
+            await all_is_given_back(dispatcher)
             use = await dispatcher.use()
             assert [(worker.running, worker.kv_blocks_used) for worker in use.workers] == [(0, 0), (0, 0)]
-            assert all(worker.outstanding == Outstanding() for worker in dispatcher.fleet.workers)
 
 
 async def test_any_router_streams_a_recording_of_what_the_dispatcher_decides_for_all():
@@ -376,7 +382,8 @@ async def test_a_message_that_fails_in_the_dispatcher_ends_no_connection():
             assert dispatcher._routers == {joined}, "the same connection"
 
 
-async def test_the_sums_do_not_fall_when_the_router_dies_that_alone_was_scraped():
+async def test_the_sums_do_not_fall_when_the_router_dies_that_alone_was_scraped(monkeypatch):
+    monkeypatch.setattr("ridgeline.router.decisions.COUNTED_EVERY_S", 2 * PATIENCE_S)  # it tells nothing unasked
     async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started:
         addresses = [host.address for host in started]
         async with a_dispatcher(addresses, SETTINGS) as (dispatcher, at), routers(2, addresses, at, SETTINGS) as pair:
@@ -391,6 +398,24 @@ async def test_the_sums_do_not_fall_when_the_router_dies_that_alone_was_scraped(
             await eventually(lambda: len(dispatcher._routers) == 1)
             await pair[1].summed.refresh()
             assert pair[1].counted() == 6
+
+
+async def test_a_scrape_does_not_wait_for_a_router_that_has_gone(monkeypatch):
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started:
+        addresses = [host.address for host in started]
+        async with a_dispatcher(addresses, SETTINGS) as (_, at), routers(2, addresses, at, SETTINGS) as pair:
+            asked = asyncio.Event()
+
+            async def never():
+                asked.set()
+                await asyncio.Event().wait()
+
+            monkeypatch.setattr("ridgeline.router.shared.dispatcher.COUNT_WITHIN_S", 2 * PATIENCE_S)
+            monkeypatch.setattr(pair[0].summed, "samples", never)
+            scrape = asyncio.create_task(pair[1].summed.refresh())
+            await asked.wait()
+            await pair[0].die()
+            await scrape
 
 
 async def test_what_a_router_had_counted_before_it_joined_is_not_lost_with_it():
