@@ -14,6 +14,7 @@ from ridgeline.loadtest.plan import Slo
 from ridgeline.loadtest.report import plots
 from ridgeline.loadtest.report.page import TEMPLATE_FILE, html_table, limits_table, plot_card
 from ridgeline.loadtest.report.tables import format_figure, print_table, served_model
+from ridgeline.loadtest.report.wording import interval_text
 
 Summary = Mapping[str, Any]
 
@@ -41,7 +42,7 @@ def rate_rows(summary: Summary) -> tuple[list[str], list[list[str]]]:
         row = [
             variant["label"],
             _rate_text(found, variant["points"]),
-            _ends(found["low"], found["high"]),
+            interval_text(found["low"], found["high"]),
             format_figure(variant["output_tokens_per_s"], ".0f"),
             *(_ms(point[name]) for name in ("median_ttft_ms", "median_tpot_ms", "max_itl_ms")),
         ]
@@ -68,14 +69,6 @@ def _rate_text(found: Summary, points: Sequence[Summary]) -> str:
     if found["outcome"] == "below":
         return f"< {points[0]['rate']:.3g}"
     return f"> {points[-1]['rate']:.3g}" if found["outcome"] == "above" else f"{found['rate']:.3g}"
-
-
-def _ends(low: float | None, high: float | None) -> str:
-    if low is None and high is None:
-        return "no bounds yet"
-    if high is None:
-        return f"at least {low:.3g}"
-    return f"at most {high:.3g}" if low is None else f"{low:.3g} to {high:.3g}"
 
 
 def _ms(value_ms: float | None) -> str:

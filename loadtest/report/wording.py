@@ -182,15 +182,17 @@ def say_rates(
 def _rate_text(found: MaxGoodputRate, unit: str = "") -> str:
     if found.rate is None and found.low is None and found.high is None:
         return "all rates measured" if found.outcome == "above" else "no rate measured"
-    if found.low is None and found.high is None:
-        ends = "no bounds yet"
-    elif found.high is None:
-        ends = f"at least {found.low:.3g}"
-    elif found.low is None:
-        ends = f"at most {found.high:.3g}"
-    else:
-        ends = f"{found.low:.3g} to {found.high:.3g}"
+    ends = interval_text(found.low, found.high)
     return ends + unit if found.rate is None else f"{found.rate:.3g}{unit} ({ends})"
+
+
+def interval_text(low: float | None, high: float | None) -> str:
+    """Return an interval of rates; an end is None if no rate measured bounds it."""
+    if low is None and high is None:
+        return "no bounds yet"
+    if high is None:
+        return f"at least {low:.3g}"
+    return f"at most {high:.3g}" if low is None else f"{low:.3g} to {high:.3g}"
 
 
 def _verdict_text(
