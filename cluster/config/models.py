@@ -63,6 +63,10 @@ class ModelConfig(Section):
     block_size_tokens: int = Field(default=32, ge=1, description="tokens in one KV block, the unit of transfer")
     enforce_eager: bool | None = Field(default=None, description="skip compilation; null: yes on CPU, no on GPU")
 
+    def is_eager(self, *, on_cpu: bool) -> bool:
+        """Return whether engines there skip compilation."""
+        return on_cpu if self.enforce_eager is None else self.enforce_eager
+
 
 class RayConfig(Section):
     """Which Ray cluster places the workers."""

@@ -127,7 +127,7 @@ class Plan:
             step_target_s=pool.step_target_ms / 1e3,
             kv_cache_bytes_per_rank=None if pool.kv_cache_bytes is None else pool.kv_cache_bytes // pool.ranks,
             tensor_parallel_size=pool.ranks,
-            enforce_eager=on_cpu if model.enforce_eager is None else model.enforce_eager,
+            enforce_eager=model.is_eager(on_cpu=on_cpu),
             transfer=self._transfer_options(host),
             on_cpu=on_cpu,
             stall_timeout_s=self.config.supervision.stall_timeout_s,

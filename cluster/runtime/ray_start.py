@@ -83,7 +83,7 @@ def _preloaded(config: RidgelineConfig, messages: Path) -> Iterator[None]:
         return
     with ExitStack() as stack:
         with server_variables_hidden():
-            compiles = config.model.enforce_eager is False
+            compiles = not config.model.is_eager(on_cpu=True)
             environment = engine_environment(1, config.supervision.start_timeout_s, on_cpu=True, compiles=compiles)
             os.environ[PRELOADED] = stack.enter_context(preloaded_parent(IMPORTED, environment, messages))
         stack.callback(os.environ.pop, PRELOADED)

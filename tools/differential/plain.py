@@ -90,7 +90,7 @@ async def plain_vllm(plan: Plan) -> AsyncIterator[PlainServer]:
     command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", *arguments(plan, port)]
     pool, starts_within_s = plan.config.pools.decode, plan.config.supervision.start_timeout_s
     on_cpu = not pool.gpus_per_worker
-    compiles = plan.config.model.enforce_eager is False
+    compiles = not plan.config.model.is_eager(on_cpu=on_cpu)
     environment = os.environ | engine_environment(
         pool.cores_per_worker, starts_within_s, on_cpu=on_cpu, compiles=compiles
     )

@@ -26,13 +26,14 @@ STOP_WITHIN_S = 5.0
 def worker_actor(planned: PlannedWorker, config: RidgelineConfig) -> Any:
     """Create a worker's actor, which Ray places, and starts again on another node if need be."""
     settings = planned.settings
+    on_cpu = settings.gpus_per_worker == 0
     env = forwarded_variables() | engine_environment(
         settings.cores_per_worker,
         config.supervision.start_timeout_s,
-        on_cpu=settings.gpus_per_worker == 0,
+        on_cpu=on_cpu,
         ranks=settings.ranks,
         mps_percent=settings.mps_active_thread_percent,
-        compiles=config.model.enforce_eager is False,
+        compiles=not config.model.is_eager(on_cpu=on_cpu),
     )
     return (
         ray.remote(ServiceActor)
