@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from ridgeline.cluster.config.models import RidgelineConfig
+from ridgeline.cluster.config.models import PoolConfig, RidgelineConfig
 from ridgeline.cluster.doctor.checks import resolve_dtype
 from ridgeline.cluster.runtime.actors import ServiceActor, engine_environment
 from ridgeline.cluster.runtime.environment import forwarded_variables
@@ -23,11 +23,10 @@ WORKER_SERVICE = "ridgeline.cluster.runtime.services:WorkerService"
 STOP_WITHIN_S = 5.0
 
 
-def worker_actor(planned: PlannedWorker, config: RidgelineConfig) -> Any:
-    """Create a worker's actor, which Ray places, and starts again on another node if need be."""
-    settings = planned.settings
+def worker_environment(settings: PoolConfig, config: RidgelineConfig) -> dict[str, str]:
+    """Return the environment of the process of a worker of this pool."""
     on_cpu = settings.gpus_per_worker == 0
-    env = forwarded_variables() | engine_environment(
+    return forwarded_variables() | engine_environment(
         settings.cores_per_worker,
         config.supervision.start_timeout_s,
         on_cpu=on_cpu,
@@ -35,13 +34,18 @@ def worker_actor(planned: PlannedWorker, config: RidgelineConfig) -> Any:
         mps_percent=settings.mps_active_thread_percent,
         compiles=not config.model.is_eager(on_cpu=on_cpu),
     )
+
+
+def worker_actor(planned: PlannedWorker, config: RidgelineConfig) -> Any:
+    """Create a worker's actor, which Ray places, and starts again on another node if need be."""
+    settings = planned.settings
     return (
         ray.remote(ServiceActor)
         .options(
             num_cpus=settings.cores_per_worker,
             num_gpus=config.gpus_of(settings),
             resources=settings.resources,
-            runtime_env={"env_vars": env},
+            runtime_env={"env_vars": worker_environment(settings, config)},
             max_concurrency=16,
             max_restarts=-1,
         )

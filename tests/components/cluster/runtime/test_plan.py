@@ -12,6 +12,7 @@ from ridgeline.cluster.model_store import ModelError
 from ridgeline.cluster.runtime import plan as plan_module
 from ridgeline.cluster.runtime.actors import NodePlace
 from ridgeline.cluster.runtime.handles.routing import RoutingHandle
+from ridgeline.cluster.runtime.handles.worker import worker_environment
 from ridgeline.cluster.runtime.plan import (
     CoreTable,
     PlacementError,
@@ -205,6 +206,19 @@ def test_an_engine_gets_its_own_pools_limits_and_the_shared_ones(planned, tmp_pa
         assert (engine.transfer.transport, engine.transfer.wire_dtype) == ("auto", "int8")
         assert (engine.transfer.lease_s, engine.transfer.host, engine.model_path) == (7.0, "10.0.0.1", str(tmp_path))
         assert (engine.on_cpu, engine.enforce_eager, engine.tensor_parallel_size) == (True, True, 1)
+
+
+@pytest.mark.parametrize(("asked", "eager"), [("null", True), ("true", True), ("false", False)])
+def test_engines_on_cpus_compile_only_if_they_are_asked_to(planned, asked, eager):
+    plan = planned(model__enforce_eager=asked)
+    for worker in plan.workers:
+        assert plan.engine_config(worker, "10.0.0.1").enforce_eager is eager
+        assert ("TORCH_COMPILE_DISABLE" in worker_environment(worker.settings, plan.config)) is eager
+
+
+@pytest.mark.parametrize(("asked", "eager"), [("null", False), ("true", True), ("false", False)])
+def test_engines_on_gpus_compile_unless_they_are_asked_not_to(asked, eager):
+    assert load_config(None, {"model.enforce_eager": asked}).config.model.is_eager(on_cpu=False) is eager
 
 
 def test_workers_have_a_role_in_every_mode_and_engines_that_hold_the_larger_limits(planned):
