@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import os
 import re
 import statistics
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import llguidance
@@ -28,13 +29,15 @@ from vllm.v1.structured_output.backend_guidance import (
     serialize_guidance_grammar,
 )
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar, StructuredOutputOptions
-from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend, validate_xgrammar_grammar
 from vllm.v1.structured_output.request import get_structured_output_key
 
-from ridgeline.engine.grammars import MOST_PARTS, tag_as_lark, tag_parts
+from ridgeline.engine.grammars import json_options, limits
+from ridgeline.engine.tag_grammars import Unreadable, as_lark
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 ALLOWED_S: Final = 0.05
 """CPU time that a grammar may take at once, beyond `PER_TOKEN_S`: first masks of large schemas take up to 30 ms."""
@@ -51,35 +54,33 @@ CHECKED_BYTES: Final = 8192
 them. One of this size takes it 15 ms at most."""
 COMPILING_NICENESS: Final = 10
 """Of the thread that compiles, which shares the engine's core: the step loop keeps nine tenths of it."""
-CHECKED_PARTS: Final = 64
-"""Structural tags with as many parts in their patterns are compiled in the engine only, too: xgrammar takes 2 s to read
-`.{0,1000}` (500 parts), and 4 to 10 ms for less than 64."""
+MOST_DIGITS: Final = 39
+"""Tokens of digits in a row that a number of a JSON answer may have: the digits of an integer of 128 bits. A grammar
+sets no end to `1.0000`, and a model may write it until `max_tokens`."""
+JSON_KINDS: Final = (
+    StructuredOutputOptions.JSON,
+    StructuredOutputOptions.JSON_OBJECT,
+    StructuredOutputOptions.STRUCTURAL_TAG,
+)
 _SPECIAL: Final = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~]")
 
 
-def limits() -> Any:
-    """Return llguidance's limits; where a step's differ, half or less was enough for every schema tried.
-
-    Its mask of 50,000 items takes 10 ms. The number of lexer states is its own: a string with a `maxLength` takes about
-    15 a token (46,000 states are 26 MB), so 250,000 last 16,000 tokens.
-    """
-    return llguidance.LLParserLimits(step_max_items=20_000, step_lexer_fuel=100_000)
-
-
 def serialize(kind: StructuredOutputOptions, text: str, compact: bool = False, closed: bool = False) -> str:
-    """As vLLM's, but ignore the keywords of a schema that guidance lacks, as xgrammar does, and read oneOf as anyOf."""
-    if kind is not StructuredOutputOptions.JSON:
+    """As vLLM's, but with our options for JSON, which a client's own do not replace."""
+    if kind not in (StructuredOutputOptions.JSON, StructuredOutputOptions.JSON_OBJECT):
         return str(serialize_guidance_grammar(kind, text, compact, closed))
-    schema = process_for_additional_properties(text) if closed else text
-    defaults: Any = {"whitespace_flexible": not compact, "lenient": True, "coerce_one_of": True}
-    return str(llguidance.LLMatcher.grammar_from_json_schema(schema, defaults=defaults))
+    schema: Any = {"type": "object"} if kind is StructuredOutputOptions.JSON_OBJECT else text
+    schema = process_for_additional_properties(schema) if closed else schema
+    options: Any = json_options(compact)
+    return str(llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options))
 
 
-def serialize_in_tag(schema: bool | dict[str, Any]) -> str:
+def serialize_in_tag(schema: bool | dict[str, Any], compact: bool = False) -> str:
     """As `serialize`, for a tag: closed as xgrammar reads it, which allows only the properties that a schema names."""
+    if schema is False:
+        raise Unreadable("no value has the schema false")
     closed = process_for_additional_properties({} if schema is True else schema)
-    options = {"whitespace_flexible": True, "lenient": True, "coerce_one_of": True}
-    return json.dumps(closed | {"x-guidance": options})
+    return json.dumps(closed | {"x-guidance": json_options(compact)})
 
 
 def ordinary_mask_s(tokenizer: Any) -> float:
@@ -114,37 +115,63 @@ def _validate(sampling_params: Any, tokenizer: Any = None) -> None:
     if params is None:
         return
     kind, text = get_structured_output_key(params)
-    if kind is StructuredOutputOptions.CHOICE or len(text) > CHECKED_BYTES:
-        return
-    if kind is StructuredOutputOptions.STRUCTURAL_TAG:
-        if sum(count for count, _ in tag_parts(json.loads(text))) < CHECKED_PARTS:
-            validate_xgrammar_grammar(sampling_params)
+    if kind is StructuredOutputOptions.CHOICE:
         return
     try:
-        grammar = serialize(kind, text)
+        if kind is StructuredOutputOptions.STRUCTURAL_TAG:
+            grammar = as_lark(json.loads(text), {}, serialize_in_tag)
+        else:
+            grammar = serialize(kind, text)
     except (ValueError, KeyError, TypeError) as error:
         raise VLLMValidationError(f"Invalid grammar specification: {error}") from error
+    if len(text) > CHECKED_BYTES:
+        return
     if why := llguidance.LLMatcher.validate_grammar(grammar, tokenizer, limits=limits()):
         raise VLLMValidationError(f"Grammar error: {why}")
 
 
-class BoundedGuidance(GuidanceBackend):  # type: ignore[misc]
-    """vLLM's, with limits. Choices are one expression; structural tags go to xgrammar, unless it would take long."""
+@functools.cache
+def _say_once(warning: str) -> None:
+    logger.warning("a schema without strict: true is not enforced in full: %s", warning)
 
-    _tags: XgrammarBackend | None = None
+
+class Digits:
+    """The tokens that have digits alone, and whether a mask is one within a number."""
+
+    def __init__(self, tokenizer: llguidance.LLTokenizer) -> None:
+        self.mask = llguidance.torch.allocate_token_bitmask(1, tokenizer.vocab_size)[0]
+        matcher = llguidance.LLMatcher(tokenizer, llguidance.grammar_from("regex", "[0-9]+"), log_level=0)
+        llguidance.torch.fill_next_token_bitmask(matcher, self.mask.unsqueeze(0), 0)
+        self._words = self.mask.tolist()
+        self._letter = tokenizer.tokenize_str("a")[0]
+
+    def __contains__(self, token: int) -> bool:
+        return bool(self._words[token // 32] >> (token % 32) & 1)
+
+    def forbid(self, row: torch.Tensor) -> None:
+        """Take the digits from a mask, unless nothing else is left, or letters are allowed and so it is a text."""
+        others = row & ~self.mask
+        if not int(row[self._letter // 32]) >> (self._letter % 32) & 1 and others.any():
+            row.copy_(others)
+
+
+class BoundedGuidance(GuidanceBackend):  # type: ignore[misc]
+    """vLLM's, with limits. Choices are one expression, and structural tags are rewritten."""
 
     def __post_init__(self) -> None:
         """Measure, once an engine, how long an ordinary mask takes."""
         super().__post_init__()
         self.per_token_s = max(PER_TOKEN_S, ORDINARY_MASKS * ordinary_mask_s(self.ll_tokenizer))
+        self.digits = Digits(self.ll_tokenizer)
 
     def compile_grammar(
         self, request_type: StructuredOutputOptions, grammar_spec: str, stop_token_ids: set[int] | None = None
     ) -> StructuredOutputGrammar:
         """Compile in this thread."""
         if request_type is StructuredOutputOptions.STRUCTURAL_TAG:
-            return self._compile_tag(grammar_spec, stop_token_ids)
-        if request_type is StructuredOutputOptions.CHOICE:
+            write_json = functools.partial(serialize_in_tag, compact=self.disable_any_whitespace)
+            text = as_lark(json.loads(grammar_spec), self._special_tokens, write_json)
+        elif request_type is StructuredOutputOptions.CHOICE:
             # A grammar has an item for each choice in every row, an expression a state for each common beginning.
             choices = (_SPECIAL.sub(r"\\\g<0>", choice) for choice in json.loads(grammar_spec))
             text = llguidance.grammar_from("regex", "|".join(choices))
@@ -152,28 +179,13 @@ class BoundedGuidance(GuidanceBackend):  # type: ignore[misc]
             text = serialize(
                 request_type, grammar_spec, self.disable_any_whitespace, self.disable_additional_properties
             )
-        return self._guided(text)
-
-    def _guided(self, text: str) -> GuidanceGrammar:
         matcher = llguidance.LLMatcher(self.ll_tokenizer, text, log_level=0, limits=limits())
+        for warning in matcher.get_grammar_warnings():
+            if warning.startswith(
+                "Unimplemented keys"
+            ):  # others have names that a client chose, who could fill the log
+                _say_once(warning)
         return GuidanceGrammar(ll_matcher=matcher, ll_tokenizer=self.ll_tokenizer, vocab_size=self.vocab_size)
-
-    def _compile_tag(self, text: str, stop_token_ids: set[int] | None) -> StructuredOutputGrammar:
-        """By xgrammar, which takes what vLLM expects; by guidance if that would take long."""
-        tag = json.loads(text)
-        if (parts := sum(count for count, _ in tag_parts(tag))) >= CHECKED_PARTS:
-            lark = tag_as_lark(tag, self._special_tokens, serialize_in_tag)
-            grammar = None if lark is None else self._guided(lark)
-            if grammar is not None and (parts > MOST_PARTS or not grammar.ll_matcher.is_error()):
-                return grammar
-            if parts > MOST_PARTS:
-                raise ValueError("this structural tag would take xgrammar too long, and guidance cannot read it")
-        return self._by_xgrammar(text, stop_token_ids)
-
-    def _by_xgrammar(self, tag: str, stop_token_ids: set[int] | None) -> StructuredOutputGrammar:
-        if self._tags is None:
-            self._tags = XgrammarBackend(self.vllm_config, self.tokenizer, self.ll_tokenizer.vocab_size)
-        return self._tags.compile_grammar(StructuredOutputOptions.STRUCTURAL_TAG, tag, stop_token_ids)
 
     @functools.cached_property
     def _special_tokens(self) -> dict[str, int]:
@@ -188,8 +200,12 @@ class Metered(StructuredOutputGrammar):  # type: ignore[misc]
     grammar: Any
     per_token_s: float = PER_TOKEN_S
     left_s: float = ALLOWED_S
+    digits: Digits | None = None
+    """Where an answer is JSON, of whose numbers it bounds the length."""
     why: str | None = None
     """Why the request ends; None as long as it goes on."""
+    _runs: list[int] = field(default_factory=list)
+    """After each token, how many in a row had digits alone."""
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
         """Advance; False ends the request, see `_accept_tokens`."""
@@ -198,6 +214,9 @@ class Metered(StructuredOutputGrammar):  # type: ignore[misc]
         began_s = time.thread_time()
         accepted = bool(self.grammar.accept_tokens(request_id, tokens))
         self._spend(time.thread_time() - began_s)
+        if self.digits is not None:
+            for token in tokens:
+                self._runs.append(self._runs[-1] + 1 if self._runs and token in self.digits else token in self.digits)
         return accepted and self.why is None
 
     def fill_bitmask(self, bitmask: torch.Tensor, idx: int) -> None:
@@ -205,6 +224,8 @@ class Metered(StructuredOutputGrammar):  # type: ignore[misc]
         if self.why is None:
             began_s = time.thread_time()
             self.grammar.fill_bitmask(bitmask, idx)
+            if self.digits is not None and self._runs and self._runs[-1] >= MOST_DIGITS:
+                self.digits.forbid(bitmask[idx])
             self.left_s = min(ALLOWED_S, self.left_s + self.per_token_s)
             self._spend(time.thread_time() - began_s)
         if self.why is not None:
@@ -229,7 +250,8 @@ class Metered(StructuredOutputGrammar):  # type: ignore[misc]
         return list(self.grammar.validate_tokens(tokens))
 
     def rollback(self, num_tokens: int) -> None:
-        """Pass on."""
+        """Forget the last tokens."""
+        del self._runs[len(self._runs) - num_tokens :]
         self.grammar.rollback(num_tokens)
 
     def is_terminated(self) -> bool:
@@ -237,7 +259,8 @@ class Metered(StructuredOutputGrammar):  # type: ignore[misc]
         return bool(self.grammar.is_terminated())
 
     def reset(self) -> None:
-        """Pass on."""
+        """Forget all tokens."""
+        self._runs.clear()
         self.grammar.reset()
 
 
@@ -250,7 +273,9 @@ def _create_grammar(manager: Any, request: Any) -> StructuredOutputGrammar:
     if manager._use_async_grammar_compilation:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), COMPILING_NICENESS)
     grammar = _vllm_create(manager, request)
-    return Metered(grammar, getattr(manager.backend, "per_token_s", PER_TOKEN_S))
+    per_token_s = getattr(manager.backend, "per_token_s", PER_TOKEN_S)
+    is_json = request.structured_output_request.structured_output_key[0] in JSON_KINDS
+    return Metered(grammar, per_token_s, digits=getattr(manager.backend, "digits", None) if is_json else None)
 
 
 def _accept_tokens(manager: Any, request: Any, new_token_ids: list[int]) -> bool:

@@ -23,7 +23,7 @@ from ridgeline.engine.passed_args import words
 from ridgeline.engine.vllm_arguments import refusing
 from ridgeline.router.client_identity import AddressClients
 from ridgeline.router.flow.concurrency_limiter import AT_A_TIME
-from ridgeline.router.front import request_fields
+from ridgeline.router.front import request_fields, strict
 from ridgeline.router.front.engine_client import SUPPORTED_TASKS, RouterEngineClient
 from ridgeline.router.front.health import Readiness, ready_endpoint
 from ridgeline.router.front.http import unknown_paths
@@ -91,6 +91,7 @@ async def build_app(
     await init_app_state(client, app.state, args, SUPPORTED_TASKS)
     request_fields.install(app.state, gates.most_sequences, settings.server.max_grammar_bytes)
     app_gaps.name_settings(app.state)
+    strict.install()
     cut_off_calls.install(app.state)
     messages.install(app.state)
     responses.install(app.state)

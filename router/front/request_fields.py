@@ -9,7 +9,7 @@ value, or null, counts as not sent.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from vllm.exceptions import VLLMValidationError
 
 from ridgeline.engine import grammars
 from ridgeline.router.front.http.errors import HttpRefusal
+from ridgeline.router.front.strict import beyond_strict
 
 FIELD_TESTS = "tests/components/router/front/test_request_fields.py"
 SHOWN = f"{FIELD_TESTS}::test_what_is_honoured_changes_what_engines_are_asked_or_the_client_gets"
@@ -299,33 +300,6 @@ def beyond_grammar(request: BaseModel, max_bytes: int) -> VLLMValidationError | 
     return VLLMValidationError(why, parameter="structured_outputs")
 
 
-def beyond_strict(request: BaseModel) -> VLLMValidationError | None:
-    """Return why a schema sent with `strict: true` is refused: it has a keyword that no grammar enforces."""
-    for parameter, schema in _strict_schemas(request):
-        if (path := grammars.ignored(schema)) is not None:
-            return VLLMValidationError(
-                f"{parameter}: {path} is not enforced here, and strict is true: leave it out, or send strict: false "
-                "and check the answer yourself",
-                parameter=parameter,
-            )
-    return None
-
-
-def _strict_schemas(request: BaseModel) -> Iterator[tuple[str, Any]]:
-    """Of chat's `response_format`, of the `text.format` of Responses, and of the tools of all three APIs."""
-    chat = getattr(getattr(request, "response_format", None), "json_schema", None)
-    if getattr(chat, "strict", None) is True:
-        yield "response_format", getattr(chat, "json_schema", None)
-    form = getattr(getattr(request, "text", None), "format", None)
-    if getattr(form, "strict", None) is True:
-        yield "text.format", getattr(form, "schema_", None)
-    for tool in getattr(request, "tools", None) or ():
-        function = getattr(tool, "function", tool)
-        if getattr(function, "strict", None) is True:
-            schema = getattr(function, "parameters", None) or getattr(function, "input_schema", None)
-            yield f"tools ({getattr(function, 'name', '')[:64]})", schema
-
-
 def install(state: Any, most_sequences: int, max_grammar_bytes: int) -> None:
     """Make each handler in the state of vLLM's app check its body here first.
 
@@ -351,7 +325,7 @@ def _refusing(
             refusal(request)
             or beyond_share(request, most_sequences)
             or beyond_grammar(request, max_grammar_bytes)
-            or beyond_strict(request)
+            or await beyond_strict(request, max_grammar_bytes * grammars.TAG_BYTES)
         )
         return await handler(request, *rest) if error is None else serving.create_error_response(error)
 

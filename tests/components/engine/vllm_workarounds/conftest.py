@@ -29,7 +29,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def backend(tokenizer: Any) -> BoundedGuidance:
-    options = SimpleNamespace(disable_any_whitespace=True, disable_additional_properties=False)
+    options = SimpleNamespace(disable_any_whitespace=False, disable_additional_properties=False)
     config = SimpleNamespace(
         structured_outputs_config=options,
         model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type="llama")),
