@@ -180,12 +180,13 @@ class _Lark:
                 raise Unreadable("a tag without a trigger")
             of_trigger.setdefault(trigger, []).append(tag)
         without = [*form.excludes, *form.triggers]
-        text, first = self._text(without), _one_of(self._tag(tag, (OTHER,)) for tag in form.tags)
+        text = self._text(without)
         call = _one_of(
             f"{self._until(trigger, without)} {_one_of(self._tag(tag, (OTHER,), trigger) for tag in tags)}"
             for trigger, tags in of_trigger.items()
         )
         if form.at_least_one:
+            first = _one_of(self._tag(tag, (OTHER,)) for tag in form.tags)
             return first if form.stop_after_first else f"{first} {call}* {text}"
         return f"({call} | {text})" if form.stop_after_first else f"{call}* {text}"
 

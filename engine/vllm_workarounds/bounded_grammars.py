@@ -79,7 +79,7 @@ def serialize_in_tag(schema: bool | dict[str, Any], compact: bool = False) -> st
     """As `serialize`, for a tag: closed as xgrammar reads it, which allows only the properties that a schema names."""
     if schema is False:
         raise Unreadable("no value has the schema false")
-    closed = process_for_additional_properties({} if schema is True else schema)
+    closed = process_for_additional_properties(json.dumps({} if schema is True else schema))
     return json.dumps(closed | {"x-guidance": json_options(compact)})
 
 

@@ -23,9 +23,13 @@ from ridgeline.engine import grammars
 async def beyond_strict(request: BaseModel, max_bytes: int) -> VLLMValidationError | None:
     """Return why a schema sent with `strict: true` is refused; None if a grammar of it can be made."""
     tools = [(f"tools ({name})", schema, True) for name, schema in _strict_tools(request)]
-    for parameter, schema, closed in [*_strict_formats(request), *tools]:
-        why = await asyncio.to_thread(grammars.strict_refusal, schema, max_bytes, closed)
-        if why is not None:
+    schemas = [*_strict_formats(request), *tools]
+    return await asyncio.to_thread(_first_refusal, schemas, max_bytes) if schemas else None
+
+
+def _first_refusal(schemas: list[tuple[str, Any, bool]], max_bytes: int) -> VLLMValidationError | None:
+    for parameter, schema, closed in schemas:
+        if (why := grammars.strict_refusal(schema, max_bytes, closed)) is not None:
             return VLLMValidationError(
                 f"{parameter}: {why}. It cannot be enforced here, and strict is true: leave it out, or send "
                 "strict: false and check the answer yourself",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from decimal import Decimal
 from random import Random
 from typing import Any
 
@@ -144,8 +146,9 @@ def merged(*schemas: Schema) -> Schema:
     return {name: value for schema in schemas for name, value in schema.items()}
 
 
-def broken(schema: Schema, arguments: Any) -> str | None:
-    """Say how arguments break a schema; None if they do not."""
-    checker = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
-    error = next(checker.iter_errors(arguments), None)
+def broken(schema: Schema, arguments: str) -> str | None:
+    """Say how arguments break a schema; None if they do not. 1234.56 is a multiple of 0.01, though not as a float."""
+    exact, given = (json.loads(text, parse_float=Decimal) for text in (json.dumps(schema), arguments))
+    checker = jsonschema.Draft202012Validator(exact, format_checker=jsonschema.FormatChecker())
+    error = next(checker.iter_errors(given), None)
     return None if error is None else error.message

@@ -238,13 +238,16 @@ def test_arguments_as_vllm_reads_them_from_what_a_grammar_lets_through_keep_to_t
         except Unreadable:
             refused += 1
             continue
-        assert not grammar.ll_matcher.is_error(), (grammar.ll_matcher.get_error(), schema)
+        if grammar.ll_matcher.is_error():  # as XML each value is a grammar of its own, and one may have no value
+            assert parser != "hermes"
+            refused += 1
+            continue
         text = written(backend, grammar, dice, 300)
         if text is None:
             continue
         calls = kind(backend.tokenizer, [tool]).extract_tool_calls(text, request=request).tool_calls
         for call in calls:
-            wrong = strict_tools.broken(schema, json.loads(call.function.arguments))
+            wrong = strict_tools.broken(schema, call.function.arguments)
             assert wrong is None, (seed, wrong, text, schema)
             checked += 1
     assert checked > 10, (checked, refused)
