@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from decimal import Decimal
 from random import Random
 from typing import Any
@@ -149,6 +150,12 @@ def merged(*schemas: Schema) -> Schema:
 def broken(schema: Schema, arguments: str) -> str | None:
     """Say how arguments break a schema; None if they do not. 1234.56 is a multiple of 0.01, though not as a float."""
     exact, given = (json.loads(text, parse_float=Decimal) for text in (json.dumps(schema), arguments))
-    checker = jsonschema.Draft202012Validator(exact, format_checker=jsonschema.FormatChecker())
-    error = next(checker.iter_errors(given), None)
+    checker = jsonschema.Draft202012Validator(exact, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
+    errors = (error for error in checker.iter_errors(given) if not _is_known(error))
+    error = next(errors, None)
     return None if error is None else error.message
+
+
+def _is_known(error: jsonschema.ValidationError) -> bool:
+    """guidance's dates are those of a year that may be 0 and has a 29 February, as `docs/reference/http.md` says."""
+    return error.validator == "format" and re.search("-02-29|^0000", str(error.instance)) is not None
