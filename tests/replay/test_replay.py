@@ -198,6 +198,7 @@ async def test_completions_may_be_sent_as_text(console, monkeypatch):
         ("cut", "ended before [DONE]", 200),
         ("disconnect", "ClientPayloadError", 200),
         ("hang", "deadline of 4 s", 200),
+        ("short", "2 tokens, and 6 were asked for", 200),
     ],
 )
 async def test_a_failed_request_is_a_record_and_harms_no_other(console, fault, error, status):
