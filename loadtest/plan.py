@@ -117,9 +117,10 @@ class ReplayPlan(BaseModel):
     client_cores: str | None = None
     """run the process that sends the requests on these cores only, such as 0-1,3"""
     endpoint: Endpoint = "completions"
-    """completions sends token ids; chat sends the same prompt as text, in one message"""
+    """completions sends token ids; chat sends the same prompt as text, in one message, cut to make room for the chat
+    template"""
     text_prompts: bool = False
-    """send completions' prompts as text, for a server that takes no token ids; lengths then vary"""
+    """send completions' prompts as text, for a server that takes no token ids; they are then a few tokens shorter"""
     served_name: str | None = None
     """which of the server's models to use; by default the first"""
     tokenizer: str | None = None

@@ -24,7 +24,7 @@ from ridgeline.loadtest.run.calibration import (
     workers_of,
 )
 from ridgeline.loadtest.run.quantities import minutes_text
-from ridgeline.loadtest.run.server import as_servers, first_model
+from ridgeline.loadtest.run.server import as_servers, served_model
 from ridgeline.loadtest.run.unloaded import measure_unloaded, sizes_of
 from ridgeline.loadtest.run.warm_up import MOST_REQUESTS, MOST_WAVES
 from ridgeline.loadtest.run_folder import Past, Settled, Setup
@@ -43,8 +43,6 @@ class Prepared:
     """With numbers in place of `auto`."""
     load: Load
     traces: PairTraces
-    max_model_tokens: int | None
-    """The server's context, to which the trace was fitted."""
     ordinals_per_round: int
     """Prompts set apart for each round, so that no two rounds share one."""
     first_round_index: int
@@ -59,7 +57,8 @@ class Prepared:
             plan=self.plan.model_dump(mode="json"),
             load=self.load,
             setup=dict(setup),
-            max_model_tokens=self.max_model_tokens,
+            max_model_tokens=self.traces.max_model_tokens,
+            least_prompt_tokens=self.traces.least_prompt_tokens,
             ordinals_per_round=self.ordinals_per_round,
             first_round_index=self.first_round_index,
             tuning=tuning,
@@ -72,8 +71,7 @@ def prepared_before(past: Past) -> Prepared:
     return Prepared(
         plan=plan,
         load=settled.load,
-        traces=PairTraces(plan, settled.max_model_tokens),
-        max_model_tokens=settled.max_model_tokens,
+        traces=PairTraces(plan, settled.max_model_tokens, settled.least_prompt_tokens),
         ordinals_per_round=settled.ordinals_per_round,
         first_round_index=settled.first_round_index,
         is_a_cold=True,
@@ -97,7 +95,7 @@ async def prepare(
     reached = await variant.ready()
     servers = as_servers(reached.server)
     async with servers.open_first() as http:
-        card = await first_model(http, plan.served_name, servers.key_variable)
+        card = await served_model(http, servers, plan)
     trace = sizes_of(plan)
     load = given_load(plan, trace)
     measured_prompts = 0
@@ -107,18 +105,18 @@ async def prepare(
         plan, load = settle(plan, trace, unloaded, workers or workers_of(unloaded.workers))
         beside_s = beside_arrivals_s(plan, trace, unloaded)
         schedule = Schedule(STARTS_IN_A_PAIR, variant.start_s, beside_s, rounds=len(plan.kinds))
-        requests = PairTraces(plan, card.max_model_len).requests
+        requests = PairTraces(plan, card.max_model_len, card.least_prompt_tokens).requests
         spent_s = time.monotonic() - began_s
         if plan.find_rate and load.rate:
             least = least_requests(load.rate, trace, unloaded)
             plan, load = fit_budget_over_rates(plan, load, requests, schedule, spent_s, least)
         else:
             plan, load = fit_budget(plan, load, requests, schedule, spent_s)
-    traces = PairTraces(plan, card.max_model_len)
+    traces = PairTraces(plan, card.max_model_len, card.least_prompt_tokens)
     load = msgspec.structs.replace(load, notes=(*notes, *load.notes, traces.note))
     most = traces.prefix_ids + 1 + max(traces.most_requests, traces.most_at_a_rate)
     ordinals = most + MOST_WAVES * MOST_REQUESTS
     for sentence in load.sentences(plan.slos):
         console.print(sentence, highlight=False, markup=False)
     first_round_index = 1 + (traces.prefix_ids + measured_prompts) // ordinals
-    return Prepared(plan, load, traces, card.max_model_len, ordinals, first_round_index, reached.is_fresh)
+    return Prepared(plan, load, traces, ordinals, first_round_index, reached.is_fresh)

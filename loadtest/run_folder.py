@@ -50,6 +50,7 @@ class Settled(msgspec.Struct, frozen=True):
     first_round_index: int
     tuning: dict[str, Any] | None = None
     """How the variants were tuned before the first pair; None if they run as configured."""
+    least_prompt_tokens: int = 1
 
     def settled_plan(self) -> ComparePlan:
         """Return the plan with which rounds go on."""
@@ -206,7 +207,7 @@ class RunFolder:
         except MALFORMED as error:
             raise LoadTestError(f"{self.path / RUN} is not of this version ({error}): begin anew with --out") from error
         plan = settled.settled_plan()
-        traces = PairTraces(plan, settled.max_model_tokens)
+        traces = PairTraces(plan, settled.max_model_tokens, settled.least_prompt_tokens)
         lines = list(_whole_lines(self.path / ROUNDS, _Line))
         records = self.records_by_round()
         rounds = [_as_round(line, records, traces, plan) for line in lines if isinstance(line, _Ended)]

@@ -273,7 +273,7 @@ def _method(summary: Summary) -> str:
 def _exactness(plan: Summary) -> str:
     as_text = ("text_prompts", "baseline_text_prompts")
     is_text = any(map(plan.get, as_text)) or "chat" in (plan.get("endpoint"), plan.get("baseline_endpoint"))
-    return "some or all sent as text, whose tokens vary" if is_text else "exact to the token"
+    return "some or all sent as text, a few tokens shorter" if is_text else "exact to the token"
 
 
 def _formulas(summary: Summary) -> str:

@@ -21,7 +21,7 @@ from ridgeline.loadtest.run.client.stream import Completion, Endpoint, LoadClien
 from ridgeline.loadtest.run.machine import parse_cores
 from ridgeline.loadtest.run.progress import ReplayProgress, shown
 from ridgeline.loadtest.run.records import RecordFile, RequestRecord
-from ridgeline.loadtest.run.server import ModelCard, Servers, as_servers, first_model
+from ridgeline.loadtest.run.server import ModelCard, Servers, as_servers, served_model
 from ridgeline.loadtest.run.server_metrics import MetricsDelta, difference, fleet_change, scrape_settled
 from ridgeline.loadtest.trace.prompts import PromptMaker, TextWindows, load_text_tokens, load_tokenizer, prompt_text
 from ridgeline.loadtest.trace.readers import load_trace
@@ -100,8 +100,8 @@ async def run_replay(
     trace = requests.trace if requests else _trace_of(plan)
     servers = as_servers(server)
     async with servers.open_first() as http:
-        card = await first_model(http, plan.served_name, servers.key_variable)
-        trace = fit_context(trace, card.max_model_len)
+        card = await served_model(http, servers, plan)
+        trace = trace if requests else fit_context(trace, card.max_model_len, card.least_prompt_tokens)
         ordinals = requests.ordinals_per_round if requests else None
         bodies = await asyncio.to_thread(body_maker, trace, plan, card, ordinals)
         cores, (first_url, *others) = parse_cores(plan.client_cores), servers.urls
@@ -143,12 +143,10 @@ class BodyMaker:
     """Makes the bodies of one trace's requests, for one server and endpoint."""
 
     prompts: PromptMaker
-    model: str
+    card: ModelCard
     endpoint: Endpoint
     tokenizer: str | None
     """What turns prompts into text; None if they are sent as token ids."""
-    max_model_tokens: int | None = None
-    """What the model can hold of a prompt and its answer."""
 
     def body(self, trace: Trace, index: int, round_index: int) -> bytes:
         """Return the body for the trace's row `index`."""
@@ -156,13 +154,14 @@ class BodyMaker:
 
     def warmup_body(self, number: int, round_index: int, input_tokens: int, output_tokens: int) -> bytes:
         """Return a body whose prompt begins like no other one's of any round, shorter where the model holds no more."""
-        if self.max_model_tokens is not None:
-            input_tokens = max(1, min(input_tokens, self.max_model_tokens - output_tokens))
+        if self.card.max_model_len is not None:
+            input_tokens = max(1, min(input_tokens, self.card.max_model_len - output_tokens))
         return self._encoded(self.prompts.warmup_prompt(number, round_index, input_tokens), output_tokens)
 
     def _encoded(self, prompt: list[int], output_tokens: int) -> bytes:
-        text = prompt_text(self.tokenizer, prompt) if self.tokenizer else None
-        return encode_body(self.model, prompt if text is None else text, output_tokens, self.endpoint)
+        most_tokens = len(prompt) - self.card.least_prompt_tokens + 1
+        text = prompt_text(self.tokenizer, prompt, most_tokens) if self.tokenizer else None
+        return encode_body(self.card.id, prompt if text is None else text, output_tokens, self.endpoint)
 
 
 def body_maker(trace: Trace, plan: ReplayPlan, card: ModelCard, ordinals_per_round: int | None = None) -> BodyMaker:
@@ -172,7 +171,7 @@ def body_maker(trace: Trace, plan: ReplayPlan, card: ModelCard, ordinals_per_rou
         raise LoadTestError("the server does not say where its model's tokenizer is: pass --tokenizer PATH")
     windows = TextWindows(load_text_tokens(tokenizer), plan.seed)
     prompts = PromptMaker(windows, trace, plan.warmup_requests, ordinals_per_round)
-    return BodyMaker(prompts, card.id, plan.endpoint, tokenizer if plan.sends_text else None, card.max_model_len)
+    return BodyMaker(prompts, card, plan.endpoint, tokenizer if plan.sends_text else None)
 
 
 def completions(trace: Trace, bodies: BodyMaker, round_index: int) -> Iterator[Completion]:

@@ -1,14 +1,19 @@
 """Asks a server for its models, and opens the HTTP client for everything that is not load: models, /metrics."""
 
 import os
+import time
 from dataclasses import dataclass, replace
 
 import httpx
 import msgspec
 
 from ridgeline.loadtest.errors import ServerError
+from ridgeline.loadtest.plan import ReplayPlan
+from ridgeline.loadtest.run.client.stream import Completion, LoadClient, encode_body
 
 KEY_VARIABLE = "RIDGELINE_API_KEY"
+BORDER_TOKENS = 2
+"""Each end of a text may or may not share a token with the template, so what is added varies by so many."""
 TTFT_HEADER, TPOT_HEADER = "x-ridgeline-ttft-ms", "x-ridgeline-tpot-ms"
 """With these a request tells its limits to Ridgeline, which serves by them in mode adaptive."""
 
@@ -49,11 +54,13 @@ def with_slo_headers(server: str | Servers, ttft_ms: float, tpot_ms: float) -> S
 
 
 class ModelCard(msgspec.Struct):
-    """The part of GET /v1/models that a load test needs."""
+    """The part of GET /v1/models that a load test needs, and what was measured of the model's prompts."""
 
     id: str
     root: str | None = None
     max_model_len: int | None = None
+    least_prompt_tokens: int = 1
+    """The most tokens of a prompt of one token; for a text they count what the server adds, such as its template."""
 
 
 class _ModelList(msgspec.Struct):
@@ -89,6 +96,23 @@ async def first_model(http: httpx.AsyncClient, name: str | None = None, key_vari
         served = ", ".join(card.id for card in cards) or "none"
         raise ServerError(f"{http.base_url} does not serve '{name or 'any model'}'; it serves {served}")
     return card
+
+
+async def served_model(http: httpx.AsyncClient, servers: Servers, plan: ReplayPlan) -> ModelCard:
+    """Return the plan's model; if prompts are sent as text, a first request shows how short they can be.
+
+    Raises ServerError.
+    """
+    card = await first_model(http, plan.served_name, servers.key_variable)
+    if not plan.sends_text:
+        return card
+    request = Completion(0, 0.0, 1, 1, encode_body(card.id, "a", 1, plan.endpoint))
+    async with LoadClient(servers.urls[0], servers.headers, plan.endpoint) as client:
+        record = await client.complete(request, time.perf_counter(), plan.deadline_s)
+    if not record.ok:
+        raise ServerError(f"a first request, of one letter, failed: {record.error}")
+    least_tokens = record.input_tokens + BORDER_TOKENS if record.input_tokens > 1 else 1
+    return msgspec.structs.replace(card, least_prompt_tokens=least_tokens)
 
 
 def _reason(error: Exception) -> str:

@@ -19,7 +19,7 @@ from ridgeline.loadtest.plan import AUTO, ReplayPlan
 from ridgeline.loadtest.run.client.stream import Completion, LoadClient
 from ridgeline.loadtest.run.records import RequestRecord
 from ridgeline.loadtest.run.replay import BodyMaker, body_maker
-from ridgeline.loadtest.run.server import first_model, key_headers, open_http
+from ridgeline.loadtest.run.server import Servers, served_model
 from ridgeline.loadtest.run.server_metrics import scrape
 from ridgeline.loadtest.trace.readers import load_trace
 from ridgeline.loadtest.trace.shape import fit_context, rows_wanted, shape_trace
@@ -70,9 +70,10 @@ async def measure_unloaded(base_url: str, plan: ReplayPlan, console: Console, *,
     No prompt of a round below `round_index` begins like one of these. Raises ServerError if a request fails or
     the server does not stream.
     """
-    async with open_http(base_url) as http, LoadClient(base_url, key_headers(), plan.endpoint) as client:
-        card = await first_model(http, plan.served_name)
-        trace = fit_context(sizes_of(plan), card.max_model_len)
+    servers = Servers((base_url,))
+    async with servers.open_first() as http, LoadClient(base_url, servers.headers, plan.endpoint) as client:
+        card = await served_model(http, servers, plan)
+        trace = fit_context(sizes_of(plan), card.max_model_len, card.least_prompt_tokens)
         bodies = await asyncio.to_thread(body_maker, trace, plan, card)
         inputs = _at_quantiles([row.input_tokens for row in trace.rows])
         outputs = [row.output_tokens for row in trace.rows]

@@ -13,7 +13,7 @@ from ridgeline.loadtest.plan import ReplayPlan
 from ridgeline.loadtest.run.client.stream import LoadClient
 from ridgeline.loadtest.run.quantities import counted
 from ridgeline.loadtest.run.replay import RoundRequests, body_maker, send_warm_up
-from ridgeline.loadtest.run.server import Servers, as_servers, first_model
+from ridgeline.loadtest.run.server import Servers, as_servers, served_model
 from ridgeline.loadtest.run.server_metrics import scrape, scrape_settled, steps_by_worker
 
 LEAST_REQUESTS, MOST_REQUESTS = 4, 64
@@ -32,7 +32,7 @@ async def warm_up_workers(
     first_url, *others = servers.urls
     loading = LoadClient(first_url, servers.headers, plan.endpoint, others)
     async with servers.open_first() as http, loading as client:
-        card = await first_model(http, plan.served_name, servers.key_variable)
+        card = await served_model(http, servers, plan)
         bodies = await asyncio.to_thread(body_maker, requests.trace, plan, card, requests.ordinals_per_round)
         before = await scrape(http) if servers.counted else None
         steps = steps_by_worker(before) if before else {}

@@ -26,9 +26,18 @@ def load_text_tokens(tokenizer: str) -> tuple[int, ...]:
     return tuple(load_tokenizer(tokenizer)(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def prompt_text(tokenizer: str, prompt: list[int]) -> str:
-    """Return a prompt as text; a server that tokenises it may count a few tokens more or less. Raises LoadTestError."""
-    return str(load_tokenizer(tokenizer).decode(prompt))
+def prompt_text(tokenizer: str, prompt: list[int], most_tokens: int) -> str:
+    """Return the beginning of a prompt as text of at most so many tokens, or of one. Raises LoadTestError.
+
+    A text is counted again, since its tokens may be others than those that it was made of.
+    """
+    loaded, kept, excess = load_tokenizer(tokenizer), len(prompt), len(prompt) - most_tokens
+    while True:
+        kept = max(1, kept - excess)
+        text = str(loaded.decode(prompt[:kept]))
+        excess = len(loaded(text, add_special_tokens=False, verbose=False)["input_ids"]) - most_tokens
+        if excess <= 0 or kept == 1:
+            return text
 
 
 @functools.lru_cache(maxsize=4)

@@ -39,11 +39,16 @@ def shape_trace(trace: Trace, plan: ReplayPlan) -> Trace:
     return shaped
 
 
-def fit_context(trace: Trace, max_model_tokens: int | None) -> Trace:
-    """Drop requests that the model cannot hold, since the server would refuse them.
+def fit_context(trace: Trace, max_model_tokens: int | None, least_prompt_tokens: int = 1) -> Trace:
+    """Lengthen prompts to the server's shortest, then drop requests that the model cannot hold: it would refuse them.
 
     Raises TraceError if none is left.
     """
+    short = sum(row.input_tokens < least_prompt_tokens for row in trace.rows)
+    if short:
+        rows = tuple(replace(row, input_tokens=max(row.input_tokens, least_prompt_tokens)) for row in trace.rows)
+        reason = f"lengthened to {least_prompt_tokens} tokens, since the server adds up to {least_prompt_tokens - 1}"
+        trace = _noted(trace, rows, f"{short} of {len(rows)} prompts {reason}")
     if max_model_tokens is None:
         return trace
     kept = tuple(row for row in trace.rows if row.input_tokens + row.output_tokens <= max_model_tokens)

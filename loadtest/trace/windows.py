@@ -19,9 +19,9 @@ MOST_TIMES_LONGER = 4
 class PairTraces:
     """The trace of each pair; all have the same number of requests. Raises TraceError as reading the trace does."""
 
-    def __init__(self, plan: ComparePlan, max_model_tokens: int | None = None) -> None:
+    def __init__(self, plan: ComparePlan, max_model_tokens: int | None = None, least_prompt_tokens: int = 1) -> None:
         self._plan = plan
-        self._max_model_tokens = max_model_tokens
+        self.max_model_tokens, self.least_prompt_tokens = max_model_tokens, least_prompt_tokens
         whole = self._shaped(0)
         self.requests = len(whole.rows) if self._is_generated else _requests_of_a_round(whole, plan)
         self.windows = len(whole.rows) // self.requests - self._set_apart
@@ -95,7 +95,8 @@ class PairTraces:
         else:
             read = load_trace(plan.trace, plan.tokenizer)
             plan = plan.model_copy(update={"limit": None, "duration_s": None})
-        return fit_context(shape_trace(replace(read, name=self._plan.trace), plan), self._max_model_tokens)
+        shaped = shape_trace(replace(read, name=self._plan.trace), plan)
+        return fit_context(shaped, self.max_model_tokens, self.least_prompt_tokens)
 
 
 def _requests_of_a_round(whole: Trace, plan: ComparePlan) -> int:

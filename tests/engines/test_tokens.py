@@ -19,6 +19,8 @@ pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="session")]
 
 NUM_OUTPUT_TOKENS = 4
 NUM_SCORED = 10
+END = 100
+"""A token that no answer here has by itself."""
 PREFILL_STEP_TOKENS = 512
 
 
@@ -162,23 +164,37 @@ SCHEMA = {
 }
 
 
-async def test_structured_output_is_json_of_its_schema(engines: Engines):
+PERSON: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Describe a person as JSON."}],
+    "max_completion_tokens": 120,
+    "temperature": 0.8,
+    "seed": 1,
+    "response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}},
+}
+
+
+@pytest.mark.parametrize("beside", [{}, {"min_tokens": 100}], ids=str)
+async def test_structured_output_is_json_of_its_schema(engines: Engines, beside: dict[str, Any]):
     before = await engines.metrics()
-    format_ = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
-    body = {
-        "messages": [{"role": "user", "content": "Describe a person as JSON."}],
-        "max_completion_tokens": 120,
-        "temperature": 0.8,
-        "seed": 1,
-        "response_format": format_,
-    }
-    choice = (await engines.post("/v1/chat/completions", body))["choices"][0]
+    choice = (await engines.post("/v1/chat/completions", PERSON | beside))["choices"][0]
     counted = Increase(before, await engines.metrics())
     assert choice["finish_reason"] == "stop"
     jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
     first_tokens = "ridgeline_first_token_total"
     assert counted.sum(first_tokens, mode="resample", reason="structured_output") == counted.sum(first_tokens) == 1
     assert counted.sum("ridgeline_recompute_total") == 0
+
+
+@pytest.mark.parametrize("mask", ["allowed_token_ids", "bad_words", "logit_bias"])
+async def test_a_mask_that_contradicts_a_grammar_breaks_no_answer_and_no_engine(engines: Engines, mask: str):
+    (brace,) = engines.tokenizer("{", add_special_tokens=False)["input_ids"]
+    value = {"allowed_token_ids": [brace + 1], "bad_words": ["{", '"'], "logit_bias": {str(brace): -100}}[mask]
+    body = {"model": engines.model, **PERSON, mask: value}
+    response = await engines.http.post("/v1/chat/completions", json=body)
+    if response.status_code == 200 and (choice := response.json()["choices"][0])["finish_reason"] == "stop":
+        jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
+    assert response.status_code == 200 or (response.status_code == 400 and response.json()["error"]["message"])
+    assert len(await engines.tokens([brace] * 40, 2)) == 2, "it still answers"
 
 
 RESAMPLED = {
@@ -308,15 +324,27 @@ async def test_a_scored_prompt_of_several_steps_is_transferred_and_answered_as_b
     figure(f"{length} tokens, TTFT {counted.sum('ridgeline_ttft_seconds_sum') * 1000:.0f} ms")
 
 
-async def test_a_minimum_of_tokens_holds_across_the_hand_over(engines: Engines):
-    """Without min_tokens this prompt ends after a few tokens; with it, it may not."""
-    messages = [{"role": "user", "content": "Answer with the single word: yes"}]
-    body = {"messages": messages, "temperature": 0, "max_completion_tokens": 60}
-    short = await engines.post("/v1/chat/completions", body)
-    num_short = short["usage"]["completion_tokens"]
-    assert num_short < 50
-    longer = await engines.post("/v1/chat/completions", {**body, "min_tokens": num_short + 5})
-    assert longer["usage"]["completion_tokens"] >= num_short + 5
+@pytest.mark.parametrize(
+    "beside",
+    [{}, {"seed": 7, "temperature": 0.9}, {"presence_penalty": 1.2}, {"stop_token_ids": [END]}],
+    ids=str,
+)
+@pytest.mark.parametrize("least", [0, 1, 2, 5])
+async def test_an_answer_ends_at_a_forced_end_and_not_before_its_minimum_on_either_side_of_the_hand_over(
+    engines: Engines, text: list[int], least: int, beside: dict[str, Any]
+):
+    end = END if "stop_token_ids" in beside else engines.tokenizer.eos_token_id
+    wish = {"min_tokens": least, "logit_bias": {str(end): 100}, "temperature": 0, "max_tokens": 20, **beside}
+    body = {"model": engines.model, "prompt": text[30_500:30_540], "return_token_ids": True, **wish}
+    whole = await engines.post("/v1/completions", body)
+    (choice,) = whole["choices"]
+    assert (choice["finish_reason"], len(choice["token_ids"]), choice["token_ids"][-1]) == ("stop", least + 1, end)
+    assert bool(choice["text"]) == bool(least)
+    streamed = await engines.http.post("/v1/completions", json=body | {"stream": True})
+    events = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
+    parts = [part for event in events for part in event["choices"]]
+    assert [token for part in parts for token in part["token_ids"] or []] == choice["token_ids"]
+    assert ("".join(part["text"] for part in parts), parts[-1]["finish_reason"]) == (choice["text"], "stop")
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 3])

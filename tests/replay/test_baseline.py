@@ -104,7 +104,7 @@ async def test_two_plain_servers_are_one_variant_that_gets_the_requests_in_turn(
 async def test_the_baseline_is_asked_in_its_own_way_with_its_own_key_and_our_side_is_not(
     tmp_path, console, monkeypatch
 ):
-    monkeypatch.setattr(replay_module, "prompt_text", lambda _, prompt: " ".join(map(str, prompt)))
+    monkeypatch.setattr(replay_module, "prompt_text", lambda _, prompt, most: " ".join(map(str, prompt[:most])))
     monkeypatch.setenv("RIDGELINE_API_KEY", "ours")
     monkeypatch.setenv(KEY_VARIABLE, "theirs")
     ours = Behaviour(ttft_s=0.01, tpot_s=0.001, mode="colocated", key="ours")

@@ -142,7 +142,7 @@ async def test_a_client_process_that_dies_is_told_and_keeps_the_records_it_has_s
 
 
 async def test_a_chat_counts_its_tokens_and_not_the_event_that_names_the_role(console, monkeypatch):
-    monkeypatch.setattr(replay_module, "prompt_text", lambda _, prompt: " ".join(map(str, prompt)))
+    monkeypatch.setattr(replay_module, "prompt_text", lambda _, prompt, most: " ".join(map(str, prompt[:most])))
     behaviour = Behaviour(ttft_s=0.05, tpot_s=0.002)
     result = await _replay(behaviour, console, warmup_requests=0, endpoint="chat")
     assert [record.error for record in result.records] == [None] * 6
@@ -150,7 +150,7 @@ async def test_a_chat_counts_its_tokens_and_not_the_event_that_names_the_role(co
         assert record.ttft_s >= 0.05
         assert len(record.itls_s) == 5
         assert record.finish_reason == "length"
-    (message,) = behaviour.bodies[0]["messages"]
+    (message,) = behaviour.bodies[-1]["messages"]
     assert message["role"] == "user"
     assert len(message["content"].split()) == 40
 
@@ -184,10 +184,10 @@ async def test_a_turn_with_a_time_of_its_own_leaves_no_earlier(console, tmp_path
 
 
 async def test_completions_may_be_sent_as_text(console, monkeypatch):
-    monkeypatch.setattr(replay_module, "prompt_text", lambda _, prompt: " ".join(map(str, prompt)))
+    monkeypatch.setattr(replay_module, "prompt_text", lambda _, prompt, most: " ".join(map(str, prompt[:most])))
     behaviour = Behaviour(ttft_s=0.001, tpot_s=0.001)
     await _replay(behaviour, console, warmup_requests=1, text_prompts=True)
-    assert [len(body["prompt"].split()) for body in behaviour.bodies] == [40] * 7
+    assert [len(body["prompt"].split()) for body in behaviour.bodies[1:]] == [40] * 7
 
 
 @pytest.mark.parametrize(
@@ -198,6 +198,7 @@ async def test_completions_may_be_sent_as_text(console, monkeypatch):
         ("cut", "ended before [DONE]", 200),
         ("disconnect", "ClientPayloadError", 200),
         ("hang", "deadline of 4 s", 200),
+        ("short", "2 tokens, and 6 were asked for", 200),
     ],
 )
 async def test_a_failed_request_is_a_record_and_harms_no_other(console, fault, error, status):

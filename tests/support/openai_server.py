@@ -154,6 +154,9 @@ async def answer(behaviour: Behaviour, metrics: FakeMetrics, body: dict, number:
         yield event({"choices": [{"index": 0, "text": "word " * total, "finish_reason": "length"}]})
     for token in range(0 if behaviour.in_one_piece else total):
         await asyncio.sleep(behaviour.tpot_s if token else behaviour.ttft_s)
+        if fault == "short" and token == 2:
+            total = token
+            break
         if fault and token == 2:
             if fault == "hang":
                 await asyncio.sleep(2 * PATIENCE_S)

@@ -1,8 +1,10 @@
 """Folders in which Unix sockets fit, however long the path is that the shell names."""
 
 import os
+import shutil
 import socket
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +32,16 @@ def test_one_that_cannot_be_written_is_told_with_the_variable_to_set(tmp_path):
     problem = ray_folder({"RAY_TMPDIR": a_file}).problem
     os.unlink(a_file)
     assert "cannot be written: set RAY_TMPDIR to a folder that can be written" in problem
+
+
+def test_another_users_folder_of_ray_in_one_that_can_be_written_is_told_too(tmp_path, monkeypatch):
+    folder = tempfile.mkdtemp(dir="/tmp")
+    theirs = Path(folder, "ray")
+    theirs.mkdir()
+    monkeypatch.setattr(os, "access", lambda path, _: path != theirs)  # root may write anywhere
+    problem = ray_folder({"TMPDIR": folder}).problem
+    shutil.rmtree(folder)
+    assert f"{folder}, which cannot be written: set TMPDIR" in problem
 
 
 def test_the_longest_socket_of_ours_fits_into_its_folder(tmp_path, monkeypatch):

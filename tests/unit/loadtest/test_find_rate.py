@@ -69,7 +69,7 @@ class _Runner:
 
 def _prepared(plan: ComparePlan, context_tokens: int | None = 4096) -> Prepared:
     traces = PairTraces(plan, context_tokens)
-    return Prepared(plan, Load(1.0, "as given", "as given"), traces, context_tokens, 100, 1, True)
+    return Prepared(plan, Load(1.0, "as given", "as given"), traces, 100, 1, True)
 
 
 @pytest.fixture

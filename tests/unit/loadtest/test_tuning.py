@@ -74,7 +74,7 @@ class _Servers:
 @pytest.fixture
 def servers(monkeypatch):
     async def prepare(_variant, plan, *_):
-        return Prepared(plan, Load(1.0, "as given", "as given"), PairTraces(plan), None, 100, 5, True)
+        return Prepared(plan, Load(1.0, "as given", "as given"), PairTraces(plan), 100, 5, True)
 
     found = _Servers()
     monkeypatch.setattr(compare_module, "prepare", prepare)

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import httpx
 import pytest
 import pytest_asyncio
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.parser import text_string_to_metric_families
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from ridgeline.router.front.engine_client import _ask
@@ -264,7 +266,11 @@ async def test_every_series_that_a_router_publishes_is_in_the_documented_table_a
     stepper = asyncio.create_task(stepping(prefill))
     assert (await send(http))[0] == 200
     stepper.cancel()
-    text = (await http.get("/metrics", follow_redirects=True)).text
+    page = await http.get("/metrics", headers={"accept": "application/openmetrics-text"}, follow_redirects=True)
+    text = page.text
+    assert page.headers["content-type"] == CONTENT_TYPE_PLAIN_0_0_4, "the format in which it is written"
+    families = [family.name for family in text_string_to_metric_families(text)]
+    assert len(families) == len(set(families))
     helps = dict(re.findall(r"^# HELP (ridgeline_\w+) (.*)$", text, re.MULTILINE))
     types = dict(re.findall(r"^# TYPE (ridgeline_\w+) (\w+)$", text, re.MULTILINE))
     table = documented()

@@ -65,10 +65,12 @@ def test_a_search_offers_each_window_at_the_rate_it_asks_for_however_bursty_the_
     assert traces.at_rate(2, 4.0, 10) == traces.of_pair(2), "all at once: no rate can be made of that"
 
 
-def test_what_the_model_cannot_hold_is_left_out_before_windows_are_cut():
-    traces = PairTraces(ComparePlan(trace="demo", limit=20), max_model_tokens=600)
+@pytest.mark.parametrize("least_prompt_tokens", [1, 400])
+def test_what_the_model_cannot_hold_is_left_out_before_windows_are_cut(least_prompt_tokens):
+    traces = PairTraces(ComparePlan(trace="demo", limit=20), 600, least_prompt_tokens)
     assert len(traces.of_pair(0).rows) == 20
-    assert all(row.input_tokens + row.output_tokens <= 600 for row in traces.of_pair(0).rows)
+    for row in traces.of_pair(0).rows:
+        assert least_prompt_tokens <= row.input_tokens <= 600 - row.output_tokens
 
 
 def test_windows_for_tuning_are_the_last_ones_and_pairs_begin_again_before_them():
