@@ -14,7 +14,7 @@ from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
 # isort: split
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions as Kind
 
-from ridgeline.engine.grammars import ignored
+from ridgeline.engine.grammars import MAX_GRAMMAR_BYTES, strict_refusal
 
 pytestmark = pytest.mark.filterwarnings("ignore:max_rollback_tokens:DeprecationWarning")  # vLLM still gives it
 TEXT, NUMBER, LIST = {"type": "string"}, {"type": "integer"}, {"type": "array"}
@@ -106,6 +106,6 @@ def test_a_value_can_be_written_if_its_schema_allows_it_and_not_otherwise(backen
         grammar.fill_bitmask(mask, 0)
         return bool((int(mask[0][token // 32]) >> (token % 32)) & 1) and grammar.accept_tokens("r", [token])
 
-    assert ignored(json.loads(schema)) is None, "else a strict schema is refused"
+    assert strict_refusal(json.loads(schema), MAX_GRAMMAR_BYTES) is None, "else a strict schema is refused"
     tokens = backend.tokenizer.encode(json.dumps(value, separators=(",", ":")))
     assert all(accepts(token) for token in [*tokens, 0]) == is_right
