@@ -127,7 +127,7 @@ def server_args(settings: RouterSettings) -> Namespace:
             ),  # one thread would let a long text hold up all others
             *words(settings.engine_args),
             *("--model", settings.model_path),
-            *("--served-model-name", settings.served_name),
+            *("--served-model-name", *settings.served_names),
             *("--dtype", settings.dtype),
             *("--max-model-len", str(settings.max_model_len_tokens)),
             "--disable-log-stats",
