@@ -37,6 +37,7 @@ from ridgeline.router.front.middleware.cors import Cors
 from ridgeline.router.front.middleware.ingress import Gates, Ingress
 from ridgeline.router.front.vllm_workarounds import (
     app_gaps,
+    bodies,
     cut_off_calls,
     keep_alive,
     left_streams,
@@ -85,12 +86,14 @@ async def build_app(
     with app_gaps.root_logger_kept():
         app = vllm_app.build_app(args, SUPPORTED_TASKS, client.model_config)
     app_gaps.install(app)
+    bodies.install(app, request_fields.misplaced)
     stream_chunks.install()
     left_streams.install()
     keep_alive.install()
     await init_app_state(client, app.state, args, SUPPORTED_TASKS)
     request_fields.install(app.state, gates.most_sequences, settings.server.max_grammar_bytes)
     app_gaps.name_settings(app.state)
+    app_gaps.refuse_unknown_ids(app.state)
     cut_off_calls.install(app.state)
     messages.install(app.state)
     responses.install(app.state)
