@@ -256,7 +256,7 @@ class RouterSettings:
     router: RouterConfig
     server: ServerConfig
     model_path: str
-    served_name: str
+    served_names: tuple[str, ...]
     dtype: str
     max_model_len_tokens: int
     mode: Mode

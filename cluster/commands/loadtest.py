@@ -243,10 +243,10 @@ def devices_of(config: RidgelineConfig, mode: Mode) -> Devices:
 def refusals(config: RidgelineConfig, plan: ComparePlan) -> list[str]:
     """Return why this comparison would fail or say nothing, a sentence with its fix each; empty if it would not."""
     found = []
-    served = config.model.served_name or config.model.path
-    if plan.served_name not in (None, served):
+    served = config.model.served_names
+    if plan.served_name not in (None, *served):
         found.append(
-            f"--served-name {plan.served_name}: this configuration serves {served}: leave it out, or set "
+            f"--served-name {plan.served_name}: this configuration serves {', '.join(served)}: leave it out, or set "
             "model.served_name"
         )
     if config.ray.share_cores:

@@ -7,7 +7,7 @@ variables of its own. `ridgeline.cluster.config.loader` fills it from YAML and f
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from ridgeline.cluster.config.autoscale import AutoscaleConfig
 from ridgeline.cluster.node_address import network_of
@@ -47,13 +47,20 @@ def _fault_plan(text: str) -> str:
     return text
 
 
+def _as_list(names: Any) -> Any:
+    return (names,) if isinstance(names, str) else names or ()
+
+
 class ModelConfig(Section):
     """Which model every worker loads, and the limits they share."""
 
     path: str = Field(
         default="smollm2-135m", min_length=1, description="directory, hub name or the default model's name"
     )
-    served_name: str | None = Field(default=None, description="model name in requests; null: the same as path")
+    served_name: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = Field(
+        default=(),
+        description="model name in requests, or a list of names, the first of which is in answers; null: path",
+    )
     dtype: Dtype = Field(
         default="auto",
         description="number format of weights and KV cache; auto: bfloat16 on CPUs with bfloat16 instructions, "
@@ -62,6 +69,11 @@ class ModelConfig(Section):
     max_model_len_tokens: int = Field(default=4096, ge=2, description="longest prompt plus output of one request")
     block_size_tokens: int = Field(default=32, ge=1, description="tokens in one KV block, the unit of transfer")
     enforce_eager: bool | None = Field(default=None, description="skip compilation; null: yes on CPU, no on GPU")
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """Every name that requests may have, that of answers first."""
+        return self.served_name or (self.path,)
 
     def is_eager(self, *, on_cpu: bool) -> bool:
         """Return whether engines there skip compilation."""

@@ -61,7 +61,7 @@ class Plan:
     config: RidgelineConfig
     model_path: Path
     dtype: str
-    served_name: str
+    served_names: tuple[str, ...]
     engine_args: Mapping[str, Any]
     """Arguments for every engine and the router, with absolute paths of files."""
     server_args: Mapping[str, Any]
@@ -77,6 +77,11 @@ class Plan:
         return PlannedWorker(worker_id, pool, settings, self.config.section_of(pool))
 
     @property
+    def served_name(self) -> str:
+        """The model's name in answers."""
+        return self.served_names[0]
+
+    @property
     def routers(self) -> int:
         """How many router processes there are."""
         asked = self.config.router.processes
@@ -89,7 +94,7 @@ class Plan:
             router=config.router,
             server=config.server,
             model_path=str(self.model_path),
-            served_name=self.served_name,
+            served_names=self.served_names,
             dtype=self.dtype,
             max_model_len_tokens=config.model.max_model_len_tokens,
             mode=config.mode,
@@ -168,7 +173,7 @@ def make_plan(config: RidgelineConfig) -> Plan:
         config=config,
         model_path=prepare_model(config.model.path),
         dtype=dtype,
-        served_name=config.model.served_name or config.model.path,
+        served_names=config.model.served_names,
         engine_args=TEXT_ONLY | _with_whole_paths(config.engine_args),
         server_args=_server_args(config),
         workers=workers,

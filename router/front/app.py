@@ -37,6 +37,7 @@ from ridgeline.router.front.middleware.cors import Cors
 from ridgeline.router.front.middleware.ingress import Gates, Ingress
 from ridgeline.router.front.vllm_workarounds import (
     app_gaps,
+    bodies,
     cut_off_calls,
     keep_alive,
     left_streams,
@@ -85,6 +86,7 @@ async def build_app(
     with app_gaps.root_logger_kept():
         app = vllm_app.build_app(args, SUPPORTED_TASKS, client.model_config)
     app_gaps.install(app)
+    bodies.install(app, request_fields.misplaced)
     stream_chunks.install()
     left_streams.install()
     keep_alive.install()
@@ -92,6 +94,7 @@ async def build_app(
     request_fields.install(app.state, gates.most_sequences, settings.server.max_grammar_bytes)
     app_gaps.name_settings(app.state)
     strict.install()
+    app_gaps.refuse_unknown_ids(app.state)
     cut_off_calls.install(app.state)
     messages.install(app.state)
     responses.install(app.state)
@@ -128,7 +131,7 @@ def server_args(settings: RouterSettings) -> Namespace:
             ),  # one thread would let a long text hold up all others
             *words(settings.engine_args),
             *("--model", settings.model_path),
-            *("--served-model-name", settings.served_name),
+            *("--served-model-name", *settings.served_names),
             *("--dtype", settings.dtype),
             *("--max-model-len", str(settings.max_model_len_tokens)),
             "--disable-log-stats",

@@ -3,8 +3,8 @@
 The names are vLLM's. `tests/components/router/front/test_request_fields.py` walks the routes of the app and the schemas
 of their bodies, and fails on a field that is not listed here, so that a new vLLM version cannot add one that is
 silently dropped. It also sends every field to a router and compares the result with this table.
-`docs/reference/http.md` is generated from the table, and `install` enforces its refusals. A field with its default
-value, or null, counts as not sent.
+`docs/reference/http.md` is generated from the table; `install` and `misplaced` enforce its refusals. A field with its
+default value, or null, counts as not sent.
 """
 
 from __future__ import annotations
@@ -15,6 +15,11 @@ from http import HTTPStatus
 from typing import Any, Literal
 
 from pydantic import BaseModel
+from vllm import SamplingParams
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.exceptions import VLLMValidationError
 
 from ridgeline.engine import grammars
@@ -67,7 +72,6 @@ _RENDERED_ONLY = WithoutEffect(
 _NO_MEDIA = RefusedField("are disabled by default", by="vLLM")
 _NO_BEST_OF = RefusedField("this server returns every sequence that it generates: use n", but_for=(1,))
 _NO_BACKEND = RefusedField("vLLM no longer offers a choice of backend per request")
-_NO_GUIDED = RefusedField("vLLM no longer has this field: use structured_outputs or response_format")
 _TEXT_ONLY = RefusedField("this server answers with text only", but_for=(["text"],))
 
 FIELDS: dict[str, FieldRule] = {
@@ -194,12 +198,37 @@ SPECIAL: dict[tuple[str, str], FieldRule] = {
     ),
 }
 
-FOREIGN: dict[str, RefusedField] = {
-    "guided_json": _NO_GUIDED,
-    "guided_regex": _NO_GUIDED,
-    "guided_choice": _NO_GUIDED,
-    "guided_grammar": _NO_GUIDED,
-    "guided_whitespace_pattern": _NO_GUIDED,
+APIS: dict[str, type[BaseModel]] = {
+    "/v1/chat/completions": ChatCompletionRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": AnthropicMessagesRequest,
+}
+"""Paths whose clients take a field of one for a field of another."""
+
+_USES = {
+    "max_tokens max_completion_tokens max_output_tokens max_new_tokens n_predict": "max_tokens max_output_tokens",
+    "stop stop_sequences": "stop stop_sequences",
+    "response_format text output_config output_format json_schema response_schema guided_json": (
+        "response_format text.format output_config.format"
+    ),
+    "regex guided_regex": "structured_outputs.regex",
+    "ebnf grammar guided_grammar": "structured_outputs.grammar",
+    "guided_choice": "structured_outputs.choice",
+    "reasoning_effort reasoning thinking enable_thinking": (
+        "reasoning_effort reasoning.effort thinking chat_template_kwargs"
+    ),
+    "messages input prompt": "messages input prompt",
+    "system instructions": "system instructions messages prompt",
+}
+INSTEAD = {name: uses.split() for names, uses in _USES.items() for name in names.split()}
+"""What another API or another server calls a field, and what the APIs here call it: the names that a path has count."""
+
+_NO_TOOLS = RefusedField("this server runs no tools")
+_NO_LORA = RefusedField("this server has no LoRA adapters")
+_WRAPPED = RefusedField("send what is in it beside the other fields")
+FOREIGN: dict[str, FieldRule] = {
+    "guided_whitespace_pattern": _NO_BACKEND,
     "guided_decoding_backend": _NO_BACKEND,
     "best_of": _NO_BEST_OF,
     "functions": RefusedField("use tools"),
@@ -207,10 +236,29 @@ FOREIGN: dict[str, RefusedField] = {
     "logits_processors": RefusedField("clients cannot send code to this server"),
     "modalities": _TEXT_ONLY,
     "audio": _TEXT_ONLY,
-    "web_search_options": RefusedField("this server runs no tools"),
-    "lora_request": RefusedField("this server has no LoRA adapters"),
+    "web_search_options": _NO_TOOLS,
+    "mcp_servers": _NO_TOOLS,
+    "container": _NO_TOOLS,
+    "tools.mcp": _NO_TOOLS,
+    "tools.file_search": _NO_TOOLS,
+    "tools.code_interpreter": _NO_TOOLS,
+    "lora_request": _NO_LORA,
+    "lora_path": _NO_LORA,
+    "extra_body": _WRAPPED,
+    "sampling_params": _WRAPPED,
+    "nvext": _WRAPPED,
+    "conversation": RefusedField("nothing is stored: put earlier turns into input"),
+    "response_format.schema": RefusedField("use response_format.json_schema.schema and the type json_schema"),
+    "reasoning.enabled": RefusedField("use reasoning.effort or chat_template_kwargs"),
+    "reasoning.max_tokens": RefusedField("use reasoning.effort or chat_template_kwargs"),
+    "text.schema": RefusedField("use text.format.schema"),
+    "output_config.schema": RefusedField("use output_config.format.schema"),
+    "output_config.format.json_schema": RefusedField("use output_config.format.schema"),
+    "stream_options": WithoutEffect("streams of /v1/responses and /v1/messages always tell usage"),
 }
-"""Fields of other servers and of older vLLM versions, which would have no effect here."""
+"""Other fields of other servers, of newer APIs and of older vLLM versions. A dot leads into an object, or to the tools
+of a type. Hosted tools that Codex sends unasked, such as web_search and local_shell, are not here."""
+_NOTHING: tuple[Any, ...] = (None, [], {}, "")
 
 HEADERS: dict[str, FieldRule] = {
     "authorization": Honoured("tests/components/router/front/middleware/test_auth.py"),
@@ -268,14 +316,64 @@ def rule_of(model: str, field: str) -> FieldRule | None:
 def refusal(request: BaseModel) -> VLLMValidationError | None:
     """Return why this body is refused; None if it is not."""
     fields = type(request).model_fields
-    for name in request.model_fields_set:
-        rule = rule_of(type(request).__name__, name) if name in fields else FOREIGN.get(name)
+    for name in request.model_fields_set & fields.keys():
+        rule = rule_of(type(request).__name__, name)
         if not isinstance(rule, RefusedField) or rule.by == "vLLM":
             continue
-        default = fields[name].get_default(call_default_factory=True) if name in fields else None
-        if getattr(request, name) not in (None, [], {}, default, *rule.but_for):
+        default = fields[name].get_default(call_default_factory=True)
+        if getattr(request, name) not in (*_NOTHING, default, *rule.but_for):
             return VLLMValidationError(f"{name} is not supported by this server: {rule.sentence}", parameter=name)
     return None
+
+
+def misplaced(path: str, body: Mapping[str, Any]) -> VLLMValidationError | None:
+    """Return why a body is refused that has a field of another API or server; None if it is not.
+
+    A field beside the one to use, with the same value, does no harm: some clients send a limit under two names.
+    """
+    path = path.removesuffix("/batch")
+    if path == "/invocations":
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    if path not in APIS:
+        return None
+    tools = body["tools"] if isinstance(body.get("tools"), list) else []
+    inner = {name: _at(body, name) for name in FOREIGN if "." in name}
+    typed = {f"tools.{tool.get('type')}": tool for tool in tools if isinstance(tool, dict)}
+    for name, value in {**body, **inner, **typed}.items():
+        rule = None if name in APIS[path].model_fields else _elsewhere(path, name)
+        if not isinstance(rule, RefusedField) or value in (*_NOTHING, *rule.but_for):
+            continue
+        if all(_at(body, use) != value for use in INSTEAD.get(name, ()) if use != name):
+            return VLLMValidationError(f"{name} is not a field of {path}: {rule.sentence}", parameter=name)
+    return None
+
+
+def _at(body: Any, name: str) -> Any:
+    for part in name.split("."):
+        body = body.get(part) if isinstance(body, dict) else None
+    return body
+
+
+def _elsewhere(path: str, name: str) -> FieldRule | None:
+    """Return how a field that this path does not have is treated on it; None if nobody knows it."""
+    if name in FOREIGN:
+        return FOREIGN[name]
+    if uses := [use for use in INSTEAD.get(name, ()) if use.split(".")[0] in APIS[path].model_fields]:
+        return RefusedField(f"use {' or '.join(uses)}")
+    having = {each: model for each, model in APIS.items() if name in model.model_fields}
+    rules = [rule_of(model.__name__, name) for model in having.values()]
+    if any(isinstance(rule, WithoutEffect) for rule in rules) or not (having or name in INSTEAD):
+        return None
+    belongs = f"it is one of {', '.join(having)}, and " if having else ""
+    neutral = () if name in INSTEAD else (getattr(SamplingParams(), name, None), _default(name, *having.values()))
+    return RefusedField(f"{belongs}nothing here does the same", but_for=neutral)
+
+
+def _default(name: str, *models: type[BaseModel]) -> Any:
+    """Return the default of a field that is the same in all bodies that say one."""
+    found = [model.model_fields[name].get_default(call_default_factory=True) for model in models]
+    said = [each for each in found if each is not None]
+    return said[0] if said and said.count(said[0]) == len(said) else None
 
 
 def beyond_share(request: BaseModel, most_sequences: int) -> VLLMValidationError | None:
@@ -348,9 +446,18 @@ def as_markdown() -> str:
         for name, rule in FIELDS.items()
     ]
     fields += [(f"`{name}` (`{model}`)", rule) for (model, name), rule in SPECIAL.items()]
-    fields += [(f"`{name}`", rule) for name, rule in FOREIGN.items()]
+    fields += [(f"`{name}`" + " (elsewhere)" * isinstance(rule, WithoutEffect), rule) for name, rule in FOREIGN.items()]
     headers = [(f"`{name}`", rule) for name, rule in HEADERS.items()]
-    return f"### Body fields\n\n{_listed('field', fields)}\n### Headers\n\n{_listed('header', headers)}"
+    uses = {_code(uses): [_code(names)] for names, uses in _USES.items()}
+    others = _table("field", "use, where the path has it", uses)
+    return (
+        f"### Body fields\n\n{_listed('field', fields)}\n### Fields of another API\n\n{others}\n"
+        f"### Headers\n\n{_listed('header', headers)}"
+    )
+
+
+def _code(names: str) -> str:
+    return ", ".join(f"`{name}`" for name in names.split())
 
 
 def _listed(kind: str, rows: Iterable[tuple[str, FieldRule]]) -> str:

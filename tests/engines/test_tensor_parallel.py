@@ -94,7 +94,7 @@ class Split:
         self.whole = Engines("", "", dtype, model_path, None, None, clients)  # type: ignore[arg-type]
         self.settings = router_settings(
             model_path=model_path,
-            served_name="tiny",
+            served_names=("tiny",),
             dtype=dtype,
             max_model_len_tokens=MAX_MODEL_LEN_TOKENS,
             request_deadline_s=60.0,

@@ -66,7 +66,7 @@ def router_settings(settings: RouterSettings | None = None, **changes: Any) -> R
         ),
         server=ServerConfig(port=0),
         model_path="m",
-        served_name="m",
+        served_names=("m",),
         dtype="bfloat16",
         max_model_len_tokens=4096,
         mode="disaggregated",

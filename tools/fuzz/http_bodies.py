@@ -14,7 +14,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from ridgeline.router.front.request_fields import FIELDS, FOREIGN
+from ridgeline.router.front.request_fields import FIELDS, FOREIGN, INSTEAD
 from tools.fuzz.damage import bent, trees
 
 DEADLINE_S = 120.0
@@ -96,7 +96,7 @@ _scalar: st.SearchStrategy[Any] = st.one_of(
     st.floats(),
     st.text(st.characters(codec=None), max_size=20),
 )
-_names = st.sampled_from([*FIELDS, *FOREIGN, "type", "a", ""])
+_names = st.sampled_from([*FIELDS, *FOREIGN, *INSTEAD, "type", "a", ""])
 _json = st.recursive(
     _scalar,
     lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(_names, inner, max_size=4)),

@@ -90,7 +90,7 @@ async def main(model: str) -> None:
     router = Router(
         router_settings(
             model_path=model,
-            served_name="fuzzed",
+            served_names=("fuzzed",),
             dtype="float32",
             max_model_len_tokens=MAX_MODEL_LEN_TOKENS,
             request_deadline_s=60.0,

@@ -25,6 +25,8 @@ _HEAD_READ_S: Final = "ridgeline_head_read_s"
 MAX_REQUEST_ID_CHARACTERS: Final = 256
 """Longest id of a request, with what vLLM adds to a client's own; every chunk of a stream repeats it."""
 REQUEST_ID: Final = b"x-request-id"
+NOT_HELD: Final = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+"""Tell proxies, above all nginx, to pass on each event of a stream at once and to keep none."""
 _PRINTABLE: Final = re.compile(rb"[!-~]{1,%d}" % MAX_REQUEST_ID_CHARACTERS)
 _RETRYABLE: Final = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 
@@ -89,9 +91,9 @@ def new_request_id() -> str:
 class WithContext:
     """The outermost layer, which gives each HTTP request its context and the head of its answer our headers.
 
-    These are `x-request-id` (the client's own if that can be echoed) and Retry-After: vLLM's errors carry no headers,
-    so that estimate is in the context. HEAD is served as GET, which is all that vLLM's routes know; uvicorn sends no
-    body to it.
+    These are `x-request-id` (the client's own if that can be echoed), NOT_HELD, and Retry-After: vLLM's errors carry
+    no headers, so that estimate is in the context. HEAD is served as GET, which is all that vLLM's routes know; uvicorn
+    sends no body to it.
     """
 
     def __init__(self, app: Asgi) -> None:
@@ -117,6 +119,8 @@ class WithContext:
                 if message["status"] in _RETRYABLE:
                     headers.append((b"retry-after", str(context.retry_after_s).encode()))
                 context.streams = any(value.startswith(b"text/event-stream") for _, value in headers)
+                if context.streams:
+                    headers += NOT_HELD
                 message = {**message, "headers": headers}
             return send(message)
 

@@ -1,6 +1,7 @@
 """Workarounds for vLLM's API server app; `README.md` says what each one is for and how to see that it can go.
 
 app_gaps.py       corrects answers of routes that would be wrong or missing
+bodies.py         reads bodies as clients write them, and tells in a sentence what is wrong with one
 cut_off_calls.py  tells tool calls that were cut off alike, whole and streamed
 keep_alive.py     sends comments in silent streams of two more routes
 left_streams.py   frees the requests of clients that have left

@@ -19,6 +19,8 @@ from starlette.responses import JSONResponse
 from vllm.entrypoints.openai.chat_completion import api_router as chat_routes
 from vllm.entrypoints.openai.completion import api_router as completion_routes
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.renderers import hf
+from vllm.renderers.chat_utils import ChatTemplateResolutionError
 
 from ridgeline.engine.passed_args import SERVER_ARGS
 from ridgeline.router.front.http.context import current
@@ -28,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 NOT_OFFERED = ("/scale_elastic_ep", "/is_scaling_elastic_ep", "/v1/systemone")
 """Routes that resize the server's own engine, which the router does not have, or that no generating model serves."""
+_NO_CHAT_TEMPLATE = (
+    "the model's tokenizer has no chat template: set server_args.chat_template to one, or use /v1/completions"
+)
 _FLAG = re.compile(r"--([a-z]+(?:-[a-z]+)*)")
 _READING_BODIES = ("loads", "validate_python", "validate_json", "model_validate", "model_validate_json")
 _READING = {
@@ -73,6 +78,7 @@ def install(app: Any) -> None:
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) not in NOT_OFFERED]
     for module in _ROUTES_OF_LONG_ANSWERS:
         vars(module)["JSONResponse"] = QuickJson
+    vars(hf)["ChatTemplateResolutionError"] = lambda _: ChatTemplateResolutionError(_NO_CHAT_TEMPLATE)
     for kind in _RAISED_BY_READING:
         app.add_exception_handler(kind, _refuse_unreadable)
     app.middleware_stack = None  # vLLM has already built it without these; the first request builds it again
@@ -88,6 +94,18 @@ def name_settings(state: Any) -> None:
         return answer(renamed, *args, **kwargs)
 
     vars(renderer)["create_error_response"] = with_our_names
+
+
+def refuse_unknown_ids(state: Any) -> None:
+    """Make /detokenize refuse ids outside of the vocabulary, which tokenizers leave out or overflow on."""
+    serving = state.serving_tokenization
+    detokenize = serving.create_detokenize
+
+    async def checked(request: Any, *rest: Any) -> Any:
+        serving.renderer.validate_token_ids(request.tokens, parameter="tokens")
+        return await detokenize(request, *rest)
+
+    vars(serving)["create_detokenize"] = checked
 
 
 def _our_name(flag: re.Match[str]) -> str:

@@ -144,6 +144,7 @@ async def test_a_folder_of_an_earlier_version_is_shown(found, tmp_path):
         ("m", {"path": "/models/other"}, "model m · trace"),
         (None, {"path": "/models/other", "served_name": None}, "model /models/other · trace"),
         (None, {"path": "/models/other", "served_name": "name"}, "model name · trace"),
+        (None, {"path": "/models/other", "served_name": ["name", "another"]}, "model name · trace"),
     ],
 )
 async def test_the_page_names_the_model(found, tmp_path, asked, configured, says):

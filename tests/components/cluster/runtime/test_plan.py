@@ -330,16 +330,19 @@ def test_each_start_of_a_worker_is_another_incarnation(planned):
 
 def test_the_router_is_told_its_limits_and_the_name_clients_use(planned):
     router = planned(
-        model__served_name="mine",
+        model__served_name="[mine, another]",
         server__port="1234",
         router__min_remote_prefill_tokens="99",
         router__max_outstanding_requests="5",
         router__prefill_window_tokens="3000",
     ).router_settings()
-    assert (router.served_name, router.server.port, router.mode) == ("mine", 1234, "disaggregated")
+    assert (router.served_names, router.server.port, router.mode) == (("mine", "another"), 1234, "disaggregated")
     assert (router.router.min_remote_prefill_tokens, router.router.max_outstanding_requests) == (99, 5)
     assert router.prefill_window_tokens == dict.fromkeys(("prefill", "decode", "colocated", "adaptive"), 3000)
-    assert planned().router_settings().served_name == "smollm2-135m"
+    assert [planned(**named).router_settings().served_names for named in ({}, {"model__served_name": "one"})] == [
+        ("smollm2-135m",),
+        ("one",),
+    ]
 
 
 def test_router_and_engines_get_the_same_arguments_of_the_models_and_each_pool_its_own(planned, tmp_path, monkeypatch):

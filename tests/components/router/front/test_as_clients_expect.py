@@ -27,13 +27,20 @@ KEY = {"authorization": "Bearer a-clients-key"}
 NEW_ID = re.compile(r"[0-9a-f]{32}")
 TEXT: dict[str, Any] = {"model": "m", "prompt": "w1 w2", "max_tokens": 2, "ignore_eos": True}
 CHAT_PATH = "/v1/chat/completions"
+TALK = {"model": "m", "messages": [{"role": "user", "content": "w1"}], "max_tokens": 2}
+STREAMS: dict[str, dict[str, Any]] = {
+    "/v1/completions": TEXT,
+    CHAT_PATH: TALK,
+    "/v1/responses": {"model": "m", "input": "w1", "max_output_tokens": 2},
+    "/v1/messages": TALK,
+}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def http(model):
     engines = FakeEngine("prefill"), FakeEngine("decode")
     keys = frozenset({hash_key(b"a-clients-key")})
-    settings = {"api_key_hashes": keys, "max_request_bytes": 100_000}
+    settings = {"api_key_hashes": keys, "max_request_bytes": 100_000, "served_names": ("m", "org/second")}
     async with serving(model, engines, server_args=front({"chat_template": TEMPLATE}), **settings) as (client, *_):
         yield client
 
@@ -101,17 +108,36 @@ async def test_a_probe_without_a_key_may_ask_with_head(http):
     assert (await http.head("/v1/models")).status_code == 401
 
 
+# --- streams behind proxies
+
+
+@pytest.mark.parametrize("path", STREAMS)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_proxies_are_told_to_hold_no_stream_back_and_to_keep_none(http, path, stream):
+    answer = await http.post(path, json=STREAMS[path] | {"stream": stream}, headers=KEY)
+    assert answer.status_code == 200, answer.text
+    told = (answer.headers.get("cache-control"), answer.headers.get("x-accel-buffering"))
+    assert told == (("no-cache", "no") if stream else (None, None))
+
+
 # --- models and paths
 
 
 async def test_a_model_can_be_asked_for_by_its_name(http):
-    (listed,) = (await http.get("/v1/models", headers=KEY)).json()["data"]
-    card = (await http.get("/v1/models/m", headers=KEY)).json()
-    for each in (listed, card):
+    listed = (await http.get("/v1/models", headers=KEY)).json()["data"]
+    cards = [(await http.get(f"/v1/models/{name}", headers=KEY)).json() for name in ("m", "org/second")]
+    for each in (*listed, *cards):
         each.pop("created")
         each.pop("permission")
-    assert card == listed
+    assert cards == listed
     assert (await http.get("/v1/models/", headers=KEY)).json()["data"][0]["id"] == "m"
+
+
+@pytest.mark.parametrize("path", STREAMS)
+@pytest.mark.parametrize("name", ["m", "org/second"])
+async def test_each_name_of_the_model_is_served_and_the_first_is_in_the_answer(http, path, name):
+    answer = await http.post(path, json=STREAMS[path] | {"model": name}, headers=KEY)
+    assert (answer.status_code, answer.json()["model"]) == (200, "m"), answer.text
 
 
 @pytest.mark.parametrize("name", ["gpt-17", "org/model", "org%2Fmodel", "m/m"])
@@ -181,6 +207,15 @@ async def test_half_a_surrogate_pair_is_refused_by_name(http, path, body, half):
     answer = await http.post(path, content=body % half, headers=KEY | {"content-type": "application/json"})
     assert answer.status_code == 400
     assert "half a surrogate pair, U+D" in answer.json()["error"]["message"], answer.text
+
+
+@pytest.mark.parametrize("tokens", [[1_000_000_000], [5, 200, 6], [2**40], [2**70], [-1]])
+async def test_ids_outside_of_the_vocabulary_are_not_detokenized(http, tokens):
+    assert (await http.post("/detokenize", json={"tokens": [5, 199, 6]}, headers=KEY)).json()["prompt"] == "w5 w199 w6"
+    assert (await http.post("/detokenize", json={"tokens": []}, headers=KEY)).status_code == 200
+    answer = await http.post("/detokenize", json={"tokens": tokens}, headers=KEY)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"].startswith("tokens")
 
 
 @pytest.mark.parametrize("field", ["model", "user", "stop", "cache_salt", "request_id"])

@@ -61,6 +61,21 @@ def body(prompt_tokens=8, **fields):
     return {"model": "m", "prompt": [5] * prompt_tokens, "max_tokens": 3, "ignore_eos": True, **fields}
 
 
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "w1"}]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "w1"}], "max_tokens": 1}),
+        ("/v1/responses", {"input": "w1"}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "w1"}]}),
+    ],
+)
+async def test_a_chat_with_a_model_without_a_chat_template_is_refused_with_the_setting(served, path, asked):
+    answer = await served[0].post(path, json={"model": "m", **asked})
+    assert answer.status_code == 400, answer.text
+    assert "server_args.chat_template" in answer.json()["error"]["message"]
+
+
 async def send(http, **fields):
     """(status, Retry-After, what came) of one completion."""
     response = await http.post("/v1/completions", json=body(**fields))

@@ -26,9 +26,11 @@ from vllm.sampling_params import SamplingParams
 
 from ridgeline.router.front import request_fields
 from ridgeline.router.front.request_fields import (
+    APIS,
     FIELDS,
     FOREIGN,
     HEADERS,
+    INSTEAD,
     SAMPLING,
     SPECIAL,
     Honoured,
@@ -420,14 +422,203 @@ async def test_refused_fields_with_their_default_values_or_null_were_not_sent(se
     assert await served.send(path, body | nothing) == plain
 
 
+# --- fields of another API, or of another server
+
+SAID: dict[str, dict[str, tuple[Any, str]]] = {
+    "ChatCompletionRequest": {
+        "regex": ("[0-9]{3}", "use structured_outputs.regex"),
+        "ebnf": ('root ::= "yes"', "use structured_outputs.grammar"),
+        "grammar": ('root ::= "yes"', "use structured_outputs.grammar"),
+        "json_schema": ({"type": "boolean"}, "use response_format"),
+        "response_schema": ({"type": "boolean"}, "use response_format"),
+        "guided_json": ({"type": "boolean"}, "use response_format"),
+        "guided_choice": (["w1"], "use structured_outputs.choice"),
+        "max_new_tokens": (2, "use max_tokens"),
+        "max_output_tokens": (2, "use max_tokens"),
+        "stop_sequences": (["w1"], "use stop"),
+        "thinking": ({"type": "disabled"}, "use reasoning_effort or chat_template_kwargs"),
+        "enable_thinking": (False, "use reasoning_effort or chat_template_kwargs"),
+        "reasoning": ({"enabled": False}, "use reasoning_effort or chat_template_kwargs"),
+        "prompt": ("w1", "use messages"),
+        "lora_path": ("adapter", "no LoRA"),
+        "sampling_params": ({"max_new_tokens": 2}, "beside"),
+        "extra_body": ({"max_tokens": 2}, "beside"),
+        "nvext": ({"ignore_eos": True}, "beside"),
+        "functions": ([{"name": "f"}], "use tools"),
+    },
+    "CompletionRequest": {
+        "regex": ("[0-9]{3}", "use structured_outputs.regex"),
+        "ebnf": ('root ::= "yes"', "use structured_outputs.grammar"),
+        "json_schema": ({"type": "boolean"}, "use response_format"),
+        "max_completion_tokens": (2, "use max_tokens"),
+        "n_predict": (2, "use max_tokens"),
+        "messages": (CHAT["messages"], "use prompt"),
+        "enable_thinking": (False, "nothing here does the same"),
+    },
+    "ResponsesRequest": {
+        "max_tokens": (2, "use max_output_tokens"),
+        "max_completion_tokens": (2, "use max_output_tokens"),
+        "response_format": ({"type": "json_object"}, "use text.format"),
+        "messages": (CHAT["messages"], "use input"),
+        "conversation": ("conv_1", "input"),
+        "n": (2, "/v1/chat/completions, /v1/completions"),
+    },
+    "AnthropicMessagesRequest": {
+        "stop": (["w1"], "use stop_sequences"),
+        "response_format": ({"type": "json_object"}, "use output_config.format"),
+        "output_format": ({"type": "json_schema", "schema": {"type": "boolean"}}, "use output_config.format"),
+        "regex": ("[0-9]{3}", "nothing here does the same"),
+        "seed": (5, "nothing here does the same"),
+        "mcp_servers": ([{"name": "a"}], "runs no tools"),
+        "container": ("a", "runs no tools"),
+    },
+}
+"""By body: what would change an answer elsewhere, with words of its refusal."""
+INNER: list[tuple[str, str, dict[str, Any]]] = [
+    ("ChatCompletionRequest", "response_format.schema", {"response_format": {"type": "json_object", "schema": SCHEMA}}),
+    ("ResponsesRequest", "reasoning.enabled", {"reasoning": {"enabled": False}}),
+    ("ResponsesRequest", "reasoning.max_tokens", {"reasoning": {"max_tokens": 5}}),
+    ("ResponsesRequest", "text.schema", {"text": {"type": "json_schema", "schema": SCHEMA}}),
+    ("AnthropicMessagesRequest", "output_config.schema", {"output_config": {"schema": SCHEMA}}),
+    (
+        "AnthropicMessagesRequest",
+        "output_config.format.json_schema",
+        {"output_config": {"format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}},
+    ),
+    *(
+        ("ResponsesRequest", f"tools.{tool['type']}", {"tools": [tool]})
+        for tool in (
+            {"type": "mcp", "server_label": "a", "server_url": "http://127.0.0.1"},
+            {"type": "file_search", "vector_store_ids": ["a"]},
+            {"type": "code_interpreter", "container": {"type": "auto"}},
+        )
+    ),
+]
+HARMLESS = {
+    *(
+        "user",
+        "session_id",
+        "metadata",
+        "store",
+        "service_tier",
+        "prompt_cache_key",
+        "stream_options",
+        "max_tool_calls",
+    ),
+    *("parallel_tool_calls", "include_reasoning"),
+}
+"""Fields that some bodies lack and that change no answer: clients send them everywhere."""
+MISPLACED = [
+    (model.__name__, name)
+    for model in APIS.values()
+    for name in sorted({name for each in APIS.values() for name in each.model_fields} - model.model_fields.keys())
+]
+
+
 @over_http
-@pytest.mark.parametrize("name", FOREIGN)
-async def test_a_field_of_another_server_that_would_change_the_answer_is_a_bad_request(served: Served, name: str):
-    path, body = BODIES["ChatCompletionRequest"]
-    status, told, asked = await served.send(path, body | {name: ["w30"]})
+@pytest.mark.parametrize(("model", "name"), MISPLACED)
+async def test_a_field_of_another_api_is_refused_if_it_would_change_an_answer_there(
+    served: Served, model: str, name: str
+):
+    path, body = BODIES[model]
+    other_than_default = {"tool_choice": "required", "ignore_eos": True}
+    sent = await served.send(path, body | {name: other_than_default.get(name, SAMPLES[name].value)})
+    if name in HARMLESS:
+        assert sent == await served.once(path, body)
+    else:
+        status, told, asked = sent
+        assert (status, asked) == (400, [])
+        assert f"{name} is not a field of {path}: " in told["error"]["message"]
+    assert await served.send(path, body | {name: None}) == await served.once(path, body)
+
+
+@over_http
+@pytest.mark.parametrize("model", SAID)
+async def test_what_would_be_dropped_is_refused_with_the_field_to_use(served: Served, model: str):
+    path, body = BODIES[model]
+    for name, (value, words) in SAID[model].items():
+        status, told, asked = await served.send(path, body | {name: value})
+        assert (status, asked) == (400, []), name
+        assert words in told["error"]["message"]
+        assert told["error"].get("param", name) == name  # Anthropic's errors have none
+
+
+@over_http
+@pytest.mark.parametrize(("model", "name", "fields"), INNER)
+async def test_what_would_be_dropped_of_an_object_is_refused_by_its_path(
+    served: Served, model: str, name: str, fields: dict[str, Any]
+):
+    path, body = BODIES[model]
+    status, told, asked = await served.send(path, body | fields)
     assert (status, asked) == (400, [])
-    assert FOREIGN[name].sentence in told["error"]["message"]
-    assert (await served.send(path, body | {name: None}))[0] == 200
+    assert f"{name} is not a field of {path}: {FOREIGN[name].sentence}" in told["error"]["message"]
+
+
+@over_http
+@pytest.mark.parametrize("name", [name for name, rule in FOREIGN.items() if isinstance(rule, RefusedField)])
+async def test_a_foreign_field_without_a_value_was_not_sent(served: Served, name: str):
+    path, body = BODIES["ChatCompletionRequest"]
+    nothing = [None, [], {}, "", *FOREIGN[name].but_for]
+    if "." not in name:
+        assert [(await served.send(path, body | {name: value}))[0] for value in nothing] == [200] * len(nothing)
+
+
+@over_http
+@pytest.mark.parametrize("model", [model.__name__ for model in APIS.values()])
+async def test_a_field_of_another_api_with_its_default_there_was_not_sent(served: Served, model: str):
+    path, body = BODIES[model]
+    defaults = {
+        name: each.model_fields[name].get_default(call_default_factory=True)
+        for each in APIS.values()
+        for name in each.model_fields
+        if (model, name) in MISPLACED and name not in {*INSTEAD, "add_special_tokens", "request_id"}
+    }  # those two have no one default
+    neutral = {"n": 1, "repetition_penalty": 1, "min_p": 0, "logprobs": False, "echo": False, "min_tokens": 0}
+    sent = defaults | {name: value for name, value in neutral.items() if (model, name) in MISPLACED}
+    assert await served.send(path, body | sent) == await served.once(path, body)
+
+
+CLIENTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "a limit under two names, as guidellm": ("CompletionRequest", {"max_completion_tokens": 4, "stop": None}),
+    "the same, as SillyTavern": (
+        "CompletionRequest",
+        {"max_new_tokens": 4, "stop": ["w999"], "stop_sequences": ["w999"]},
+    ),
+    "OpenAI's SDK": (
+        "ChatCompletionRequest",
+        {"store": True, "metadata": {"a": "b"}, "user": "u", "service_tier": "auto", "prompt_cache_key": "k"}
+        | {"verbosity": "low", "safety_identifier": "s", "prediction": {"type": "content", "content": "w1"}},
+    ),
+    "Claude Code": (
+        "AnthropicMessagesRequest",
+        {
+            "metadata": {"user_id": "u"},
+            "system": [{"type": "text", "text": "w1", "cache_control": {"type": "ephemeral"}}],
+        }
+        | {"thinking": {"type": "disabled"}, "context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}
+        | {"tool_choice": {"type": "none"}, "service_tier": "auto", "output_config": {"effort": "low"}},
+    ),
+    "Codex": (
+        "ResponsesRequest",
+        {"tools": [{"type": "web_search"}, {"type": "local_shell"}, {"type": "image_generation"}], "store": False}
+        | {"parallel_tool_calls": True, "include": ["reasoning.encrypted_content"], "prompt_cache_key": "k"}
+        | {
+            "reasoning": {"effort": "low", "summary": "auto"},
+            "text": {"verbosity": "low"},
+            "client_metadata": {"a": "b"},
+        }
+        | {"stream_options": {"include_obfuscation": False}},
+    ),
+}
+
+
+@over_http
+@pytest.mark.parametrize("client", CLIENTS)
+async def test_what_clients_send_unasked_is_served(served: Served, client: str):
+    model, fields = CLIENTS[client]
+    path, body = BODIES[model]
+    status, told, asked = await served.send(path, body | fields)
+    assert (status, bool(asked)) == (200, True), told
 
 
 @over_http
@@ -437,11 +628,13 @@ async def test_a_field_that_nobody_knows_is_taken_as_openais_clients_expect_it(s
 
 
 @over_http
-@pytest.mark.parametrize("path", ["/invocations", "/v1/chat/completions"])
+@pytest.mark.parametrize("path", ["/invocations", "/v1/chat/completions", "/v1/chat/completions/batch"])
 async def test_the_other_door_to_a_handler_refuses_as_well(served: Served, path: str):
-    status, told, asked = await served.send(path, CHAT | {"priority": 1})
-    assert (status, asked) == (400, [])
-    assert FIELDS["priority"].sentence in told["error"]["message"]
+    _, body = BODIES["BatchChatCompletionRequest" if path.endswith("batch") else "ChatCompletionRequest"]
+    for asked_for, words in (({"priority": 1}, FIELDS["priority"].sentence), ({"n_predict": 1}, "use max_tokens")):
+        status, told, asked = await served.send(path, body | asked_for)
+        assert (status, asked) == (400, [])
+        assert words in told["error"]["message"]
 
 
 # --- headers

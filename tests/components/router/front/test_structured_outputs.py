@@ -100,14 +100,17 @@ TALK = {"messages": [{"role": "user", "content": "Hi"}]}
             },
             "text.format",
         ),
-        ("/v1/messages", lambda strict: TALK | {"tools": [_function("input_schema", strict)]}, "tools (f)"),
+        (
+            "/v1/messages",
+            lambda strict: TALK | {"max_tokens": 4, "tools": [_function("input_schema", strict)]},
+            "tools (f)",
+        ),
     ],
     ids=["chat", "chat tool", "responses", "messages tool"],
 )
 async def test_a_strict_schema_with_a_keyword_that_is_not_enforced_is_refused_by_its_name(served, path, body, field):
     answers = [
-        await served[0].post(path, json={"model": "m", "max_tokens": 4, "store": False} | body(strict))
-        for strict in (True, False)
+        await served[0].post(path, json={"model": "m", "store": False, **body(strict)}) for strict in (True, False)
     ]
     assert answers[0].status_code == 400
     assert f'{field}: Unimplemented keys: ["uniqueItems"]' in answers[0].json()["error"]["message"]
