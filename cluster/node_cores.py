@@ -30,14 +30,15 @@ def this_machine() -> str:
     A kernel's boot and a network are one machine, and so are all of Ray's nodes there. The name of the host is part of
     it, since copies of a virtual machine that are restored from memory have the same boot.
     """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     network = Path("/proc/self/ns/net").readlink()
     return f"{boot} {network} {socket.gethostname()}"
 
 
 def taken_cores(cores: Iterable[int]) -> frozenset[int]:
     """Return those of the cores that a worker on this node holds; it looks, and holds none itself meanwhile."""
-    ends = {line.rpartition("@" + HELD)[2] for line in Path("/proc/net/unix").read_text().splitlines() if HELD in line}
+    sockets = Path("/proc/net/unix").read_text(encoding="utf-8", errors="replace").splitlines()
+    ends = {line.rpartition("@" + HELD)[2] for line in sockets if HELD in line}
     return frozenset(core for core in cores if str(core) in ends)
 
 

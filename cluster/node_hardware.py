@@ -6,11 +6,10 @@ Peaks only feed metrics: a GPU that is not in the table is served all the same, 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from ridgeline.cluster.node_gpus import Gpu, NoGpus, read_gpus
+from ridgeline.cluster.user_folders import cache_folder
 from ridgeline.roofline.calibration import load_or_calibrate_host
 from ridgeline.roofline.hardware import Hardware, hardware_of_gpu
 from ridgeline.router.settings import PoolHardware
@@ -20,18 +19,13 @@ class UnknownHardware(RuntimeError):
     """No peaks are known for this node's GPUs; the message says why."""
 
 
-def cache_dir() -> Path:
-    """Return where measured facts about this machine are kept, outside the repository."""
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ridgeline"
-
-
 def worker_hardware(dtype: str, cores: int, gpus: int, *, fp8: bool = False) -> PoolHardware | str:
     """Return the peaks of one worker on this node, or a sentence that says why none are known.
 
     Measuring a CPU takes about 4 s the first time. `fp8` says that the model's matrices are multiplied in FP8.
     """
     try:
-        hardware = _gpu_peaks(dtype, fp8).times(gpus) if gpus else load_or_calibrate_host(cache_dir(), cores, dtype)
+        hardware = _gpu_peaks(dtype, fp8).times(gpus) if gpus else load_or_calibrate_host(cache_folder(), cores, dtype)
     except UnknownHardware as error:
         return str(error)
     return PoolHardware(hardware.name, hardware.peak_flops, hardware.peak_bytes_per_s, hardware.source)

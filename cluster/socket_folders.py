@@ -6,11 +6,16 @@ job scheduler gives each job a temporary folder of its own, their sockets do not
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from ridgeline.cluster.user_folders import why_unwritable
 
 SOCKET_PATH_BYTES = 107
 """The longest path that the kernel takes for a Unix socket (unix(7): sun_path, less its final zero)."""
@@ -19,6 +24,8 @@ LONGEST_BELOW = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_
 LONGEST_OF_OURS = "/ridgeline-abcdefgh/01234567-0123-0123-0123-0123456789ab"
 """The longest of our own: vLLM calls its sockets by a UUID."""
 INSTEAD = "/tmp"
+MARK = "ridgeline"
+"""A file in the folder of a Ray's session that says whose it is; locked while that Ray runs."""
 
 
 def own_folder() -> Path:
@@ -53,14 +60,26 @@ def ray_folder(environment: Mapping[str, str] = os.environ) -> RayFolder:
     variable = next((name for name in ("RAY_TMPDIR", "TMPDIR") if environment.get(name)), "")
     asked = os.path.abspath(environment[variable]) if variable else tempfile.gettempdir()
     path = _fitting(asked, LONGEST_BELOW)
-    if _can_be_written(path):
+    if not why_unwritable(Path(path, "ray")):
         return RayFolder(path, asked, variable)
     most = SOCKET_PATH_BYTES - len(LONGEST_BELOW)
     set_it = f"set {variable or 'TMPDIR'} to a folder that can be written, of at most {most} characters"
     return RayFolder(path, asked, variable, f"Ray keeps its sockets in {path}, which cannot be written: {set_it}.")
 
 
-def _can_be_written(path: str) -> bool:
-    """Return whether the folder, or the nearest one above that exists, takes files."""
-    there = next(folder for folder in (Path(path, "ray"), *Path(path, "ray").parents) if folder.exists())
-    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+@contextmanager
+def session_kept(session: Path) -> Iterator[None]:
+    """Have `remove_ended_sessions` spare the folder of a Ray of ours while the block runs."""
+    with (session / f".{MARK}").open("wb") as mark:
+        fcntl.flock(mark, fcntl.LOCK_EX)
+        Path(mark.name).rename(session / MARK)
+        yield
+
+
+def remove_ended_sessions(sessions: Path) -> None:
+    """Remove what Rays of ours have left there that have ended: until now somebody may have read their logs."""
+    for path in sessions.glob(f"session_*/{MARK}"):
+        with suppress(OSError), path.open("rb") as mark:  # OSError: it runs, or another start has removed it
+            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(mark.fileno()).st_uid == os.geteuid():
+                shutil.rmtree(path.parent, ignore_errors=True)

@@ -88,7 +88,8 @@ def glance(pids: Iterable[int]) -> Glance:
             cores |= os.sched_getaffinity(pid)
         for thread in Path(f"/proc/{pid}/task").glob("*/stat"):
             with suppress(OSError):
-                _, _, fields = thread.read_text().rpartition(") ")  # a name may hold anything
+                stat = thread.read_text(encoding="utf-8", errors="replace")  # its name may hold anything
+                _, _, fields = stat.rpartition(") ")
                 state, *numbers = fields.split()
                 states.add(state)
                 ticks += int(numbers[10]) + int(numbers[11])

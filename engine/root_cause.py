@@ -52,13 +52,13 @@ class CauseFile:
 
     def leave(self, error: BaseException) -> None:
         """Write it down, unless another process was first."""
-        with suppress(FileExistsError), self._path.open("x") as file:
+        with suppress(FileExistsError), self._path.open("x", encoding="utf-8") as file:
             file.write(sentence_of(error))
 
     def read(self) -> str:
         """Return what was left; empty if nothing was."""
         try:
-            return self._path.read_text()
+            return self._path.read_text(encoding="utf-8")
         except FileNotFoundError:
             return ""
 

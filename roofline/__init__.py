@@ -6,6 +6,7 @@ cost.py          FLOPs and bytes of a step
 analysis.py      lower bounds on time, batch sizes, transfer, pool balance
 hardware.py      peaks of known devices
 calibration.py   measures the peaks of this host
+cores.py         the cores that this process may use
 model_shape.py   the sizes of a model
 hf_config.py     reads those sizes from a config.json
 known_models.py  well-known models, for use without a config.json

@@ -10,7 +10,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
@@ -80,10 +80,11 @@ def _read_cache(path: Path, key: dict[str, Any]) -> Hardware | None:
 
 def _write_cache(path: Path, key: dict[str, Any], hardware: Hardware) -> None:
     """Write the file atomically, because several workers of one host may calibrate at the same time."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-    unfinished.write_text(json.dumps({"key": key, "hardware": asdict(hardware)}, indent=2), encoding="utf-8")
-    unfinished.replace(path)
+    with suppress(OSError):  # then it is measured again next time
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+        unfinished.write_text(json.dumps({"key": key, "hardware": asdict(hardware)}, indent=2), encoding="utf-8")
+        unfinished.replace(path)
 
 
 @contextmanager

@@ -62,7 +62,7 @@ def module_name(path: Path) -> str:
 def imported(test: Path) -> set[str]:
     """Return the modules that a test imports by itself."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(test.read_text())):
+    for node in ast.walk(ast.parse(test.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:

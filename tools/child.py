@@ -43,7 +43,7 @@ class Child:
 def running(module: str, *arguments: str, core: int | None = None) -> Iterator[Child]:
     """Run this module for as long as the block runs, on one core or all of them."""
     pinned = [] if core is None else ["taskset", "-c", str(core)]
-    with tempfile.TemporaryFile("w+") as log:
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
         process = subprocess.Popen(
             [*pinned, sys.executable, "-m", module, *arguments],
             stdin=subprocess.PIPE,

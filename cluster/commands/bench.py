@@ -14,7 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from ridgeline.cluster.doctor.facts import memory_available_bytes
-from ridgeline.kv_transfer.bench.measure import MeasureError, MeasureReport, MeasureSettings, measure, usable_cores
+from ridgeline.kv_transfer.bench.measure import MeasureError, MeasureReport, MeasureSettings, measure
+from ridgeline.roofline.cores import usable_cores
 
 __all__ = ["BadBench", "MeasureError", "MeasureSettings", "bench_transfer", "render"]
 

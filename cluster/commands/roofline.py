@@ -7,7 +7,7 @@ from rich.console import Console
 from ridgeline.cluster.config.models import RidgelineConfig
 from ridgeline.cluster.doctor.checks import resolve_dtype
 from ridgeline.cluster.model_store import DEFAULT_MODEL_NAME, prepare_model
-from ridgeline.cluster.node_hardware import cache_dir
+from ridgeline.cluster.user_folders import cache_folder
 from ridgeline.roofline.calibration import load_or_calibrate_host
 from ridgeline.roofline.hardware import hardware_by_name
 from ridgeline.roofline.model_shape import load_model_shape
@@ -24,7 +24,7 @@ def show(console: Console, model: str, hardware_name: str, dtype: str, cores: in
     element_bytes = dtype_bytes(dtype)
     shape = load_model_shape(path, weight_bytes_per_param=element_bytes, kv_bytes_per_element=element_bytes)
     if hardware_name == "host":
-        hardware = load_or_calibrate_host(cache_dir(), cores, dtype)
+        hardware = load_or_calibrate_host(cache_folder(), cores, dtype)
     else:
         hardware = hardware_by_name(hardware_name)
     rows = roofline_table(shape, hardware)

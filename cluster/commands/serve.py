@@ -26,7 +26,7 @@ from ridgeline.cluster.deployments.names import DeploymentFolder, HeldName
 from ridgeline.cluster.doctor import checks
 from ridgeline.cluster.doctor.gpus import halved
 from ridgeline.cluster.runtime.deployment import Deployment, deploy
-from ridgeline.cluster.runtime.environment import server_variables
+from ridgeline.cluster.runtime.environment import ray_variables, server_variables
 from ridgeline.cluster.runtime.plan import make_plan
 from ridgeline.cluster.runtime.ray_start import ray_runtime
 from ridgeline.router.fleet.pairing import KvPair
@@ -55,7 +55,7 @@ class StopSignals:
 
     def hung_up(self) -> None:
         """Handle the loss of the terminal: nothing can be printed there any more, and to try would be an error."""
-        with Path(os.devnull).open("w") as nowhere:
+        with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
             for stream in (sys.stdout, sys.stderr):
                 if stream.isatty():
                     os.dup2(nowhere.fileno(), stream.fileno())
@@ -192,7 +192,7 @@ async def started(config: RidgelineConfig, console: Console) -> AsyncIterator[De
     plan = await asyncio.to_thread(make_plan, config)
     names = ", ".join(worker.title for worker in plan.workers)
     console.print(f"starting [bold]{config.mode}[/]: {names}; {plan.served_name} in {plan.dtype}")
-    if ignored := server_variables():
+    if ignored := server_variables() + (ray_variables() if config.ray.address is None else []):
         console.print(
             f"[yellow]not passed on, because the configuration alone shapes the server: {', '.join(ignored)}[/]"
         )

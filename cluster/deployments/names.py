@@ -18,6 +18,7 @@ from typing import IO, Literal
 
 import msgspec
 
+from ridgeline.cluster.user_folders import state_folder
 from ridgeline.contracts.handoff import UNREADABLE
 
 Phase = Literal["starting", "ready", "draining"]
@@ -63,8 +64,7 @@ class DeploymentFolder:
     @property
     def folder(self) -> Path:
         """The folder, which need not exist."""
-        home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-        return Path(home) / "ridgeline" / self.name
+        return state_folder() / self.name
 
     @property
     def log(self) -> Path:
@@ -84,7 +84,7 @@ class DeploymentFolder:
 
     def _opened(self, path: Path, mode: Literal["r", "w", "a"]) -> IO[str]:
         try:
-            return path.open(mode, errors="replace")
+            return path.open(mode, encoding="utf-8", errors="replace")
         except OSError as error:
             raise self._unusable(error) from error
 
@@ -216,6 +216,6 @@ class HeldName:
 def running() -> dict[str, State]:
     """Return all deployments that run on this machine, by name."""
     folder = DeploymentFolder("").folder
-    places = [DeploymentFolder(path.name) for path in sorted(folder.iterdir())] if folder.is_dir() else []
+    places = [DeploymentFolder(path.name) for path in sorted(folder.iterdir())] if os.path.isdir(folder) else []
     states = {place.name: place.state() for place in places}
     return {name: state for name, state in states.items() if state is not None}

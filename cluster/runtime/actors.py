@@ -25,6 +25,7 @@ from ridgeline.cluster.runtime.ray_workarounds.sigterm import on_sigterm
 from ridgeline.cluster.runtime.service_process.calls import ServiceClient, ServiceGone
 from ridgeline.cluster.runtime.service_process.launch import start_service
 from ridgeline.contracts.vocabulary import Health
+from ridgeline.roofline.cores import usable_cores
 
 WITHOUT_SERVICE = 143
 """Exit status of an actor that gets SIGTERM while it has no service: 128 + 15."""
@@ -75,6 +76,7 @@ def engine_environment(
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
+        "PYTHONUTF8": "1",  # PyTorch reads templates of its own in the locale's encoding, and they are no ASCII
         "PYTHONSAFEPATH": "1",  # a file of the working folder is nobody's module, in the processes below either
     }
     if on_cpu:
@@ -184,7 +186,7 @@ async def other_than(
 
 def _place() -> NodePlace:
     context = ray.get_runtime_context()
-    cores = tuple(sorted(os.sched_getaffinity(0)))
+    cores = tuple(usable_cores())
     me = this_process()
     host = ray.util.get_node_ip_address()
     taken = taken_cores(cores)

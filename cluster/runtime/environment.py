@@ -1,13 +1,15 @@
-"""Variables of an operator's shell that would change the HTTP server, and so must not reach it.
+"""Variables of an operator's shell that would change the HTTP server, or a Ray of our own, and so must not reach them.
 
 vLLM's app and uvicorn read them wherever they are imported: some add routes by which anybody can look into an engine or
-steer it, some let other keys in or believe other headers, some log answers. What the server does is for the one
-configuration to say. Those for kernels, caches and limits are left alone.
+steer it, some let other keys in or believe other headers, some log answers. Ray takes its address, its job, hooks and
+each of its settings from them. What the server does is for the one configuration to say. Those for kernels, caches and
+limits are left alone.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -61,8 +63,12 @@ SERVER_PREFIXES: Final = ("CUSTOM_FASTAPI_", "SAGEMAKER_", "UVICORN_")
 FORWARDED_PREFIXES: Final = ("HF_", "NCCL_", "UCX_", "GLOO_")
 FORWARDED: Final = frozenset({"HUGGING_FACE_HUB_TOKEN", "CUDA_MPS_PIPE_DIRECTORY"})
 
-ANOTHER_RAY: Final = ("RAY_ADDRESS", "RAY_REDIS_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR")
-"""Variables that lead `ray.init` to a Ray that runs elsewhere: KubeRay sets the first in its pods."""
+RAY_TAKEN: Final = frozenset(
+    {"RAY_TMPDIR", "RAY_CLIENT_MODE", "RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"}
+)
+"""Ray's variables that a Ray of our own has as they are: but for the first one, Ray or `ray_start` sets them."""
+RAY_TOKEN: Final = secrets.token_hex(32)
+"""What a Ray of our own asks everybody for. Ray would write its own below the home, which may not be possible."""
 
 
 def forwarded_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -81,24 +87,15 @@ def server_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
     return sorted(name for name in environment if name in SERVER_VARIABLES or name.startswith(SERVER_PREFIXES))
 
 
+def ray_variables() -> list[str]:
+    """List the variables that are set and would lead a Ray of our own elsewhere, or change it."""
+    return sorted(name for name in os.environ if name.startswith("RAY_") and name not in RAY_TAKEN)
+
+
 def forget_server_variables() -> None:
     """Remove these variables from an actor's process before vLLM is imported, for it and its children."""
     for name in (*server_variables(), *KEY_VARIABLES):
         os.environ.pop(name, None)
-
-
-@contextmanager
-def server_variables_hidden() -> Iterator[None]:
-    """Hide these variables while Ray's own processes start, whose environment its workers inherit.
-
-    This process has them again afterwards.
-    """
-    hidden = {name: os.environ[name] for name in (*server_variables(), *KEY_VARIABLES) if name in os.environ}
-    forget_server_variables()
-    try:
-        yield
-    finally:
-        os.environ.update(hidden)
 
 
 def search_path() -> str:
@@ -116,15 +113,17 @@ def search_path() -> str:
 
 @contextmanager
 def apart_from_the_shell() -> Iterator[None]:
-    """Keep away from a Ray of our own, while it starts, what leads to another Ray or to other modules."""
-    names = (*ANOTHER_RAY, "PYTHONSAFEPATH", "PYTHONPATH")
-    before = {name: os.environ[name] for name in names if name in os.environ}
-    for name in ANOTHER_RAY:
-        os.environ.pop(name, None)
-    os.environ |= {"PYTHONSAFEPATH": "1", "PYTHONPATH": search_path()}
+    """Keep from processes of our own, while they start, the variables that would change them or what they import.
+
+    This process has its own again afterwards.
+    """
+    ours = {"RAY_AUTH_TOKEN": RAY_TOKEN, "PYTHONSAFEPATH": "1", "PYTHONPATH": search_path()}
+    names = {*server_variables(), *KEY_VARIABLES, *ray_variables(), *ours}
+    before = {name: os.environ.pop(name) for name in names if name in os.environ}
+    os.environ |= ours
     try:
         yield
     finally:
-        for name in names:
+        for name in (*ray_variables(), *ours):
             os.environ.pop(name, None)
-        os.environ.update(before)
+        os.environ |= before

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from ridgeline.contracts.vocabulary import Pool
 from ridgeline.engine import passed_args
 from ridgeline.engine.config import EngineConfig
 from ridgeline.kv_transfer.options import TransferOptions
+from ridgeline.roofline.cores import usable_cores
 from ridgeline.roofline.quantisation import multiplies_in_fp8
 from ridgeline.router.settings import MOST_ROUTERS, RouterSettings
 
@@ -85,7 +85,7 @@ class Plan:
     def routers(self) -> int:
         """How many router processes there are."""
         asked = self.config.router.processes
-        return routers_for(self.config, len(os.sched_getaffinity(0))) if asked == "auto" else asked
+        return routers_for(self.config, len(usable_cores())) if asked == "auto" else asked
 
     def router_settings(self) -> RouterSettings:
         """Return the settings of the router process."""

@@ -50,7 +50,7 @@ def semaphores_of(pids: Sequence[int]) -> tuple[str, ...]:
 def _maps(pid: int) -> list[str]:
     """Return what a process has mapped; nothing if it has ended, as helpers of an engine's start do."""
     try:
-        return Path(f"/proc/{pid}/maps").read_text().splitlines()
+        return Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines()
     except (FileNotFoundError, ProcessLookupError):
         return []
 

@@ -8,7 +8,7 @@ import os
 import socket
 import warnings
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,13 +20,14 @@ from ray.job_config import JobConfig
 
 from ridgeline.cluster.config.models import RidgelineConfig
 from ridgeline.cluster.runtime.actors import engine_environment
-from ridgeline.cluster.runtime.environment import apart_from_the_shell, server_variables_hidden
+from ridgeline.cluster.runtime.environment import apart_from_the_shell
 from ridgeline.cluster.runtime.handles.actor import LOOPBACK, DeploymentFailed
 from ridgeline.cluster.runtime.ray_workarounds.fewer_processes import fewer_processes
 from ridgeline.cluster.runtime.ray_workarounds.ray_messages import ray_messages_in_a_file
 from ridgeline.cluster.runtime.service_process.launch import PRELOADED, preloaded_parent
 from ridgeline.cluster.runtime.services import IMPORTED
-from ridgeline.cluster.socket_folders import ray_folder
+from ridgeline.cluster.socket_folders import ray_folder, remove_ended_sessions, session_kept
+from ridgeline.roofline.cores import usable_cores
 
 STARTS = 2
 END_WITHIN_S = 5.0
@@ -82,7 +83,7 @@ def _preloaded(config: RidgelineConfig, messages: Path) -> Iterator[None]:
         yield
         return
     with ExitStack() as stack:
-        with server_variables_hidden():
+        with apart_from_the_shell():
             compiles = not config.model.is_eager(on_cpu=True)
             environment = engine_environment(1, config.supervision.start_timeout_s, on_cpu=True, compiles=compiles)
             os.environ[PRELOADED] = stack.enter_context(preloaded_parent(IMPORTED, environment, messages))
@@ -94,6 +95,8 @@ def _preloaded(config: RidgelineConfig, messages: Path) -> Iterator[None]:
 def _ray(config: RidgelineConfig) -> Iterator[None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Under `uv run`, Ray starts its workers by `uv run` as well, in a copy of the working folder. Read at import.
+    ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
     common: dict[str, Any] = {
         "log_to_driver": False,
         "logging_level": "WARNING",
@@ -101,37 +104,39 @@ def _ray(config: RidgelineConfig) -> Iterator[None]:
         # Ray adds the working folder to its workers' search path, unless its own client is said to have started it.
         "job_config": JobConfig(_client_job=True),
     }
-    try:
-        if config.ray.address is None:
-            _start_here(config, common)
-        else:
-            _join(config.ray.address, common)
-    except (OSError, RuntimeError, ValueError, RayError) as error:
-        where = config.ray.address or "on this machine"
-        raise DeploymentFailed(f"Ray did not start or answer ({where}): {error}") from error
-    try:
+    with ExitStack() as stack:
+        stack.callback(ray.shutdown)
+        try:
+            if config.ray.address is None:
+                stack.enter_context(_start_here(config, common))
+            else:
+                _join(config.ray.address, common)
+        except (OSError, RuntimeError, ValueError, RayError) as error:
+            where = config.ray.address or "on this machine"
+            raise DeploymentFailed(f"Ray did not start or answer ({where}): {error}") from error
         yield
-    finally:
-        ray.shutdown()
 
 
-def _start_here(config: RidgelineConfig, common: dict[str, Any]) -> None:
+def _start_here(config: RidgelineConfig, common: dict[str, Any]) -> AbstractContextManager[None]:
+    """Start Ray; returns what keeps the folder of its session, which the next start removes otherwise."""
     pools = config.all_pools().values()
     tables = [config.router.resources, *(pool.resources for pool in pools)]
     folder = ray_folder()
     if folder.problem:
         raise DeploymentFailed(folder.problem)
-    with server_variables_hidden(), apart_from_the_shell():
+    remove_ended_sessions(sessions := Path(folder.path, "ray"))
+    with apart_from_the_shell():
         start_ray(
             address="local",  # never one that runs already, as `ray start --head` leaves it
-            _temp_dir=f"{folder.path}/ray",
-            num_cpus=max(len(os.sched_getaffinity(0)), sum(pool.workers * pool.cores_per_worker for pool in pools)),
+            _temp_dir=str(sessions),
+            num_cpus=max(len(usable_cores()), sum(pool.workers * pool.cores_per_worker for pool in pools)),
             _node_ip_address=LOOPBACK,
             resources={name: 1000.0 for table in tables for name in table},
             object_store_memory=config.ray.object_store_bytes,
             include_dashboard=False,
             **common,
         )
+    return session_kept(sessions / ray.get_runtime_context().get_session_name())
 
 
 def _join(address: str, common: dict[str, Any]) -> None:
@@ -157,14 +162,16 @@ def start_ray(**options: Any) -> None:
     Raises DeploymentFailed if it does not come up again.
     """
     _keep_on_loopback()
+    first = ""
     for start in range(1, STARTS + 1):
         with _processes_forgotten():
             failed = _start_once(options)
         if failed is None:
             return
+        first = first or failed
         if start == STARTS:
             raise DeploymentFailed(
-                f"Ray did not come up on this machine, {STARTS} times: {failed} Its logs are in {ray_folder().logs}: "
+                f"Ray did not come up on this machine, {STARTS} times: {first} Its logs are in {ray_folder().logs}: "
                 "see them, and whether memory or disk is full"
             )
         logger.warning("Ray did not come up: %s Starting it once more", failed)

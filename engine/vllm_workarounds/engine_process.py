@@ -102,7 +102,7 @@ def _prepare() -> None:
 def _cpu_flags() -> str:
     if platform.system() != "Linux":
         return ""
-    with open("/proc/cpuinfo") as file:
+    with open("/proc/cpuinfo", encoding="utf-8") as file:
         return next((line for line in file if line.startswith("flags")), "")
 
 

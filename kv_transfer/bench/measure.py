@@ -28,6 +28,7 @@ from ridgeline.kv_transfer.memory.shared import SMALLEST_BYTES
 from ridgeline.kv_transfer.names import TRANSPORT_NAMES, TransportName
 from ridgeline.kv_transfer.nixl.library import why_missing as nixl_missing
 from ridgeline.kv_transfer.service import TransferService
+from ridgeline.roofline.cores import usable_cores
 
 __all__ = ["MeasureError", "MeasureReport", "MeasureSettings", "TransferFigures", "measure"]
 
@@ -208,11 +209,6 @@ class MeasureReport:
             ],
             "refused": dict(self.refused),
         }
-
-
-def usable_cores() -> list[int]:
-    """Return the numbers of the cores this process may run on."""
-    return sorted(os.sched_getaffinity(0))
 
 
 def measure(settings: MeasureSettings, on_progress: OnProgress = lambda _: None) -> MeasureReport:

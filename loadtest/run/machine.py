@@ -13,6 +13,7 @@ import msgspec
 import psutil
 
 from ridgeline.loadtest.errors import LoadTestError
+from ridgeline.roofline.cores import usable_cores
 
 WATCH_S = 0.5
 BUSY_PERCENT = 20.0
@@ -22,7 +23,7 @@ def describe_machine() -> dict[str, Any]:
     """Return processor, cores, memory and software of the machine that sends the load (locally also the server's)."""
     return {
         "processor": _processor_name(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(usable_cores()),
         "memory_bytes": psutil.virtual_memory().total,
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),

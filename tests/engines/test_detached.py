@@ -1,6 +1,7 @@
 """A deployment that outlives the terminal it was started in: served, listed, refused a second time, ended.
 
-It is started where people stand: among modules of others' names, a company's proxies, another Ray, long paths.
+It is started where people stand: among modules of others' names, a company's proxies, another Ray, long paths, with a
+home that cannot be written, in a locale of ASCII.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import psutil
 import pytest
 
 from ridgeline.cluster.deployments.names import DeploymentFolder
+from ridgeline.cluster.user_folders import cache_folder, state_folder
 from tests.engines.serve_process import (
     GONE_WITHIN_S,
     REPOSITORY,
@@ -71,14 +73,19 @@ def shell(tmp_path: Path) -> dict[str, str]:
         **proxies,
         **{name.upper(): nobody for name in proxies},
         "RAY_ADDRESS": "127.0.0.1:6399",
+        "RAY_RUNTIME_ENV_HOOK": "no.such.hook",
         "TMPDIR": str(long_folder),
+        "HOME": "/proc/none",
+        "XDG_STATE_HOME": str(state_folder().parent),
+        "XDG_CACHE_HOME": str(cache_folder().parent),
     }
 
 
 @pytest.fixture
 def ridgeline(folder: Path, shell: dict[str, str]) -> Run:
     """Run a command there."""
-    environment = without_parent() | shell | {"COLUMNS": "250", "NO_COLOR": "1"}
+    in_ascii = {"LC_ALL": "C", "PYTHONUTF8": "0"}
+    environment = without_parent() | shell | in_ascii | {"COLUMNS": "250", "NO_COLOR": "1"}
 
     def run(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
         common = {"cwd": folder, "env": environment, "text": True, "capture_output": True, "timeout": START_WITHIN_S}

@@ -45,7 +45,7 @@ def ray_messages_in_a_file() -> Iterator[Path]:
         ray_worker.print_to_stdstream = former_print
         ray_logger.handlers[:] = former_handlers
         to_file.close()
-        with log_file.open(errors="replace") as lines:
+        with log_file.open(encoding="utf-8", errors="replace") as lines:
             said = [line for line in lines if not any(notice in line for notice in _NOTICES)]
         if not said:
             log_file.unlink()

@@ -119,7 +119,7 @@ def _take_over(start: ServiceStart, log_files: Sequence[int]) -> None:
     os.environ.update(start.environment)
     os.nice(max(0, start.niceness - os.nice(0)))
     with suppress(OSError):  # lowering it takes a privilege
-        Path("/proc/self/oom_score_adj").write_text(str(start.oom_score_adj))
+        Path("/proc/self/oom_score_adj").write_text(str(start.oom_score_adj), encoding="utf-8")
     if "torch" in sys.modules and "OMP_NUM_THREADS" in os.environ:
         sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 

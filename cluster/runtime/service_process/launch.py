@@ -66,7 +66,7 @@ async def _started(
 
 def _oom_score_adj() -> int:
     """Return how readily the kernel ends this process when memory is short."""
-    return int(Path("/proc/self/oom_score_adj").read_text())
+    return int(Path("/proc/self/oom_score_adj").read_text(encoding="utf-8"))
 
 
 def _forked(path: str) -> socket.socket:

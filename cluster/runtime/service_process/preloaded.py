@@ -22,14 +22,15 @@ from ridgeline.cluster.runtime.service_process.child import run
 
 
 def main(listener: socket.socket, modules: list[str]) -> None:
-    """Import, then fork a child for each connection; who connects while this still imports has only to wait."""
+    """Import, then fork a child for each connection; who connects while this still imports has only to wait.
+
+    What cannot be imported ends this: a module fails in another way when it is imported again, and a service that is
+    started afresh meets, and tells, the first one.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.disable()  # it would look at the modules' objects again and again: a third of the CPU time of importing them
     for module in modules:
-        try:
-            import_module(module)
-        except Exception as error:  # noqa: BLE001 - who needs it meets the same error, and can tell it to somebody
-            print(f"could not import {module}: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
+        import_module(module)
     gc.freeze()  # a child's garbage collector need not look at, and so copy, what it has from here
     gc.enable()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel then collects children that have ended

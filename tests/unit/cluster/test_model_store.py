@@ -92,8 +92,9 @@ def test_two_that_race_make_it_once_and_both_get_it(cache, conversions, monkeypa
 def test_a_cache_that_cannot_be_written_is_one_sentence_with_the_fix(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(ModelError, match="set XDG_CACHE_HOME to a directory that has them"):
-        prepare_model("smollm2-135m")
+    for asked in (prepare_model, model_state):  # `doctor` must not say that it can be made
+        with pytest.raises(ModelError, match="set XDG_CACHE_HOME to a directory that has them"):
+            asked("smollm2-135m")
 
 
 def test_a_missing_container_package_is_told_with_the_fix(cache, monkeypatch):

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from ridgeline.cluster import socket_folders
-from ridgeline.cluster.socket_folders import LONGEST_BELOW, SOCKET_PATH_BYTES, own_folder, ray_folder
+from ridgeline.cluster.socket_folders import (
+    LONGEST_BELOW,
+    SOCKET_PATH_BYTES,
+    own_folder,
+    ray_folder,
+    remove_ended_sessions,
+    session_kept,
+)
 
 
 def test_a_short_folder_is_taken_as_the_shell_names_it(tmp_path, monkeypatch):
@@ -42,6 +49,25 @@ def test_another_users_folder_of_ray_in_one_that_can_be_written_is_told_too(tmp_
     problem = ray_folder({"TMPDIR": folder}).problem
     shutil.rmtree(folder)
     assert f"{folder}, which cannot be written: set TMPDIR" in problem
+
+
+def test_of_the_sessions_of_rays_those_of_ours_are_removed_that_have_ended(tmp_path):
+    kept, ended, another = (tmp_path / f"session_{name}" for name in ("kept", "ended", "another"))
+    for session in (kept, ended, another):
+        (session / "logs").mkdir(parents=True)
+    (tmp_path / "session_latest").symlink_to(kept)
+    with session_kept(kept):
+        with session_kept(ended):
+            remove_ended_sessions(tmp_path)
+            assert ended.exists()
+        remove_ended_sessions(tmp_path)
+        assert sorted(tmp_path.glob("session_*")) == [another, kept, tmp_path / "session_latest"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        remove_ended_sessions(tmp_path)
+    assert kept.exists(), "it is another user's"
+    remove_ended_sessions(tmp_path)
+    assert (kept.exists(), another.exists()) == (False, True)
 
 
 def test_the_longest_socket_of_ours_fits_into_its_folder(tmp_path, monkeypatch):

@@ -67,11 +67,29 @@ def test_a_temporary_folder_without_room_for_sockets_is_told_and_one_that_cannot
     assert failures_on(but(ray_folder=locked)) == ["Ray keeps its sockets in /locked: set RAY_TMPDIR."]
 
 
+def test_what_cannot_be_written_is_told_with_its_variable_and_only_without_a_place_for_state_nothing_is_served():
+    unwritable = {"XDG_STATE_HOME": "/sys/.local/state", "XDG_CACHE_HOME": "/sys/.cache", "HOME": "/sys"}
+    (refused,) = failures_on(but(unwritable=unwritable))
+    assert refused.startswith("/sys/.local/state cannot be written: set XDG_STATE_HOME")
+    notes = notes_on(but(unwritable=unwritable), RidgelineConfig())
+    assert ["set XDG_CACHE_HOME" in notes[0], "set HOME" in notes[1], len(notes)] == [True, True, 2]
+
+
+def test_the_folders_of_a_home_that_is_missing_or_takes_no_files_are_found(monkeypatch, tmp_path):
+    for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
+    for home in ("/proc/none", "~"):
+        monkeypatch.setenv("HOME", home)
+        assert read_host_facts(RidgelineConfig()).unwritable == {"HOME": home}
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert read_host_facts(RidgelineConfig()).unwritable == {}
+
+
 def test_of_a_mode_without_settings_of_its_own_those_are_named_that_it_takes():
     few = but(cores=1, memory_available_bytes=2 * GIB)
     config = config_with(mode="adaptive", model__max_model_len_tokens="8192", pools__prefill__kv_cache_bytes="64 MiB")
     sentences = failures_on(few, config)
-    assert any("cores_per_worker in pools.prefill or pools.decode." in one for one in sentences)
+    assert any("cores_per_worker in pools.prefill or pools.decode," in one for one in sentences)
     assert any("or workers in pools.prefill or pools.decode, or free" in one for one in sentences)
     assert any(one.startswith("pools.prefill.kv_cache_bytes holds") for one in sentences)
     assert not any("pools.adaptive" in one for one in sentences)
@@ -96,7 +114,7 @@ def test_a_node_is_checked_for_the_workers_that_are_there_and_no_others():
     assert "3 cores are needed and 2 usable" in sentence
     (sentence,) = failures_on(but(cores=1))
     assert is_quoted(sentence)
-    assert "pools.decode." in sentence
+    assert "pools.decode," in sentence
 
 
 def test_nixl_must_be_there_where_engines_are_if_it_is_the_transport_and_nowhere_else():

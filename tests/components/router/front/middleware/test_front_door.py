@@ -16,7 +16,7 @@ import pytest_asyncio
 import ridgeline.router.front.app
 import ridgeline.router.front.metrics_page
 from ridgeline.cluster.runtime.actors import ServiceActor
-from ridgeline.cluster.runtime.environment import SERVER_VARIABLES, server_variables, server_variables_hidden
+from ridgeline.cluster.runtime.environment import SERVER_VARIABLES, apart_from_the_shell, server_variables
 from ridgeline.router.client_identity import hash_key
 from ridgeline.router.front.http.context import current
 from ridgeline.router.front.http.routes import ON_WISH, OPEN_PATHS, ROUTES, keep_known_routes
@@ -222,7 +222,7 @@ async def test_an_actors_process_forgets_the_variables_before_vllm_could_read_th
     for variable in CARELESS:
         monkeypatch.setenv(variable, "1")
     before = dict(os.environ)
-    with server_variables_hidden():
+    with apart_from_the_shell():
         assert server_variables() == []
         assert KEY not in os.environ.values()
     assert dict(os.environ) == before

@@ -142,7 +142,7 @@ async def test_a_service_whose_loop_is_blocked_still_answers_what_is_off_the_loo
 
 
 async def test_a_preloaded_parent_forks_any_number_of_services_and_ends_with_its_block(children, monkeypatch, tmp_path):
-    with preloaded_parent(["tests.support.example_service", "no.such.module"], {}, tmp_path / "messages") as path:
+    with preloaded_parent(["tests.support.example_service"], {}, tmp_path / "messages") as path:
         monkeypatch.setenv(PRELOADED, path)
         clients = [await start_service(SERVICE, f"ridgeline::{n}", on_gone=lambda: None) for n in range(3)]
         parents = {psutil.Process(client.process.pid).ppid() for client in clients}
@@ -163,13 +163,26 @@ async def test_a_preloaded_parent_forks_any_number_of_services_and_ends_with_its
 async def test_without_its_preloaded_parent_a_service_is_started_afresh_and_that_is_told(
     children, monkeypatch, caplog, tmp_path
 ):
-    with preloaded_parent(["tests.support.example_service", "no.such.module"], {}, tmp_path / "messages") as path:
+    with preloaded_parent(["tests.support.example_service"], {}, tmp_path / "messages") as path:
         pass
     monkeypatch.setenv(PRELOADED, path)
     client = await start_service(SERVICE, "t", on_gone=lambda: None)
     assert await client.call("add", 1, 2) == 3
     assert "forks nothing" in caplog.text
     await client.close()
+
+
+async def test_of_a_module_that_fails_in_another_way_the_second_time_the_first_cause_is_told(
+    children, monkeypatch, tmp_path
+):
+    messages = tmp_path / "messages"
+    with preloaded_parent(["tests.support.example_service", "tests.support.fails_anew"], {}, messages) as path:
+        monkeypatch.setenv(PRELOADED, path)
+        client = await start_service("tests.support.fails_anew:Service", "t", on_gone=lambda: None)
+        with pytest.raises(LookupError, match="the first cause"):
+            await client.call("anything")
+        await client.close()
+    assert "the first cause" in messages.read_text()
 
 
 async def test_a_preloaded_parent_that_is_killed_or_hangs_costs_what_it_forked_nothing_and_the_next_start_only_time(
