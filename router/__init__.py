@@ -13,6 +13,7 @@ scheduler/          policies of mode adaptive, and the simulation that chooses a
 fleet/              the workers: load, pairing, choice of a worker
 observe/            timelines and metrics
 shared/             several routers: the dispatcher, and the way to it
+idle_times.py       says which limits of router.slo an idle server cannot keep
 gc_schedule.py      when Python looks for cyclic garbage
 settings.py         the router's configuration
 client_identity.py  names clients by key or address

@@ -33,12 +33,12 @@ from ridgeline.router.front.app import build_app, frontend_config, server_args
 from ridgeline.router.front.engine_client import RouterEngineClient
 from ridgeline.router.front.health import HealthProbe, Readiness, probe_prompt_tokens
 from ridgeline.router.front.http.types import Asgi
-from ridgeline.router.front.idle_times import OUTPUT_TOKENS, measure, too_short
 from ridgeline.router.front.metrics_page import metrics_endpoint
 from ridgeline.router.front.middleware.http_protocol import BoundedHeads
 from ridgeline.router.front.middleware.ingress import Gates
 from ridgeline.router.front.operations import OperationLog
 from ridgeline.router.front.vllm_workarounds import unread
+from ridgeline.router.idle_times import OUTPUT_TOKENS, measure, too_short
 from ridgeline.router.observe.collectors import QueueCollector, WorkerCollector
 from ridgeline.router.observe.fleet_use import FleetUse, fleet_use
 from ridgeline.router.observe.loop_lag import LoopLag

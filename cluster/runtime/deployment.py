@@ -40,7 +40,7 @@ LET_GO_WITHIN_S = 1.0
 STOP_WORKERS_WITHIN_S = 15.0
 PROGRESS_EVERY_S = 10.0
 MEASURED_WITHIN_S = 30.0
-"""More than a router takes to measure (`ridgeline.router.front.idle_times`)."""
+"""More than a router takes to measure (`ridgeline.router.idle_times`)."""
 T = TypeVar("T")
 
 

@@ -8,8 +8,8 @@ sampling.py        sampling parameters as dispatch carries them
 text_stream.py     turns deltas into text
 text_turns.py      streams take turns in that
 request_fields.py  says how each field of a body is treated
+strict.py          enforces `strict: true`, or refuses it
 health.py          GET /ready
-idle_times.py      says which limits of router.slo an idle server cannot keep
 admin.py           /ridgeline/*, the operator's paths
 operations.py      operators' requests for more workers, fewer, or a restart of all
 metrics_page.py    GET /metrics

@@ -7,9 +7,9 @@ import pytest
 
 from ridgeline.contracts.errors import EngineFailed
 from ridgeline.contracts.tasks import TokenDelta
-from ridgeline.router.front import idle_times
+from ridgeline.router import idle_times
 from ridgeline.router.front.health import HealthProbe
-from ridgeline.router.front.idle_times import OUTPUT_TOKENS, IdleTimes, measure, too_short
+from ridgeline.router.idle_times import OUTPUT_TOKENS, IdleTimes, measure, too_short
 from ridgeline.router.server import Router
 from tests.components.router.dispatch.test_orchestrator import FIRST, split
 from tests.support.clock import FakeClock
