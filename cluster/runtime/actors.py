@@ -25,7 +25,7 @@ from ridgeline.cluster.runtime.ray_workarounds.sigterm import on_sigterm
 from ridgeline.cluster.runtime.service_process.calls import ServiceClient, ServiceGone
 from ridgeline.cluster.runtime.service_process.launch import start_service
 from ridgeline.contracts.vocabulary import Health
-from ridgeline.roofline.cores import usable_cores
+from ridgeline.roofline.process_cores import usable_cores
 
 WITHOUT_SERVICE = 143
 """Exit status of an actor that gets SIGTERM while it has no service: 128 + 15."""

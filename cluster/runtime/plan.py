@@ -20,7 +20,7 @@ from ridgeline.contracts.vocabulary import Pool
 from ridgeline.engine import passed_args
 from ridgeline.engine.config import EngineConfig
 from ridgeline.kv_transfer.options import TransferOptions
-from ridgeline.roofline.cores import usable_cores
+from ridgeline.roofline.process_cores import usable_cores
 from ridgeline.roofline.quantisation import multiplies_in_fp8
 from ridgeline.router.settings import MOST_ROUTERS, RouterSettings
 

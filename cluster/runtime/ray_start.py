@@ -27,7 +27,7 @@ from ridgeline.cluster.runtime.ray_workarounds.ray_messages import ray_messages_
 from ridgeline.cluster.runtime.service_process.launch import PRELOADED, preloaded_parent
 from ridgeline.cluster.runtime.services import IMPORTED
 from ridgeline.cluster.socket_folders import ray_folder, remove_ended_sessions, session_kept
-from ridgeline.roofline.cores import usable_cores
+from ridgeline.roofline.process_cores import usable_cores
 
 STARTS = 2
 END_WITHIN_S = 5.0

@@ -28,7 +28,7 @@ from ridgeline.kv_transfer.memory.shared import SMALLEST_BYTES
 from ridgeline.kv_transfer.names import TRANSPORT_NAMES, TransportName
 from ridgeline.kv_transfer.nixl.library import why_missing as nixl_missing
 from ridgeline.kv_transfer.service import TransferService
-from ridgeline.roofline.cores import usable_cores
+from ridgeline.roofline.process_cores import usable_cores
 
 __all__ = ["MeasureError", "MeasureReport", "MeasureSettings", "TransferFigures", "measure"]
 

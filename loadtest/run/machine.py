@@ -13,7 +13,7 @@ import msgspec
 import psutil
 
 from ridgeline.loadtest.errors import LoadTestError
-from ridgeline.roofline.cores import usable_cores
+from ridgeline.roofline.process_cores import usable_cores
 
 WATCH_S = 0.5
 BUSY_PERCENT = 20.0

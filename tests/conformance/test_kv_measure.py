@@ -19,7 +19,7 @@ from ridgeline.kv_transfer.bench.measure import (
 )
 from ridgeline.kv_transfer.bench.source_process import CacheShape, MeasureError, SourceProcess
 from ridgeline.kv_transfer.names import TRANSPORT_NAMES
-from ridgeline.roofline.cores import usable_cores
+from ridgeline.roofline.process_cores import usable_cores
 from tests.support.patience import PATIENCE_S, in_the_end
 
 SMALL = CacheShape(num_layers=2, num_blocks=32, block_bytes=24 << 10)

@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from ridgeline.roofline import cores
-from ridgeline.roofline.cores import cpu_quota, usable_cores
+from ridgeline.roofline import process_cores
+from ridgeline.roofline.process_cores import cpu_quota, usable_cores
 
 IN_A_POD = "0::/kubepods/pod1/one\n"
 V1 = "4:memory:/elsewhere\n1:cpu,cpuacct:/docker/one\n0::/\n"
@@ -41,5 +41,5 @@ def test_without_groups_there_is_no_quota(tmp_path):
 @pytest.mark.parametrize(("quota", "usable"), [(math.inf, [1, 2, 4]), (2.5, [1, 2]), (0.5, []), (8.0, [1, 2, 4])])
 def test_cores_are_those_of_the_affinity_and_as_many_as_are_paid_for_whole(quota, usable, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {4, 1, 2})
-    monkeypatch.setattr(cores, "cpu_quota", lambda: quota)
+    monkeypatch.setattr(process_cores, "cpu_quota", lambda: quota)
     assert usable_cores() == usable
