@@ -37,13 +37,13 @@ from ridgeline.router.front.middleware.cors import Cors
 from ridgeline.router.front.middleware.ingress import Gates, Ingress
 from ridgeline.router.front.vllm_workarounds import (
     app_gaps,
-    cut_off_calls,
     keep_alive,
     left_streams,
     messages,
     model_card,
     responses,
     stream_chunks,
+    whole_calls,
 )
 from ridgeline.router.settings import RouterSettings
 
@@ -91,7 +91,7 @@ async def build_app(
     await init_app_state(client, app.state, args, SUPPORTED_TASKS)
     request_fields.install(app.state, gates.most_sequences, settings.server.max_grammar_bytes)
     app_gaps.name_settings(app.state)
-    cut_off_calls.install(app.state)
+    whole_calls.install(app.state)
     messages.install(app.state)
     responses.install(app.state)
     unknown_paths.install(app)
