@@ -443,9 +443,13 @@ def for_the_router(args: Args) -> dict[str, Any]:
 
 
 def front(args: Args) -> dict[str, Any]:
-    """Return the server's arguments, with tool calls enabled if a parser for them is named."""
-    automatic = {"enable_auto_tool_choice": True} if args.get("tool_call_parser") else {}
-    return {**automatic, **args}
+    """Return the server's arguments; with a parser of tool calls these are enabled.
+
+    A stream is silent while a call is written, and proxies cut one that is silent for a minute (nginx:
+    proxy_read_timeout): a comment comes well before.
+    """
+    automatic = {"enable_auto_tool_choice": True, "sse_keep_alive_interval": 15}
+    return {**automatic, **args} if args.get("tool_call_parser") else args
 
 
 def _words(flag: str, value: Any) -> Iterator[str]:

@@ -45,6 +45,7 @@ from ridgeline.router.front.vllm_workarounds import (
     model_card,
     responses,
     stream_chunks,
+    whole_calls,
 )
 from ridgeline.router.settings import RouterSettings
 
@@ -95,7 +96,7 @@ async def build_app(
     app_gaps.name_settings(app.state)
     strict.install()
     app_gaps.refuse_unknown_ids(app.state)
-    cut_off_calls.install(app.state)
+    whole_calls.install(app.state)
     messages.install(app.state)
     responses.install(app.state)
     unknown_paths.install(app)

@@ -1,7 +1,7 @@
 """Corrects /v1/messages, which vLLM makes of a chat.
 
 A limit above the context is cut to it, as Claude Code asks for 32,000 tokens of any model. A stream tells cached tokens
-from its first event on. An error in the middle is told with its own words.
+from its first event on. An error in the middle is told with its own words. A whole answer has each of Anthropic's keys.
 """
 
 from __future__ import annotations
@@ -10,14 +10,23 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, Final
 
+from vllm.entrypoints.anthropic import serving as anthropic_serving
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesResponse
 from vllm.entrypoints.openai.chat_completion.serving import _make_prompt_tokens_details
 
 _ERROR: Final = 'data: {"error"'
 _DATA: Final = "data: "
 
 
+class _Answer(AnthropicMessagesResponse):  # type: ignore[misc]
+    def model_dump(self, **options: Any) -> dict[str, Any]:
+        """Keep this null: vLLM leaves out all, and clients read the key."""
+        return {**super().model_dump(**options), "stop_sequence": self.stop_sequence}
+
+
 def install(state: Any) -> None:
-    """Wrap the methods of the handler in the state of vLLM's app."""
+    """Wrap the methods of the handler in the state of vLLM's app, and give vLLM's module another class."""
+    vars(anthropic_serving)["AnthropicMessagesResponse"] = _Answer
     serving = state.anthropic_serving_messages
     vars(serving)["create_messages"] = _limited(serving)
     vars(serving)["chat_completion_stream_generator"] = _telling_cached_tokens(serving)
@@ -43,23 +52,18 @@ def _telling_cached_tokens(serving: Any) -> Any:
 
         Without it `input_tokens` includes the cached ones at the beginning of a stream and not at its end.
         """
-        cached = created = None
+        details, is_first = None, True
 
         async def noting() -> AsyncIterator[Any]:
-            nonlocal cached, created
-            first = True
+            nonlocal details
             async for output in outputs:
-                if first:
-                    first, cached, created = False, output.num_cached_tokens, output.num_cache_creation_tokens
+                counts = output.num_cached_tokens, output.num_cache_creation_tokens
+                details = _make_prompt_tokens_details(serving.enable_prompt_tokens_details, *counts, None)
                 yield output
 
-        chunks = stream(request, noting(), *rest, **named)
-        async for chunk in chunks:
-            details = _make_prompt_tokens_details(serving.enable_prompt_tokens_details, cached, created, None)
-            yield _with_details(chunk, details)
-            break
-        async for chunk in chunks:
-            yield chunk
+        async for chunk in stream(request, noting(), *rest, **named):
+            yield _with_details(chunk, details) if is_first else chunk
+            is_first = False
 
     return with_details
 

@@ -16,6 +16,7 @@ from vllm.entrypoints.openai.chat_completion import protocol as chat_protocol
 from vllm.entrypoints.openai.chat_completion import serving as chat_serving
 from vllm.entrypoints.openai.completion import protocol as completion_protocol
 from vllm.entrypoints.openai.completion import serving as completion_serving
+from vllm.entrypoints.serve.utils import tool_calls_utils
 
 
 def _model_as_json(value: Any) -> msgspec.Raw:
@@ -89,15 +90,6 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     stop_reason: Any = UNSET
     token_ids: Any = UNSET
 
-    @property
-    def tool_calls(self) -> Any:
-        """The delta's. vLLM's filter for `parallel_tool_calls: false` takes what is not its own model for a delta."""
-        return self.delta.tool_calls
-
-    @tool_calls.setter
-    def tool_calls(self, calls: Any) -> None:
-        self.delta.tool_calls = calls
-
 
 class ChatChunk(_Chunk, kw_only=True):
     """The fields of vLLM's `ChatCompletionStreamResponse`."""
@@ -118,6 +110,7 @@ REPLACED: Final = {
         "ChatCompletionStreamResponse": ChatChunk,
         "ChatCompletionResponseStreamChoice": ChatChoice,
     },
+    tool_calls_utils: {"ChatCompletionResponseStreamChoice": ChatChoice},
 }
 """For each of vLLM's streaming modules, the names that it gets other classes for."""
 

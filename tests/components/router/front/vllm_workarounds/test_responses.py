@@ -61,9 +61,9 @@ async def test_a_full_server_refuses_a_stream_with_429_and_when_to_try_again(ser
     assert admission.sequences == 0
 
 
-async def test_a_stream_that_is_not_refused_comes_to_its_end(served):
+async def test_a_stream_that_is_not_refused_comes_to_its_end_and_says_that_it_was_cut_off(served):
     http, admission = served
     answer = await http.post("/v1/responses", json=body(stream=True))
-    assert answer.text.count("event: response.created") == answer.text.count("event: response.completed") == 1
+    assert answer.text.count("event: response.created") == answer.text.count("event: response.incomplete") == 1
     assert answer.text.count('"output_tokens":2') == 1
     await eventually(lambda: admission.sequences == 0)  # it ends just after its last token is sent

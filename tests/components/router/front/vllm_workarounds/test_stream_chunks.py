@@ -123,6 +123,7 @@ def test_the_structs_have_the_fields_of_vllms_models_in_their_order(ours, theirs
 
 
 def test_only_the_first_tool_call_is_left_when_a_client_wants_no_parallel_ones():
+    stream_chunks.install()
     calls = [chat.DeltaMessage.model_fields["tool_calls"].annotation.__args__[0](index=n) for n in (0, 1)]
     choice = stream_chunks.ChatChoice(index=0, delta=chat.DeltaMessage(tool_calls=calls), finish_reason=None)
     request = chat.ChatCompletionRequest(messages=[], model="m", parallel_tool_calls=False)
