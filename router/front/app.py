@@ -38,7 +38,6 @@ from ridgeline.router.front.middleware.ingress import Gates, Ingress
 from ridgeline.router.front.vllm_workarounds import (
     app_gaps,
     bodies,
-    cut_off_calls,
     keep_alive,
     left_streams,
     messages,
