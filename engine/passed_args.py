@@ -449,7 +449,7 @@ def front(args: Args) -> dict[str, Any]:
     proxy_read_timeout): a comment comes well before.
     """
     automatic = {"enable_auto_tool_choice": True, "sse_keep_alive_interval": 15}
-    return {**automatic, **args} if args.get("tool_call_parser") else args
+    return {**automatic, **args} if args.get("tool_call_parser") else {**args}
 
 
 def _words(flag: str, value: Any) -> Iterator[str]:

@@ -10,7 +10,8 @@ TESTS = Path(__file__).parents[1]
 def test_a_message_is_recognised_with_other_numbers_names_and_addresses_and_not_with_other_words():
     assert is_quoted("a deployment named 'mine-2' runs on this Ray cluster already: end it")
     assert is_quoted(
-        "3 cores are needed and 1 usable: lower workers or cores_per_worker in pools.prefill or pools.decode."
+        "3 cores are needed and 1 usable: lower workers or cores_per_worker in pools.prefill or pools.decode, or "
+        "raise the container's CPU limit."
     )
     assert not is_quoted("3 cores are wanted and 1 usable")
     assert not is_quoted("")
