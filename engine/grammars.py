@@ -46,9 +46,9 @@ def choose_backend(config: Any, tokenizer: Any) -> None:
         config.backend = "guidance"
     if config.backend != "guidance":
         logger.warning(
-            "structured_outputs_config.backend is %s, which bounds neither the time of a step nor that of compiling: "
-            "one grammar can hold up every stream of an engine for seconds, and strict schemas may be broken; guidance "
-            "bounds both and enforces them",
+            "the backend of structured outputs is %s, which limits the time of neither a step nor a compilation: one "
+            "grammar can hold up every stream of an engine for seconds, and strict schemas may be broken. Set "
+            "structured_outputs_config.backend to guidance, which needs a fast tokenizer",
             config.backend,
         )
 

@@ -67,7 +67,7 @@ def as_lark(tag: dict[str, Any], special: Mapping[str, int], write_json: Callabl
         else:
             read = StructuralTag.model_validate(tag)
     except (KeyError, TypeError) as error:
-        raise Unreadable(f"no structural tag: {error!r}") from error
+        raise Unreadable(f"invalid structural tag: {error} is missing or has another type") from error
     writing = _Lark(special, write_json)
     start = writing.expression(read.format, (ANSWER_ENDS,))
     return "\n".join(
@@ -117,8 +117,10 @@ class _Lark:
                 return self._json(form.json_schema)
             case RegexFormat():
                 return self._pattern(form.pattern)
-            case PlusFormat() | StarFormat():
-                return f"({self.expression(form.content, (OTHER,))}){'+' if isinstance(form, PlusFormat) else '*'}"
+            case PlusFormat():
+                return f"({self.expression(form.content, (OTHER,))})+"
+            case StarFormat():
+                return f"({self.expression(form.content, (OTHER,))})*"
             case TriggeredTagsFormat() if last:
                 return self._triggered(form)
             case TagsWithSeparatorFormat():
@@ -126,7 +128,7 @@ class _Lark:
                 one = self._rule("one", _one_of(self._tag(tag, (OTHER,)) for tag in form.tags))
                 many = one if form.stop_after_first else f"{one} ({self._literal(form.separator)} {one})*"
                 return many if form.at_least_one else f"({many})?"
-        raise Unreadable(f"this server reads no {form.type} here")
+        raise Unreadable(f"the format {form.type} is not supported here: use const_string, json_schema, regex or tag")
 
     def _pattern(self, pattern: str) -> str:
         """Write an expression in which the special tokens stand by themselves."""
@@ -142,7 +144,7 @@ class _Lark:
 
     def _free(self, without: Iterable[str], end: str | None) -> str:
         if end == OTHER:
-            raise Unreadable("nothing ends a free text here")
+            raise Unreadable("any_text must be last, or be followed by a const_string or the end of its tag")
         return self._text(without) if end is None else self._until(end, without)
 
     def _sequence(self, elements: Sequence[Any], follows: _Follows) -> str:
@@ -160,7 +162,7 @@ class _Lark:
         """Write a tag, or what is left of it after a trigger."""
         ends = [tag.end] if isinstance(tag.end, str) else tag.end
         if not isinstance(tag.begin, str) or not isinstance(ends, list):
-            raise Unreadable("this server reads no tag that a token begins or ends")
+            raise Unreadable("begin and end of a tag must be text")
         after = [end + (more or "") if end else more for end in ends for more in follows]
         begin = self._literal(tag.begin.removeprefix(trigger))
         try:
@@ -177,7 +179,7 @@ class _Lark:
         for tag in form.tags:
             trigger = next((one for one in form.triggers if str(tag.begin).startswith(one)), None)
             if not trigger:
-                raise Unreadable("a tag without a trigger")
+                raise Unreadable(f"the tag {tag.begin!r} begins with none of the triggers: add one")
             of_trigger.setdefault(trigger, []).append(tag)
         without = [*form.excludes, *form.triggers]
         text = self._text(without)
@@ -206,7 +208,9 @@ class _Lark:
             name = self._rule("NAME", "/[A-Za-z_][A-Za-z0-9_.-]*/")
             return f"({argument(name, [(True, self._until(newline + end, [end]))])})* {between}"
         if schema is False or set(schema) & ASSERTIONS - {"type", "properties", "required", "additionalProperties"}:
-            raise Unreadable("arguments as XML are named by properties alone: send strict: false")
+            raise Unreadable(
+                "XML arguments have type, properties, required and additionalProperties alone: send strict: false"
+            )
         properties, required = schema.get("properties", {}), schema.get("required", [])
         definitions: dict[str, Any] = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
         if odd := [name for name in properties if re.search(r'[<>"\n]', name)] or set(required) - set(properties):
@@ -235,18 +239,22 @@ class _Lark:
             raise Unreadable("vLLM's parser would take this value for a string: write its type in place of $ref")
         bounded = any(set(one) & ASSERTIONS - {"type"} for one in choices)
         if strings and bounded and any(one.get("type") != "null" and one.get("const", 0) is not None for one in others):
-            raise Unreadable("a string or another type is not enforced as XML once it is bounded: send strict: false")
+            raise Unreadable(
+                "a string or another type cannot have limits in XML arguments: use one type, or send strict: false"
+            )
         for one in others:
             yield False, f"{self._json(definitions | one)} {self._literal(end)}"
         for one in strings:
             if unknown := set(one) & ASSERTIONS - {"type", "enum", "const", "minLength", "maxLength", "pattern"}:
-                raise Unreadable(f"{sorted(unknown)[0]} of a string is not enforced as XML: send strict: false")
+                raise Unreadable(
+                    f"{sorted(unknown)[0]} of a string is not enforced in XML arguments: send strict: false"
+                )
             if "enum" in one or "const" in one:
                 values = [value for value in one.get("enum", [one.get("const")]) if isinstance(value, str)]
                 if set(one) & ASSERTIONS not in ({"type", "enum"}, {"type", "const"}, {"const"}) or any(
                     coerce_to_schema_type(value, types) not in (value, None) or never in value for value in values
                 ):
-                    raise Unreadable("these values are not enforced as XML: send strict: false")
+                    raise Unreadable("these values would be read as another type in XML arguments: send strict: false")
                 yield True, _one_of(self._literal(value + end) for value in values)
                 continue
             least, most = one.get("minLength", 0), one.get("maxLength", "")
@@ -294,7 +302,7 @@ def _alternatives(schema: Any, definitions: dict[str, Any]) -> Iterator[dict[str
             left = [*one[keys.pop()], *left]
         elif keys == {"$ref"} and (found := re.fullmatch(r"#/(\$defs|definitions)/([^/~%]+)", one["$ref"])):
             if one["$ref"] in seen:
-                raise Unreadable(f"{one['$ref']} comes twice")
+                raise Unreadable(f"{one['$ref']} comes twice: write it out, or send strict: false")
             seen.add(one["$ref"])
             left.insert(0, definitions.get(found[1], {}).get(found[2]))
         elif "type" in keys and isinstance(kinds := one["type"], list):
@@ -307,7 +315,7 @@ def _alternatives(schema: Any, definitions: dict[str, Any]) -> Iterator[dict[str
         elif keys & {"type", "const"}:
             yield one
         else:
-            raise Unreadable("without a type it is not enforced as XML: send strict: false")
+            raise Unreadable("XML arguments need a type here: add one, or send strict: false")
 
 
 def _is_string(schema: dict[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Which cores this process may use: a container has its share of them by affinity, or of their time by a quota."""
+"""The CPU cores that this process may use: those of its affinity, as many as the quota of its cgroup pays for."""
 
 import math
 import os
@@ -15,7 +15,7 @@ def usable_cores() -> list[int]:
 
 
 def cpu_quota(groups: Path = _GROUPS, mine: Path = Path("/proc/self/cgroup")) -> float:
-    """Return of how many cores this process may use the time (cgroups(7)), or infinity: that of any group counts."""
+    """Return the CPU quota of this process in cores, or infinity: the smallest of any parent cgroup (cgroups(7))."""
     quotas = [math.inf]
     with suppress(OSError):  # not Linux, or hidden
         for line in mine.read_text(encoding="utf-8").splitlines():

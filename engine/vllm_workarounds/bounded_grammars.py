@@ -78,7 +78,7 @@ def serialize(kind: StructuredOutputOptions, text: str, compact: bool = False, c
 def serialize_in_tag(schema: bool | dict[str, Any], compact: bool = False) -> str:
     """As `serialize`, for a tag: closed as xgrammar reads it, which allows only the properties that a schema names."""
     if schema is False:
-        raise Unreadable("no value has the schema false")
+        raise Unreadable("the schema false allows no value: replace it")
     closed = process_for_additional_properties(json.dumps({} if schema is True else schema))
     return json.dumps(closed | {"x-guidance": json_options(compact)})
 

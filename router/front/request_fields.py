@@ -224,9 +224,9 @@ _USES = {
 INSTEAD = {name: uses.split() for names, uses in _USES.items() for name in names.split()}
 """What another API or another server calls a field, and what the APIs here call it: the names that a path has count."""
 
-_NO_TOOLS = RefusedField("this server runs no tools")
+_NO_TOOLS = RefusedField("this server runs no tools: run them in your client")
 _NO_LORA = RefusedField("this server has no LoRA adapters")
-_WRAPPED = RefusedField("send what is in it beside the other fields")
+_WRAPPED = RefusedField("move its fields to the top level of the body")
 FOREIGN: dict[str, FieldRule] = {
     "guided_whitespace_pattern": _NO_BACKEND,
     "guided_decoding_backend": _NO_BACKEND,
@@ -366,7 +366,7 @@ def _elsewhere(path: str, name: str) -> FieldRule | None:
         return None
     belongs = f"it is one of {', '.join(having)}, and " if having else ""
     neutral = () if name in INSTEAD else (getattr(SamplingParams(), name, None), _default(name, *having.values()))
-    return RefusedField(f"{belongs}nothing here does the same", but_for=neutral)
+    return RefusedField(f"{belongs}it has no equivalent here: remove it", but_for=neutral)
 
 
 def _default(name: str, *models: type[BaseModel]) -> Any:

@@ -31,8 +31,7 @@ def _first_refusal(schemas: list[tuple[str, Any, bool]], max_bytes: int) -> VLLM
     for parameter, schema, closed in schemas:
         if (why := grammars.strict_refusal(schema, max_bytes, closed)) is not None:
             return VLLMValidationError(
-                f"{parameter}: {why}. It cannot be enforced here, and strict is true: leave it out, or send "
-                "strict: false and check the answer yourself",
+                f"{parameter}: {why}. strict: true cannot be enforced: change the schema, or send strict: false",
                 parameter=parameter.partition(" ")[0],
             )
     return None
@@ -75,8 +74,8 @@ def _checked(to_sampling_params: Callable[..., SamplingParams]) -> Callable[...,
         # A parser writes the schemas of all tools that may be called, or of none.
         if schemas and not any(part in schemas for part in _parts(made and (made.structural_tag or made.json))):
             raise VLLMValidationError(
-                "tools: this server's tool parser makes no grammar of their schemas here, so strict: true cannot be "
-                "enforced: send strict: false and check the arguments yourself",
+                "tools: this server's tool parser cannot enforce schemas with this tool_choice: send strict: false and "
+                "check the arguments yourself",
                 parameter="tools",
             )
         return params
