@@ -184,7 +184,7 @@ class Placement:
 
     def _doubt(self, place: Place) -> None:
         for worker in filter(None, (place.prompt_worker, place.decode_worker)):
-            if worker.load().in_doubt:
+            if worker.in_doubt:
                 self._tell(Doubts(worker.worker_id, worker.description.incarnation))
 
 

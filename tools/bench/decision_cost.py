@@ -65,7 +65,7 @@ def measure(policy: str, workers: int, streams: int, decisions: int, *, conversa
     fleet, draw, took_us = [_worker(number) for number in range(workers)], random.Random(1), []
     learned = Learned(BLOCK_TOKENS)
     adaptive = Adaptive(lambda: None, learned.traffic, always=(policy, {}))
-    rules = ByPolicy("adaptive", lambda: [worker for worker in fleet if worker.pool == "adaptive"], learned, adaptive)
+    rules = ByPolicy(lambda: [worker for worker in fleet if worker.pool == "adaptive"], learned, adaptive)
     begun = [_conversation(draw, PROMPT_TOKENS) for _ in range(decisions)]
     if conversations:
         for number, prefix in enumerate(begun):

@@ -50,7 +50,7 @@ class Bench:
         )
         self.queue = self.state.queues["prefill"]
         if chooser is not None:
-            self.queue._chooser = chooser
+            self.queue._choosers = [chooser, *self.queue._choosers]
         self.router = RouterRequests(self._told)
         self.started, self.places, self.denied, self._names = [], {}, {}, []
 
