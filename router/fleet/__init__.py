@@ -4,6 +4,6 @@ worker.py      one worker: its status, and what is outstanding there
 fleet.py       all workers
 roles.py       which worker is for what, in each mode
 pairing.py     which workers can exchange KV
-policy.py      which path and which worker a request gets in the fixed modes
+routes.py      which way a request goes through the pools of a mode
 prefixes.py    which worker has the beginning of a prompt
 """

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ridgeline.router.fleet.policy import (
+from ridgeline.router.fleet.routes import (
     SHORT_PROMPT,
     SPLIT,
     WHOLE_REPLICA,
