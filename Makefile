@@ -51,8 +51,8 @@ lint: setup      ## ruff, mypy strict, import rules
 check: lint      ## lint, then the unit tests of what differs from main, under a minute (BASE=origin/main)
 	@tests=$$($(BIN)/python -m tools.changed_tests $(BASE)) || exit 1; [ -z "$$tests" ] || $(BIN)/pytest -q -n 2 --dist worksteal -m "not long" $$tests
 
-t: setup         ## the tests in one file, or those of one module: make t F=router/fleet/routes.py
-	@[ -e "$(F)" ] || { echo "there is no file '$(F)': make t F=router/fleet/routes.py"; exit 1; }
+t: setup         ## the tests in one file, or those of one module: make t F=router/fleet/request_route.py
+	@[ -e "$(F)" ] || { echo "there is no file '$(F)': make t F=router/fleet/request_route.py"; exit 1; }
 	@tests="$(F)"; case "$(F)" in tests/*) ;; *) tests=$$($(BIN)/python -m tools.changed_tests $(F)) || exit 1 ;; esac; \
 	[ -n "$$tests" ] || { echo "no unit test of $(F); give a file of tests/"; exit 1; }; $(BIN)/pytest -q $$tests
 

@@ -24,8 +24,8 @@ from ridgeline.router.dispatch.orchestrator import Orchestrator
 from ridgeline.router.dispatch.releaser import HandoffReleaser
 from ridgeline.router.fleet.fleet import Fleet
 from ridgeline.router.fleet.pairing import PairingRefused
+from ridgeline.router.fleet.request_route import pools_of
 from ridgeline.router.fleet.roles import role_table
-from ridgeline.router.fleet.routes import pools_of
 from ridgeline.router.flow.admission import LOOK_EVERY_S, Admission
 from ridgeline.router.flow.held_bodies import HeldBodies
 from ridgeline.router.front.admin import admin_routes

@@ -25,7 +25,7 @@ from ridgeline.contracts.vocabulary import Pool
 from ridgeline.router.dispatch.orchestrator import DeadlineExceeded, Orchestrator
 from ridgeline.router.dispatch.request import Emit, SequenceRequest
 from ridgeline.router.fleet.fleet import Worker
-from ridgeline.router.fleet.routes import NoWorker
+from ridgeline.router.fleet.request_route import NoWorker
 from ridgeline.router.front.sampling import sampling_of
 from ridgeline.router.observe.metrics import RequestMetrics
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from ridgeline.contracts.vocabulary import Pool
 from ridgeline.contracts.workers import StepModel, WorkerDescription
-from ridgeline.router.fleet.routes import Demand, blocks_needed
+from ridgeline.router.fleet.request_route import Demand, blocks_needed
 from ridgeline.router.fleet.worker import Worker
 from ridgeline.router.placement.learned import Learned
 from ridgeline.router.scheduler.adaptive import Adaptive

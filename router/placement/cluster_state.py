@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from ridgeline.contracts.errors import WorkerDraining, WorkerLost
 from ridgeline.contracts.vocabulary import Pool
 from ridgeline.router.fleet.fleet import Fleet, Worker
-from ridgeline.router.fleet.routes import (
+from ridgeline.router.fleet.request_route import (
     ADAPTIVE_SPLIT,
     ADAPTIVE_WHOLE,
     SPLIT,

@@ -16,7 +16,7 @@ from typing import Final
 
 from ridgeline.contracts.workers import WorkerDescription
 from ridgeline.router.fleet.prefixes import BlockHashes, PrefixIndex
-from ridgeline.router.fleet.routes import Demand
+from ridgeline.router.fleet.request_route import Demand
 from ridgeline.router.scheduler.traffic import Traffic
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from ridgeline.contracts.errors import EngineFailed, TaskRejected, WorkerDraining, WorkerLost
 from ridgeline.router.fleet.fleet import Fleet, Worker
-from ridgeline.router.fleet.routes import NoWorker, Route
+from ridgeline.router.fleet.request_route import NoWorker, Route
 from ridgeline.router.placement.cluster_state import ClusterState, RouterRequests
 from ridgeline.router.placement.placement_events import (
     Answer,

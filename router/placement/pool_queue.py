@@ -22,7 +22,7 @@ import msgspec
 
 from ridgeline.contracts.vocabulary import Pool
 from ridgeline.router.fleet.fleet import Worker
-from ridgeline.router.fleet.routes import Demand, NoWorker
+from ridgeline.router.fleet.request_route import Demand, NoWorker
 from ridgeline.router.flow.client_prompts import Entry
 from ridgeline.router.flow.fair_queue import FairQueue, Waiting
 from ridgeline.router.flow.rates import ServiceRate

@@ -19,7 +19,7 @@ from typing import Final
 
 from ridgeline.contracts.workers import StepModel, WorkerStatus
 from ridgeline.router.fleet.prefixes import BlockHashes
-from ridgeline.router.fleet.routes import Demand
+from ridgeline.router.fleet.request_route import Demand
 from ridgeline.router.fleet.worker import Worker
 from ridgeline.router.placement.choice import ByLoad, ByPolicy, Chooser
 from ridgeline.router.placement.learned import Learned

@@ -15,7 +15,7 @@ from ridgeline.contracts.workers import StepModel
 from ridgeline.engine.request.sampling import SURE_TOKENS, TPOT_LIMIT
 from ridgeline.router.dispatch.orchestrator import Orchestrator
 from ridgeline.router.dispatch.request import SequenceRequest
-from ridgeline.router.fleet.routes import Demand
+from ridgeline.router.fleet.request_route import Demand
 from ridgeline.router.front.health import HealthProbe
 from ridgeline.router.front.sampling import sampling_of
 from ridgeline.router.observe.metrics import RequestMetrics

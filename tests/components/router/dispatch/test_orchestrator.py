@@ -23,8 +23,8 @@ from ridgeline.router.dispatch.orchestrator import (
 )
 from ridgeline.router.dispatch.request import SequenceRequest
 from ridgeline.router.fleet.fleet import Fleet, Worker
+from ridgeline.router.fleet.request_route import NoWorker
 from ridgeline.router.fleet.roles import RoleTable
-from ridgeline.router.fleet.routes import NoWorker
 from ridgeline.router.front.sampling import sampling_of
 from ridgeline.router.observe.metrics import RequestMetrics
 from ridgeline.router.placement.cluster_state import ClusterState

@@ -5,8 +5,8 @@ from typing import get_args
 
 from ridgeline.contracts.vocabulary import Pool
 from ridgeline.router.fleet.fleet import Fleet
+from ridgeline.router.fleet.request_route import Demand
 from ridgeline.router.fleet.roles import RoleTable
-from ridgeline.router.fleet.routes import Demand
 from ridgeline.router.fleet.worker import Outstanding
 from ridgeline.router.placement.cluster_state import ClusterState, RouterRequests
 from ridgeline.router.placement.placement_events import Denied, Happened, Leaves, Wants, Wish

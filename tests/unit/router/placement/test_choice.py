@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from ridgeline.contracts.workers import StepModel, WorkerStatus
-from ridgeline.router.fleet.routes import Demand
+from ridgeline.router.fleet.request_route import Demand
 from ridgeline.router.fleet.worker import Worker
 from ridgeline.router.placement.choice import ByLoad, ByPolicy, distance
 from ridgeline.router.placement.learned import Learned

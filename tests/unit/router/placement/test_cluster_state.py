@@ -9,7 +9,7 @@ import pytest
 
 from ridgeline.contracts.errors import EngineFailed
 from ridgeline.contracts.workers import WorkerStatus
-from ridgeline.router.fleet.routes import SPLIT, Demand
+from ridgeline.router.fleet.request_route import SPLIT, Demand
 from ridgeline.router.placement.choice import Choice
 from ridgeline.router.placement.cluster_state import RouterRequests
 from ridgeline.router.placement.placement_events import Doubts, Keeps, Wish

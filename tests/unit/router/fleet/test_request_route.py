@@ -2,7 +2,7 @@
 
 import pytest
 
-from ridgeline.router.fleet.routes import (
+from ridgeline.router.fleet.request_route import (
     SHORT_PROMPT,
     SPLIT,
     WHOLE_REPLICA,
