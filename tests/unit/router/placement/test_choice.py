@@ -235,9 +235,12 @@ def test_without_a_difference_the_first_worker_is_taken(by_load, pool):
         ({"prompt_tokens": 10}, {"running": 9}, 1),
         ({"prompt_tokens": 10}, {"decodes": 9}, 1),
         ({"running": 2}, {"running": 1}, 1),
+        ({"decodes": 1}, {"running": 1}, 1),
     ],
 )
-def test_prompts_go_where_the_fewest_prompt_tokens_are_then_the_fewest_sequences(by_load, pool, first, second, chosen):
+def test_prompts_go_where_the_fewest_tokens_are_then_the_fewest_sequences_and_the_least_context(
+    by_load, pool, first, second, chosen
+):
     one = by_load(pool)
     one.holds(0, **first)
     one.holds(1, **second)
