@@ -51,8 +51,8 @@ lint: setup      ## ruff (PLW1514: files have an encoding, whatever the locale),
 check: lint      ## lint, then the unit tests of what differs from main, under a minute (BASE=origin/main)
 	@tests=$$($(BIN)/python -m tools.changed_tests $(BASE)) || exit 1; [ -z "$$tests" ] || $(BIN)/pytest -q -n 2 --dist worksteal -m "not long" $$tests
 
-t: setup         ## the tests in one file, or those of one module: make t F=router/fleet/policy.py
-	@[ -e "$(F)" ] || { echo "there is no file '$(F)': make t F=router/fleet/policy.py"; exit 1; }
+t: setup         ## the tests in one file, or those of one module: make t F=router/fleet/request_route.py
+	@[ -e "$(F)" ] || { echo "there is no file '$(F)': make t F=router/fleet/request_route.py"; exit 1; }
 	@tests="$(F)"; case "$(F)" in tests/*) ;; *) tests=$$($(BIN)/python -m tools.changed_tests $(F)) || exit 1 ;; esac; \
 	[ -n "$$tests" ] || { echo "no unit test of $(F); give a file of tests/"; exit 1; }; $(BIN)/pytest -q $$tests
 
@@ -102,7 +102,7 @@ test-all: starts model ## all of `make test`, and faults, chaos, hostile clients
 long: model      ## what asks for milliseconds of a quiet machine, and the longest cases of tests that `make test-all` has shorter ones of (about 15 minutes)
 	@$(BIN)/pytest -v -m long tests/unit tests/engines
 
-bench-decision: setup ## what a decision of mode adaptive costs the router at 32 workers and 2,000 streams, without engines (10 s)
+bench-decision: setup ## what a decision costs the router at 32 workers and 2,000 streams, without engines (10 s)
 	@$(BIN)/python -m tools.bench.decision_cost $(BENCH)
 
 docs: setup      ## the documents as a site in site/, which opens from the folder without a network; broken links are errors

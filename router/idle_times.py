@@ -17,7 +17,7 @@ from ridgeline.contracts.tasks import TokenDelta
 from ridgeline.contracts.workers import DECODE_STEP_MARGIN, TPOT_LIMIT_USED
 from ridgeline.router.dispatch.orchestrator import DeadlineExceeded
 from ridgeline.router.dispatch.request import Emit
-from ridgeline.router.fleet.policy import NoWorker
+from ridgeline.router.fleet.request_route import NoWorker
 
 REQUESTS = 3
 """The fastest of them counts: the first one pages code in, and others may have a busy moment of the machine."""

@@ -24,7 +24,7 @@ from ridgeline.router.dispatch.orchestrator import Orchestrator
 from ridgeline.router.dispatch.releaser import HandoffReleaser
 from ridgeline.router.fleet.fleet import Fleet
 from ridgeline.router.fleet.pairing import PairingRefused
-from ridgeline.router.fleet.policy import pools_of
+from ridgeline.router.fleet.request_route import pools_of
 from ridgeline.router.fleet.roles import role_table
 from ridgeline.router.flow.admission import LOOK_EVERY_S, Admission
 from ridgeline.router.flow.held_bodies import HeldBodies

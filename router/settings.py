@@ -204,8 +204,8 @@ class RouterConfig(Section):
     slo: SloConfig = SloConfig()
     prefix_routing: bool = Field(
         default=True,
-        description="mode adaptive: count the prompt tokens that each worker is expected to have in its prefix "
-        "cache; false: assume empty caches",
+        description="count the prompt tokens that each worker is expected to have in its prefix cache; false: assume "
+        "empty caches",
     )
     policy: PolicyConfig = PolicyConfig()
     rebalance: RebalanceMode = Field(

@@ -20,7 +20,6 @@ from ridgeline.contracts.tasks import GenerateTask, TokenDelta
 from ridgeline.contracts.vocabulary import Pool
 from ridgeline.router.dispatch.request import Attempt
 from ridgeline.router.fleet.fleet import Worker
-from ridgeline.router.fleet.policy import room_to_overlap
 from ridgeline.router.placement.places import Place, Placement
 from ridgeline.worker_runtime.client import OnDelta, WorkerClient
 
@@ -77,7 +76,7 @@ class Legs:
 
         def begin_early(partial: KvHandoff) -> None:
             nonlocal early
-            if not self._overlap or not room_to_overlap(decode.load(), partial.num_blocks):
+            if not self._overlap or not decode.has_room_to_overlap(partial.num_blocks):
                 progress.metrics.overlapped.labels("no_room" if self._overlap else "off").inc()
                 return
             early = OverlappedLeg(decode.client, attempt.decode_task(partial))

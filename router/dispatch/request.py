@@ -13,8 +13,8 @@ from ridgeline.contracts.handoff import KvHandoff
 from ridgeline.contracts.tasks import GenerateTask, TokenDelta
 from ridgeline.contracts.vocabulary import FirstToken, Leg, Pool
 from ridgeline.router.client_identity import ANONYMOUS
-from ridgeline.router.fleet.policy import Demand
 from ridgeline.router.fleet.prefixes import BlockHashes, block_hashes
+from ridgeline.router.fleet.request_route import Demand
 from ridgeline.router.observe.metrics import RequestMetrics
 from ridgeline.router.observe.timeline import RequestState, RequestTimeline
 from ridgeline.router.placement.placement_events import Answer, Wish

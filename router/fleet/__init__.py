@@ -1,9 +1,9 @@
 """The workers that this router is connected to.
 
-worker.py      one worker: its status, and what is outstanding there
-fleet.py       all workers
-roles.py       which worker is for what, in each mode
-pairing.py     which workers can exchange KV
-policy.py      which path and which worker a request gets in the fixed modes
-prefixes.py    which worker has the beginning of a prompt
+worker.py         one worker: its status, and what is outstanding there
+fleet.py          all workers
+roles.py          which worker is for what, in each mode
+pairing.py        which workers can exchange KV
+request_route.py  which way a request goes through the pools of a mode
+prefixes.py       which worker has the beginning of a prompt
 """

@@ -18,7 +18,7 @@ from ridgeline.contracts.rpc.tls import TlsFiles
 from ridgeline.contracts.vocabulary import Mode, Pool
 from ridgeline.contracts.workers import WorkerDescription
 from ridgeline.router.fleet.pairing import KvPair, PairingRefused, check_layouts, pair_all, pair_while_serving
-from ridgeline.router.fleet.policy import Demand, Route, answer_pool, exchanging_pools, pools_of, route_for
+from ridgeline.router.fleet.request_route import Demand, Route, answer_pool, exchanging_pools, pools_of, route_for
 from ridgeline.router.fleet.roles import RoleTable
 from ridgeline.router.fleet.worker import STALL_TIMEOUT_S, Worker
 from ridgeline.worker_runtime.client import OnUnclaimed, WorkerClient

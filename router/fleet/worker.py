@@ -17,7 +17,6 @@ import msgspec
 from ridgeline.contracts.errors import WorkerLost
 from ridgeline.contracts.vocabulary import Phase, Pool
 from ridgeline.contracts.workers import MIN_FITTED_STEPS, Role, StepModel, WorkerDescription, WorkerStatus
-from ridgeline.router.fleet.policy import WorkerLoad
 from ridgeline.worker_runtime.client import STATUS_DEADLINE_S, WorkerClient
 
 STATUS_INTERVAL_S = 0.5
@@ -33,6 +32,8 @@ AT_MOST_DONE = 0.95
 """The part of a prompt that may be taken as computed while its first token has not come."""
 STALLED_PART = 1 / 3
 """A worker whose engine has work but no step for this fraction of `supervision.stall_timeout_s` gets no new work."""
+SPARE_FRACTION = 0.25
+"""The fraction of a decode worker's KV blocks that prompts must leave free before they are prefilled."""
 OnNews = Callable[[], object]
 
 
@@ -143,25 +144,6 @@ class Worker:
             here[name] = here.get(name, 0.0) + value - self._counted_until.get(name, 0.0)
         self._counted_until = counters
 
-    def load(self, distance: int = 0) -> WorkerLoad:
-        """Return a snapshot for the policy, of a worker that is so far from the one that computes the prompt."""
-        return WorkerLoad(
-            worker_id=self.worker_id,
-            connected=self.client.connected,
-            draining=self._drains,
-            healthy=self._is_healthy(),
-            distance=distance,
-            in_doubt=self._in_doubt,
-            outstanding_prompt_tokens=self.outstanding.prompt_tokens,
-            running=self.outstanding.running,
-            max_running=self.max_num_seqs,
-            block_size_tokens=self.description.block_size_tokens,
-            kv_blocks_free=self.kv_blocks_free,
-            kv_blocks_total=self.description.num_kv_blocks,
-            kv_blocks_promised=self.outstanding.promised_blocks,
-            kv_blocks_held=self.outstanding.held_blocks,
-        )
-
     @property
     def kv_blocks_free(self) -> int:
         """KV blocks that no sequence had at its last answer."""
@@ -172,25 +154,37 @@ class Worker:
         left = self.kv_blocks_free - self.outstanding.promised_blocks - blocks
         return left >= 0 and self.outstanding.running < self.max_num_seqs
 
+    def has_room_to_overlap(self, blocks: int) -> bool:
+        """Return whether a prompt may hold blocks here during its prefill without starving decode.
+
+        Many prompts can begin between two reports of a worker, so what was promised here counts as held.
+        """
+        held = max(blocks, self.outstanding.promised_blocks)
+        return self.kv_blocks_free - held >= SPARE_FRACTION * self.description.num_kv_blocks
+
     @property
     def usable(self) -> bool:
-        """Whether it serves, as far as is known; its `load` says so as well, and takes far longer."""
-        return self.client.connected and self._is_healthy() and not self._drains
+        """Whether it serves, as far as is known."""
+        return self.client.connected and self.healthy and not self.drains
 
     @property
     def takes_work(self) -> bool:
-        """Whether it may get new work now; its `load` says so as well."""
-        return self.usable and not self._in_doubt
+        """Whether it may get new work now."""
+        return self.usable and not self.in_doubt
 
     @property
-    def _in_doubt(self) -> bool:
+    def in_doubt(self) -> bool:
+        """Whether it has failed or refused a request since its last report; its status is being asked for."""
         return self.client.failed_s > self._known_s
 
     @property
-    def _drains(self) -> bool:
+    def drains(self) -> bool:
+        """Whether it takes no more requests and ends those that it has, by its last report."""
         return self.status.draining if self.status else False
 
-    def _is_healthy(self) -> bool:
+    @property
+    def healthy(self) -> bool:
+        """Whether its engine runs, by its last report."""
         if self.held_back or not self.answers:
             return False
         return not (self.status and (self.status.engine_failed or self.status.stalled_s > self._stalled_s))

@@ -21,7 +21,7 @@ import msgspec
 
 from ridgeline.contracts.vocabulary import Pool
 from ridgeline.router.fleet.fleet import Fleet, Worker
-from ridgeline.router.fleet.policy import Demand
+from ridgeline.router.fleet.request_route import Demand
 from ridgeline.router.flow.admission_rules import (
     LEFT_WINDOW_S,
     NONE_BEFORE,

@@ -28,7 +28,7 @@ from ridgeline.contracts.vocabulary import Mode, Pool
 from ridgeline.router.dispatch.modes import AnyModes
 from ridgeline.router.fleet.fleet import Fleet, Worker
 from ridgeline.router.fleet.pairing import PairingRefused
-from ridgeline.router.fleet.policy import pools_of
+from ridgeline.router.fleet.request_route import pools_of
 from ridgeline.router.fleet.roles import ModeImpossible
 from ridgeline.router.front.http.context import current
 from ridgeline.router.front.middleware.admin_access import ADMIN_PATH

@@ -35,7 +35,7 @@ from ridgeline.engine.request import sampling
 from ridgeline.engine.vllm_workarounds.bounded_grammars import bound_validation
 from ridgeline.router.dispatch.orchestrator import DeadlineExceeded, Orchestrator
 from ridgeline.router.dispatch.request import Sampling, SequenceRequest
-from ridgeline.router.fleet.policy import NoWorker
+from ridgeline.router.fleet.request_route import NoWorker
 from ridgeline.router.flow.admission import Admission, AdmissionTicket
 from ridgeline.router.flow.admission_rules import NONE_BEFORE, Accepted, Ask, Refused
 from ridgeline.router.front.http.context import MAX_REQUEST_ID_CHARACTERS, current

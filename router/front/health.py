@@ -25,7 +25,7 @@ from ridgeline.contracts.vocabulary import Pool
 from ridgeline.router.dispatch.orchestrator import DeadlineExceeded, Orchestrator
 from ridgeline.router.dispatch.request import Emit, SequenceRequest
 from ridgeline.router.fleet.fleet import Worker
-from ridgeline.router.fleet.policy import NoWorker
+from ridgeline.router.fleet.request_route import NoWorker
 from ridgeline.router.front.sampling import sampling_of
 from ridgeline.router.observe.metrics import RequestMetrics
 
@@ -126,7 +126,7 @@ class Readiness:
         return PoolVerdict(age_s is not None and age_s <= RECENT_S, age_s)
 
     def _has_worker(self, pool: Pool) -> bool:
-        return any(worker.load().usable for worker in self._pools()[pool])
+        return any(worker.usable for worker in self._pools()[pool])
 
     def _can_be_spared(self, pool: Pool) -> bool:
         """Return whether a pool was drained on purpose while another one stays, so that all is still served.

@@ -16,7 +16,6 @@ from prometheus_client.registry import Collector
 
 from ridgeline.contracts.vocabulary import Mode, Pool
 from ridgeline.router.fleet.pairing import KvPair
-from ridgeline.router.fleet.policy import WorkerLoad
 from ridgeline.router.fleet.worker import Worker
 from ridgeline.router.settings import PoolHardware
 
@@ -170,7 +169,7 @@ class WorkerCollector(Collector):
     def _pools(self, workers: list[Worker]) -> Iterator[Metric]:
         hardware = self._hardware()
         pools = sorted({worker.pool for worker in workers} | hardware.keys())
-        states = {pool: Counts(_state(one.load()) for one in workers if one.pool == pool) for pool in pools}
+        states = {pool: Counts(_state(one) for one in workers if one.pool == pool) for pool in pools}
         known = {pool: hardware[pool] for pool in pools if pool in hardware}
         yield _gauge(
             "ridgeline_workers",
@@ -314,13 +313,13 @@ class QueueCollector(Collector):
         )
 
 
-def _state(load: WorkerLoad) -> str:
+def _state(worker: Worker) -> str:
     """Return "usable", or the first reason why the worker is not."""
-    if not load.connected:
+    if not worker.client.connected:
         return "detached"
-    if not load.healthy:
+    if not worker.healthy:
         return "failed"
-    return "draining" if load.draining else "usable"
+    return "draining" if worker.drains else "usable"
 
 
 def _total(workers: Iterable[Worker], pool: Pool, prefix: str) -> float:

@@ -86,22 +86,21 @@ def members(fleet: Fleet, started_for: Mapping[str, Pool]) -> Members:
 
 
 def _member(worker: Worker) -> Member:
-    draining = worker.status is not None and worker.status.draining
-    usable = worker.load().usable and worker.status is not None
-    return Member(worker.pool, usable=usable, draining=draining, incarnation=worker.description.incarnation)
+    usable = worker.usable and worker.status is not None
+    return Member(worker.pool, usable=usable, draining=worker.drains, incarnation=worker.description.incarnation)
 
 
 def _worker_use(worker: Worker) -> WorkerUse:
-    load, counters = worker.load(), worker.status.counters if worker.status else {}
-    used = load.kv_blocks_total - load.kv_blocks_free + load.kv_blocks_promised
+    counters, blocks = worker.status.counters if worker.status else {}, worker.description.num_kv_blocks
+    used = blocks - worker.kv_blocks_free + worker.outstanding.promised_blocks
     return WorkerUse(
         worker_id=worker.worker_id,
         incarnation=worker.description.incarnation,
         pool=worker.pool,
-        usable=load.usable and worker.status is not None,
+        usable=worker.usable and worker.status is not None,
         prompt_steps_s=sum(counters.get(f"busy_seconds_total.{kind}", 0.0) for kind in PROMPT_STEPS),
-        running=load.running,
-        places=load.max_running,
-        kv_blocks_used=min(used, load.kv_blocks_total),
-        kv_blocks=load.kv_blocks_total,
+        running=worker.outstanding.running,
+        places=worker.max_num_seqs,
+        kv_blocks_used=min(used, blocks),
+        kv_blocks=blocks,
     )

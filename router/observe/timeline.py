@@ -14,7 +14,7 @@ from typing import Literal
 
 from ridgeline.contracts.tasks import LegTiming
 from ridgeline.contracts.vocabulary import Pool
-from ridgeline.router.fleet.policy import Path
+from ridgeline.router.fleet.request_route import Path
 from ridgeline.router.scheduler.features import Assignment
 
 Outcome = Literal["finished", "failed", "cancelled"]

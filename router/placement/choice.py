@@ -1,7 +1,6 @@
-"""Which workers a prompt gets when it is next: by score in the pure modes, by a policy in mode `adaptive`.
+"""Which workers a prompt gets when it is next: by load in the fixed modes, by a policy in mode `adaptive`.
 
-The rules are pure, in `ridgeline.router.fleet.policy` and `ridgeline.router.scheduler`; here the workers' state becomes
-what these need.
+The rules are pure, in `ridgeline.router.scheduler.policies`; here the workers' state becomes what they need.
 """
 
 from __future__ import annotations
@@ -11,15 +10,16 @@ from collections.abc import Set as AbstractSet
 from typing import Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from ridgeline.contracts.vocabulary import Pool
-from ridgeline.contracts.workers import StepModel
-from ridgeline.router.fleet.policy import PROMPT_SCORERS, Demand, blocks_needed, pick
+from ridgeline.contracts.workers import StepModel, WorkerDescription
+from ridgeline.router.fleet.request_route import Demand, blocks_needed
 from ridgeline.router.fleet.worker import Worker
 from ridgeline.router.placement.learned import Learned
 from ridgeline.router.scheduler.adaptive import Adaptive
 from ridgeline.router.scheduler.features import Assignment, RequestFeatures
-from ridgeline.router.scheduler.policies import predicted
+from ridgeline.router.scheduler.policies import by_nearness, by_work, predicted
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -30,6 +30,8 @@ class Choice(msgspec.Struct, frozen=True):
     """The one that decodes, if another one does and has been chosen already."""
     assignment: Assignment | None = None
     """Why these, if a policy chose them."""
+    cached_tokens: int = 0
+    """Tokens of the prompt that its worker is expected to have."""
 
 
 class Chooser(Protocol):
@@ -48,28 +50,50 @@ class Chooser(Protocol):
         ...
 
 
-class ByScore:
-    """Chooses by the scores of the workers that have room."""
+class ByLoad:
+    """Chooses by what workers have to do and by what they have cached, without predictions: the fixed modes do."""
 
-    def __init__(self, pool: Pool) -> None:
-        self._scorer = PROMPT_SCORERS[pool]
+    def __init__(self, pool: Pool, learned: Learned) -> None:
+        self._learned = learned
+        self._decodes = pool == "decode"
 
     def choose(self, demand: Demand, waited_s: float, roomy: Sequence[Worker], *, urgent: bool) -> Choice:
         """Return the best worker with room."""
-        chosen = pick(demand, (worker.load() for worker in roomy), self._scorer)
-        return Choice(next(worker for worker in roomy if worker.worker_id == chosen))
+        return self.best(demand, roomy)
+
+    def best(self, demand: Demand, workers: Sequence[Worker], source: Worker | None = None) -> Choice:
+        """Return the best of these workers, the first of equals; `source` hands the KV of the prompt to it."""
+        asked = _Asked()
+        asked.begin(demand, self._learned)
+        views = _reached([WorkerView(worker, asked) for worker in workers], demand)
+        request = RequestFeatures(demand.prompt_tokens, self._learned.output_tokens(demand.output_tokens))
+        fewest = min(view.decodes for view in views)
+
+        def rank(view: WorkerView) -> tuple[float, ...]:
+            if not self._decodes:
+                return by_work(request, view, fewest)
+            return by_nearness(request, view, distance(source.description, view.worker.description) if source else 0)
+
+        found = min(views, key=rank)
+        return Choice(found.worker, cached_tokens=found.cached_tokens(request))
 
     def least_s(self, demand: Demand) -> float | None:
         """Return None: prompts go first come, first served."""
         return None
 
 
+def distance(one: WorkerDescription, other: WorkerDescription) -> int:
+    """Return 0 for workers on one node, 1 in one rack, 2 for what is farther or not known."""
+    if one.node and one.node == other.node:
+        return 0
+    return 1 if one.rack and one.rack == other.rack else 2
+
+
 class ByPolicy:
-    """Chooses by the policy that serves now, and by score until steps of prompts and of decoding are known."""
+    """Chooses by the policy that serves now, and by load alone until steps of prompts and of decoding are known."""
 
     def __init__(
         self,
-        pool: Pool,
         workers: Callable[[], Sequence[Worker]],
         learned: Learned,
         policy: Adaptive,
@@ -83,7 +107,7 @@ class ByPolicy:
         self._learned = learned
         self._policy = policy
         self._min_remote_prefill_tokens = min_remote_prefill_tokens
-        self._by_score = ByScore(pool)
+        self._by_load = ByLoad("adaptive", learned)
         self._asked = _Asked()
         self._views: dict[Worker, WorkerView] = {}
         """One of each worker for all decisions: to make them anew took half of a decision's time at 32 workers."""
@@ -93,7 +117,7 @@ class ByPolicy:
         everyone = self._workers()
         model = any_model(everyone)
         if model is None:
-            return self._by_score.choose(demand, waited_s, roomy, urgent=urgent)
+            return self._by_load.best(replace(demand, prefix=()), roomy)
         views = self._views_of(everyone, {*roomy}, demand, model, urgent=urgent)
         request = RequestFeatures(
             demand.prompt_tokens,
@@ -106,14 +130,11 @@ class ByPolicy:
         )
         assigned = self._policy.assign(request, views)
         if assigned is None:
-            return self._by_score.choose(demand, waited_s, roomy, urgent=urgent) if urgent else None
+            return self._by_load.best(replace(demand, prefix=()), roomy) if urgent else None
         by_id = {view.worker_id: view for view in views}
         prompt, decode = by_id[assigned.prompt_worker], by_id[assigned.decode_worker]
-        return Choice(
-            prompt.worker,
-            decode.worker if assigned.splits else None,
-            predicted(assigned, request, prompt, decode, self._learned.outside_s),
-        )
+        why = predicted(assigned, request, prompt, decode, self._learned.outside_s)
+        return Choice(prompt.worker, decode.worker if assigned.splits else None, why, why.cached_tokens)
 
     def _views_of(
         self, everyone: Sequence[Worker], roomy: AbstractSet[Worker], demand: Demand, model: StepModel, *, urgent: bool
@@ -122,9 +143,7 @@ class ByPolicy:
         if len(self._views) != len(everyone):
             self._views = {one: view for one, view in self._views.items() if one in everyone}
         asked = self._asked
-        asked.begin(demand, model, everyone)
-        if demand.prefix:
-            asked.cached = self._learned.prefixes.look_up(demand.prefix).cached_tokens_by_worker()
+        asked.begin(demand, self._learned, model, everyone)
         views = []
         for one in everyone:
             takes_prompt = one in roomy
@@ -134,9 +153,7 @@ class ByPolicy:
                     view = self._views[one] = WorkerView(one, asked)
                 view.takes_prompt = takes_prompt
                 views.append(view)
-        if demand.avoided:
-            return [view for view in views if view.worker_id not in demand.avoided] or views
-        return views
+        return _reached(views, demand)
 
     def least_s(self, demand: Demand) -> float | None:
         """Return the seconds of the prompt alone on an idle worker; 0 while no model is known."""
@@ -151,7 +168,7 @@ class _Asked:
     def __init__(self) -> None:
         self.demand = Demand(0)
         self.model: StepModel | None = None
-        """For what a worker's own one has not seen."""
+        """For what a worker's own one has not seen; None: nobody asks how long steps take."""
         self.cached: Mapping[str, tuple[str, int]] = {}
         """See `ridgeline.router.fleet.prefixes.Found.cached_tokens_by_worker`."""
         self.busy: dict[tuple[str, str], int] = {}
@@ -159,9 +176,13 @@ class _Asked:
         self.blocks: dict[int, int] = {}
         """KV blocks that the sequence needs, by their size."""
 
-    def begin(self, demand: Demand, model: StepModel, everyone: Sequence[Worker]) -> None:
+    def begin(
+        self, demand: Demand, learned: Learned, model: StepModel | None = None, everyone: Sequence[Worker] = ()
+    ) -> None:
         """Forget the last decision."""
         self.demand, self.model, self.cached, self.blocks = demand, model, {}, {}
+        if demand.prefix:
+            self.cached = learned.prefixes.look_up(demand.prefix).cached_tokens_by_worker()
         busy: dict[tuple[str, str], int] = {}
         self.busy = busy
         for one in everyone:
@@ -244,6 +265,13 @@ class WorkerView:
             incarnation, tokens = self._asked.cached.get(known.worker_id, ("", 0))
             tokens = tokens if incarnation == known.incarnation else 0
         return min(tokens, request.prompt_tokens - 1)
+
+
+def _reached(views: list[WorkerView], demand: Demand) -> list[WorkerView]:
+    """Return those that the router of the request reaches; if it reaches none, it finds that out itself: all."""
+    if not demand.avoided:
+        return views
+    return [view for view in views if view.worker_id not in demand.avoided] or views
 
 
 def any_model(workers: Sequence[Worker]) -> StepModel | None:

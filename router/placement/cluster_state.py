@@ -21,18 +21,15 @@ from msgspec.structs import replace
 from ridgeline.contracts.errors import WorkerDraining, WorkerLost
 from ridgeline.contracts.vocabulary import Pool
 from ridgeline.router.fleet.fleet import Fleet, Worker
-from ridgeline.router.fleet.policy import (
+from ridgeline.router.fleet.request_route import (
     ADAPTIVE_SPLIT,
     ADAPTIVE_WHOLE,
-    DECODE_SCORER,
     SPLIT,
     NoWorker,
     Route,
-    distance,
-    pick,
     pools_of,
 )
-from ridgeline.router.placement.choice import ByPolicy, Choice
+from ridgeline.router.placement.choice import ByLoad, ByPolicy, Choice, Chooser
 from ridgeline.router.placement.holds import DecodePlaces, Hold
 from ridgeline.router.placement.learned import Learned
 from ridgeline.router.placement.placement_events import (
@@ -78,6 +75,8 @@ class ScheduledRequest(Waiter):
     """None while it waits."""
     queue: PoolQueue[ScheduledRequest] | None = None
     assignment: Assignment | None = None
+    cached_tokens: int = 0
+    """Tokens of its prompt that its worker was expected to have."""
 
 
 @dataclass(eq=False)
@@ -112,6 +111,7 @@ class ClusterState:
         self._recovery_timeout_s = settings.router.recovery_timeout_s
         self._clock, self._later, self._looks_again = clock, later, False
         self._places = DecodePlaces(fleet.answering)
+        self._decode = ByLoad("decode", self._learned)
         self.queues = {pool: self._queue(pool, settings, policy) for pool in fleet.pools}
         self._turns = list(self.queues.values())
         """The pool whose prompt started last is last, so that none takes all free decode places."""
@@ -124,9 +124,9 @@ class ClusterState:
         fleet.on_news = self._heard
 
     def _queue(self, pool: Pool, settings: RouterSettings, policy: Adaptive | None) -> PoolQueue[ScheduledRequest]:
-        workers, chooser = partial(self._fleet.pool, pool), None
+        workers, choosers = partial(self._fleet.pool, pool), list[Chooser]([ByLoad(pool, self._learned)])
         if pool == "adaptive" and policy is not None:
-            chooser = ByPolicy(pool, workers, self._learned, policy, self._min_remote_prefill_tokens)
+            choosers.insert(0, ByPolicy(workers, self._learned, policy, self._min_remote_prefill_tokens))
 
         def another_serves() -> bool:
             return any(self._fleet.usable(other) for other in pools_of(self._fleet.mode) if other != pool)
@@ -137,9 +137,9 @@ class ClusterState:
             settings.prefill_window_tokens[pool],
             self._recovery_timeout_s,
             self._places,
+            choosers,
             self._clock,
             another_serves,
-            chooser,
         )
 
     # --- events
@@ -360,6 +360,7 @@ class ClusterState:
         if route == ADAPTIVE_WHOLE and decode is not worker:
             route = ADAPTIVE_SPLIT
         was_idle = not worker.outstanding.prompt_tokens
+        request.cached_tokens = choice.cached_tokens
         self._hold(request, worker, decode, assignment)
         if was_idle:
             queue.began(worker)
@@ -373,14 +374,14 @@ class ClusterState:
         self, request: ScheduledRequest, worker: Worker, decode: Worker, assignment: Assignment | None = None
     ) -> None:
         request.assignment = assignment
-        request.hold = Hold(request.demand, worker, decode, assignment.cached_tokens if assignment else 0)
+        request.hold = Hold(request.demand, worker, decode, request.cached_tokens)
         self._places.add(request.demand.client, decode, 1)
 
     def _decode_worker(self, request: ScheduledRequest, choice: Choice) -> Worker | None:
         """Return the worker that decodes; None if the mode has no such pool any more.
 
-        If the route splits and none was chosen, pick one by the KV blocks that the sequence will need, half of its
-        answer included, by its load and how near it is. Raises NoWorker, WorkerLost or WorkerDraining.
+        If the route splits and none was chosen, choose one by load and by how near it is. Raises NoWorker, WorkerLost
+        or WorkerDraining.
         """
         if request.route != SPLIT:
             return choice.decode_worker or choice.worker
@@ -388,12 +389,13 @@ class ClusterState:
         if not pool and self._fleet.mode != "disaggregated":
             return None
         if not pool:
-            leaves = any(worker.load().draining for worker in self._fleet.pool("decode"))
+            leaves = any(worker.drains for worker in self._fleet.pool("decode"))
             gone = WorkerDraining if leaves else WorkerLost
             raise gone("the decode workers were lost while the prompt waited for its turn")
-        here = choice.worker.description
-        loads = [one.load(distance(here, one.description)) for one in pool]
-        return self._fleet.get(pick(request.demand, loads, DECODE_SCORER))
+        ready = [worker for worker in pool if worker.takes_work]
+        if not ready:
+            raise NoWorker("no decode worker is accepting work")
+        return self._decode.best(request.demand, ready, choice.worker).worker
 
     def _keep(self, router: RouterRequests, kept: Keeps) -> None:
         """Count a request where it runs already; if its worker is gone, it is about to leave anyway."""
@@ -443,9 +445,7 @@ class ClusterState:
         if request.wish.probe:  # its size says nothing of clients' requests
             return
         if cached_tokens is not None:
-            if request.assignment is not None:
-                expected_tokens = request.assignment.cached_tokens
-                self._learned.had(worker.description, request.demand.prefix, cached_tokens, expected_tokens)
+            self._learned.had(worker.description, request.demand.prefix, cached_tokens, request.cached_tokens)
             if request.seen is not None:
                 self._learned.traffic.computed(request.seen, request.demand.prompt_tokens, cached_tokens)
         self._learned.computed(worker.description, request.demand.prefix)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from ridgeline.router.fleet.policy import Demand, blocks_needed, context_tokens, prompt_blocks
+from ridgeline.router.fleet.request_route import Demand, blocks_needed, context_tokens, prompt_blocks
 from ridgeline.router.fleet.worker import Worker
 from ridgeline.router.flow.fair_queue import may_have_more
 

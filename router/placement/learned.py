@@ -15,8 +15,8 @@ from statistics import median
 from typing import Final
 
 from ridgeline.contracts.workers import WorkerDescription
-from ridgeline.router.fleet.policy import Demand
 from ridgeline.router.fleet.prefixes import BlockHashes, PrefixIndex
+from ridgeline.router.fleet.request_route import Demand
 from ridgeline.router.scheduler.traffic import Traffic
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from typing import Literal
 
 import msgspec
 
-from ridgeline.router.fleet.policy import Demand, Route
 from ridgeline.router.fleet.prefixes import BlockHashes
+from ridgeline.router.fleet.request_route import Demand, Route
 from ridgeline.router.scheduler.features import Assignment
 
 Step = Literal["prompt_done", "prompt_left", "decode_began"]

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from ridgeline.contracts.errors import EngineFailed, TaskRejected, WorkerDraining, WorkerLost
 from ridgeline.router.fleet.fleet import Fleet, Worker
-from ridgeline.router.fleet.policy import NoWorker, Route
+from ridgeline.router.fleet.request_route import NoWorker, Route
 from ridgeline.router.placement.cluster_state import ClusterState, RouterRequests
 from ridgeline.router.placement.placement_events import (
     Answer,
@@ -184,7 +184,7 @@ class Placement:
 
     def _doubt(self, place: Place) -> None:
         for worker in filter(None, (place.prompt_worker, place.decode_worker)):
-            if worker.load().in_doubt:
+            if worker.in_doubt:
                 self._tell(Doubts(worker.worker_id, worker.description.incarnation))
 
 

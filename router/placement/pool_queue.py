@@ -22,11 +22,11 @@ import msgspec
 
 from ridgeline.contracts.vocabulary import Pool
 from ridgeline.router.fleet.fleet import Worker
-from ridgeline.router.fleet.policy import Demand, NoWorker
+from ridgeline.router.fleet.request_route import Demand, NoWorker
 from ridgeline.router.flow.client_prompts import Entry
 from ridgeline.router.flow.fair_queue import FairQueue, Waiting
 from ridgeline.router.flow.rates import ServiceRate
-from ridgeline.router.placement.choice import ByScore, Choice, Chooser
+from ridgeline.router.placement.choice import Choice, Chooser
 from ridgeline.router.placement.holds import DecodePlaces
 
 logger = logging.getLogger(__name__)
@@ -87,17 +87,16 @@ class PoolQueue(Generic[W]):
         window_tokens: int,
         recovery_timeout_s: float,
         places: DecodePlaces,
+        choosers: Sequence[Chooser],
         clock: Callable[[], float] = time.monotonic,
         has_substitute: Callable[[], bool] = lambda: False,
-        chooser: Chooser | None = None,
     ) -> None:
-        """`has_substitute`: whether the workers of another pool can serve whole requests now.
+        """The first of `choosers` chooses a prompt's workers, and the next one where it has a fault.
 
-        `chooser` chooses a prompt's workers, by default by their scores.
+        `has_substitute`: whether the workers of another pool can serve whole requests now.
         """
         self.pool: Pool = pool
-        self._by_score = ByScore(pool)
-        self._chooser = chooser or self._by_score
+        self._choosers = choosers
         self._has_substitute = has_substitute
         self._workers = workers
         self._places = places
@@ -120,7 +119,7 @@ class PoolQueue(Generic[W]):
     def push(self, waiter: W) -> None:
         """Put a prompt into the queue, with the time by which it must start if its first token is to be in time."""
         demand, deadline_s, latest_s = waiter.demand, None, None
-        least_s = self._chooser.least_s(demand)
+        least_s = self._choosers[0].least_s(demand)
         if least_s is not None and math.isfinite(demand.ttft_limit_s):
             deadline_s = waiter.since_s - demand.waited_s + demand.ttft_limit_s
             latest_s = deadline_s - least_s
@@ -294,16 +293,15 @@ class PoolQueue(Generic[W]):
         return any(worker.takes_work and worker.worker_id not in avoided for worker in self._workers())
 
     def _choose(self, waiter: W, waited_s: float, roomy: Sequence[Worker]) -> Choice | Exception | None:
-        """Return the choice for a prompt, by score if the chooser has a fault."""
-        try:
-            return self._chooser.choose(waiter.demand, waited_s, roomy, urgent=waiter.urgent)
-        except Exception:
-            logger.exception("no prediction for a prompt in pool %s: it goes to the least loaded worker", self.pool)
-        try:
-            return self._by_score.choose(waiter.demand, waited_s, roomy, urgent=waiter.urgent)
-        except Exception as error:
-            logger.exception("no worker can be chosen for a prompt in pool %s", self.pool)
-            return error
+        """Return the choice for a prompt, by the first chooser without a fault; or the last one's fault."""
+        fault: Exception | None = None
+        for chooser in self._choosers:
+            try:
+                return chooser.choose(waiter.demand, waited_s, roomy, urgent=waiter.urgent)
+            except Exception as error:
+                logger.exception("%s cannot choose a worker of pool %s", type(chooser).__name__, self.pool)
+                fault = error
+        return fault
 
     def _take(self, waiter: W, may_start: Callable[[str], bool], now_s: float) -> None:
         """Take out the prompt that is next."""

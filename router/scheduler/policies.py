@@ -31,6 +31,11 @@ SHORTLIST: Final = 2
 """Workers that are considered for each half of a request: the best by a simple rank, and one to compare it with."""
 
 
+NEARER_MAY_RUN: Final = 0.1
+"""A nearer decode worker is preferred while it runs at most this fraction more sequences than a farther one, for each
+step of distance: KV travels through memory or one switch, and each further sequence slows a decode step by less."""
+
+
 class Policy(Protocol):
     """Chooses the workers of one request. One that divides the workers has a `shape` (`Shape`) as well."""
 
@@ -55,6 +60,27 @@ def by_prompts(request: RequestFeatures, worker: WorkerState) -> tuple[float, ..
 def by_sequences(request: RequestFeatures, worker: WorkerState) -> tuple[float, ...]:
     """Rank by sequences, since each costs a decode step about the same; a worker without room comes last."""
     return (not worker.has_room(request), worker.decodes, worker.context_tokens)
+
+
+def by_work(request: RequestFeatures, worker: WorkerState, fewest_decodes: int) -> tuple[float, ...]:
+    """Rank as `by_prompts`; but cached tokens count less where more sequences decode than `fewest_decodes`.
+
+    Each of these slows every decode step of the request by about the compute of one token. Without that, a worker with
+    the system prompt of all requests would get all of them, and the others nothing to decode.
+    """
+    slower_tokens = (worker.decodes - fewest_decodes) * request.output_tokens
+    saved_tokens = max(0.0, 2 * worker.cached_tokens(request) - slower_tokens)
+    return (worker.prompt_tokens - saved_tokens, worker.running, worker.context_tokens)
+
+
+def by_nearness(request: RequestFeatures, worker: WorkerState, distance: int) -> tuple[float, ...]:
+    """Rank as `by_sequences`, but a nearer worker may run `NEARER_MAY_RUN` more, and of equals cached tokens decide.
+
+    What is cached need not be fetched, which takes less time than a further sequence costs.
+    """
+    has_no_room, decodes, context_tokens = by_sequences(request, worker)
+    sequences = decodes * (1 + NEARER_MAY_RUN * distance) + distance / 4
+    return (has_no_room, sequences, -worker.cached_tokens(request), context_tokens)
 
 
 class Colocated:

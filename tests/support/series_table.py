@@ -13,7 +13,6 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from ridgeline.contracts.workers import MIN_FITTED_STEPS, StepModel, WorkerStatus
 from ridgeline.router.fleet.pairing import KvPair
-from ridgeline.router.fleet.policy import WorkerLoad
 from ridgeline.router.front.text_turns import TextTurns
 from ridgeline.router.observe.collectors import _WORKER_COUNTERS, _WORKER_GAUGES, QueueCollector, WorkerCollector
 from ridgeline.router.observe.loop_lag import LoopLag
@@ -62,9 +61,11 @@ def metric_rows() -> list[tuple[str, str, str, str]]:
             status=status,
             counted={"prefill": status.counters},
             favours="prefill",
-            load=lambda one=load: one,
+            client=SimpleNamespace(connected=True),
+            healthy=True,
+            drains=drains,
         )
-        for load in (WorkerLoad("w", True, False, 0, 0, 1, 1, 1, 32), WorkerLoad("w", True, True, 0, 0, 1, 1, 1, 32))
+        for drains in (False, True)
     ]
     hardware = {"prefill": PoolHardware("any", 1.0, 1.0, "any")}
     queue = SimpleNamespace(pool="prefill", waiting=1, waiting_tokens=9, tokens_per_s=9.0)

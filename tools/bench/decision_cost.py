@@ -1,4 +1,4 @@
-"""Measures what a decision of mode adaptive costs the router: its own rules over its own count of what workers do.
+"""Measures what a decision costs the router, in a fixed mode and by policies: its rules, its count of what workers do.
 
 There are no engines and no network: 32 workers decode 2,000 streams, every one of them computes two prompts, and a
 decision chooses the workers of one more. It is measured twice: with prompts of which no worker has anything, and with
@@ -18,10 +18,10 @@ from itertools import product
 from typing import Final
 
 from ridgeline.contracts.workers import StepModel, WorkerStatus
-from ridgeline.router.fleet.policy import Demand
 from ridgeline.router.fleet.prefixes import BlockHashes
+from ridgeline.router.fleet.request_route import Demand
 from ridgeline.router.fleet.worker import Worker
-from ridgeline.router.placement.choice import ByPolicy
+from ridgeline.router.placement.choice import ByLoad, ByPolicy, Chooser
 from ridgeline.router.placement.learned import Learned
 from ridgeline.router.scheduler.adaptive import Adaptive
 from tests.support.lone_worker import lone_worker
@@ -44,6 +44,8 @@ LAYOUT: Final = kv_layout(
 )
 PROMPT_TOKENS: Final = 2_000
 LONGEST_ANSWER_TOKENS: Final = 400
+FIXED: Final = "mode colocated"
+"""Not a policy, but the rule of the fixed modes."""
 
 
 def _worker(number: int) -> Worker:
@@ -64,8 +66,10 @@ def measure(policy: str, workers: int, streams: int, decisions: int, *, conversa
     """Return the microseconds of each decision by a policy, in order of their length."""
     fleet, draw, took_us = [_worker(number) for number in range(workers)], random.Random(1), []
     learned = Learned(BLOCK_TOKENS)
-    adaptive = Adaptive(lambda: None, learned.traffic, always=(policy, {}))
-    rules = ByPolicy("adaptive", lambda: [worker for worker in fleet if worker.pool == "adaptive"], learned, adaptive)
+    rules: Chooser = ByLoad("colocated", learned)
+    if policy != FIXED:
+        adaptive = Adaptive(lambda: None, learned.traffic, always=(policy, {}))
+        rules = ByPolicy(lambda: [worker for worker in fleet if worker.pool == "adaptive"], learned, adaptive)
     begun = [_conversation(draw, PROMPT_TOKENS) for _ in range(decisions)]
     if conversations:
         for number, prefix in enumerate(begun):
@@ -84,7 +88,7 @@ def measure(policy: str, workers: int, streams: int, decisions: int, *, conversa
             choice = rules.choose(demand, 0.01, fleet, urgent=False)
             took_us.append((time.perf_counter() - began_s) * 1e6)
             assert choice is not None, "every worker has room"
-            assert choice.assignment is not None, "every worker has a model of its steps"
+            assert policy == FIXED or choice.assignment is not None, "every worker has a model of its steps"
     return sorted(took_us)
 
 
@@ -94,7 +98,7 @@ def main() -> None:
     for name, default in (("workers", 32), ("streams", 2_000), ("decisions", 3_000)):
         parser.add_argument(f"--{name}", type=int, default=default)
     asked = parser.parse_args()
-    policies = ("colocated", "disaggregated", "slack")
+    policies = (FIXED, "colocated", "disaggregated", "slack")
     for (prompts, conversations), policy in product((("new prompts", False), ("conversations", True)), policies):
         took_us = measure(policy, asked.workers, asked.streams, asked.decisions, conversations=conversations)
         print(  # noqa: T201

@@ -14,7 +14,7 @@ from ridgeline.cluster.runtime.handles.actor import DeploymentFailed
 from ridgeline.cluster.runtime.operation_queue import OperationQueue
 from ridgeline.cluster.runtime.supervisor import Say
 from ridgeline.contracts.vocabulary import Mode, Pool
-from ridgeline.router.fleet.policy import pools_of
+from ridgeline.router.fleet.request_route import pools_of
 from ridgeline.router.front.operations import new_operation
 from ridgeline.router.observe.fleet_use import FleetUse
 from ridgeline.router.observe.metrics import LimitedLatency, Within

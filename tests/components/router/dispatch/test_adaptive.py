@@ -15,7 +15,7 @@ from ridgeline.contracts.workers import StepModel
 from ridgeline.engine.request.sampling import SURE_TOKENS, TPOT_LIMIT
 from ridgeline.router.dispatch.orchestrator import Orchestrator
 from ridgeline.router.dispatch.request import SequenceRequest
-from ridgeline.router.fleet.policy import Demand
+from ridgeline.router.fleet.request_route import Demand
 from ridgeline.router.front.health import HealthProbe
 from ridgeline.router.front.sampling import sampling_of
 from ridgeline.router.observe.metrics import RequestMetrics
@@ -360,7 +360,8 @@ async def test_probes_teach_nothing():
         assert serving.learned.prefixes.workers == 0
 
 
-async def test_prompts_are_hashed_only_while_the_mode_is_adaptive(monkeypatch):
+@pytest.mark.parametrize("prefix_routing", [True, False])
+async def test_prompts_are_hashed_in_every_mode_unless_prefix_routing_is_off(monkeypatch, prefix_routing):
     hashed = []
     block_hashes = ridgeline.router.dispatch.request.block_hashes
     monkeypatch.setattr(
@@ -369,12 +370,12 @@ async def test_prompts_are_hashed_only_while_the_mode_is_adaptive(monkeypatch):
         lambda *prompt: hashed.append(prompt) or block_hashes(*prompt),
     )
     async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started, a_fleet(addresses(started), ROLES) as fleet:
-        serving = Serving(started, fleet)
-        for mode in ("disaggregated", "colocated", "adaptive", "colocated"):
+        serving = Serving(started, fleet, prefix_routing=prefix_routing)
+        for mode in ("disaggregated", "colocated", "adaptive"):
             await fleet.change_mode(mode)
             hashed.clear()
             await serving.answer(3)
-            assert bool(hashed) == (mode == "adaptive"), mode
+            assert bool(hashed) is prefix_routing, mode
 
 
 async def test_what_passes_outside_of_the_engine_is_learned_and_predicted_for_the_next_prompt():

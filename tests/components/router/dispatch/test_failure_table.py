@@ -180,7 +180,7 @@ async def prefill_lost(running: Workers, fleet: Fleet, row: Row) -> None:
 
 async def decode_lost(running: Workers, fleet: Fleet, row: Row) -> None:
     if row.state == "prefilling":
-        name = next(name for name in ("decode-0", "decode-1") if fleet.get(name).load().running)
+        name = next(name for name in ("decode-0", "decode-1") if fleet.get(name).outstanding.running)
         await running.stop_host(name)
     else:
         await _lose(running, fleet, "decode")

@@ -76,7 +76,7 @@ async def test_a_change_gives_every_worker_its_role_and_the_limits_of_its_steps(
         assert (change.mode, serving.modes.mode, change.rerouted_prompts) == ("colocated", "colocated", 0)
         assert serving.pools == {"prefill-0": "colocated", "decode-0": "colocated"}
         assert [engine.step_limits for engine in serving.engines] == [(72, 2048)] * 2
-        assert fleet.get("prefill-0").load().max_running == 72
+        assert fleet.get("prefill-0").max_num_seqs == 72
         await serving.modes.change("disaggregated")
         assert serving.pools == {"prefill-0": "prefill", "decode-0": "decode"}
         assert [engine.step_limits for engine in serving.engines] == [(4, 512), (80, 512)]
@@ -91,7 +91,7 @@ async def test_requests_are_answered_before_during_and_after_changes():
         answers += [serving.ask() for _ in range(10)]
         await asyncio.gather(*(ending for _, ending in answers))
         assert [len(sent) for sent, _ in answers] == [5] * 70
-        assert all(worker.load().running == 0 for worker in fleet.workers)
+        assert all(worker.outstanding.running == 0 for worker in fleet.workers)
 
 
 async def test_what_runs_when_the_mode_changes_ends_on_its_worker():
@@ -244,7 +244,7 @@ async def test_a_worker_in_a_long_step_takes_its_role_after_it_and_answers_meanw
         changing = asyncio.create_task(fleet.change_mode("colocated"))
         await eventually(lambda: fleet.get("prefill-0").has_its_role)
         await fleet.refresh()
-        assert fleet.get("decode-0").load().takes_work
+        assert fleet.get("decode-0").takes_work
         assert not changing.done()
         step_ends.set()
         await changing

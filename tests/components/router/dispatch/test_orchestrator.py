@@ -23,7 +23,7 @@ from ridgeline.router.dispatch.orchestrator import (
 )
 from ridgeline.router.dispatch.request import SequenceRequest
 from ridgeline.router.fleet.fleet import Fleet, Worker
-from ridgeline.router.fleet.policy import NoWorker
+from ridgeline.router.fleet.request_route import NoWorker
 from ridgeline.router.fleet.roles import RoleTable
 from ridgeline.router.front.sampling import sampling_of
 from ridgeline.router.observe.metrics import RequestMetrics
@@ -135,7 +135,7 @@ class Bench:
     def assert_idle(self):
         assert self.orchestrator.in_flight == 0
         for worker in self.fleet.workers:
-            assert (worker.load().running, worker.load().outstanding_prompt_tokens) == (0, 0)
+            assert (worker.outstanding.running, worker.outstanding.prompt_tokens) == (0, 0)
 
 
 def split(**fields):
@@ -274,9 +274,9 @@ async def test_the_prompt_counts_on_prefill_and_the_sequence_on_decode_from_the_
     bench = split(prefill=[FOREVER])
     running = asyncio.create_task(bench.run())
     await eventually(lambda: bench.client("prefill").tasks)
-    prefill, decode = bench.fleet.get("prefill-0").load(), bench.fleet.get("decode-0").load()
-    assert (prefill.running, prefill.outstanding_prompt_tokens) == (1, 70)
-    assert (decode.running, decode.outstanding_prompt_tokens) == (1, 0)
+    prefill, decode = (bench.fleet.get(name).outstanding for name in ("prefill-0", "decode-0"))
+    assert (prefill.running, prefill.prompt_tokens) == (1, 70)
+    assert (decode.running, decode.prompt_tokens) == (1, 0)
     assert bench.orchestrator.in_flight == 1
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
@@ -287,8 +287,8 @@ async def test_prefill_is_free_again_while_decode_goes_on():
     bench = split(decode=[SECOND, FOREVER])
     running = asyncio.create_task(bench.run())
     await eventually(lambda: bench.tokens == [1, 2])
-    assert bench.fleet.get("prefill-0").load().running == 0
-    assert bench.fleet.get("decode-0").load().running == 1
+    assert bench.fleet.get("prefill-0").outstanding.running == 0
+    assert bench.fleet.get("decode-0").outstanding.running == 1
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     bench.assert_idle()
@@ -300,8 +300,8 @@ async def test_a_replicas_prompt_counts_until_its_first_token(script, outstandin
     running = asyncio.create_task(bench.run())
     await eventually(lambda: bench.client("colocated").tasks)
     await eventually(lambda: len(bench.emitted) == len(script) - 1)
-    load = bench.fleet.get("colocated-0").load()
-    assert (load.running, load.outstanding_prompt_tokens) == (1, outstanding)
+    held = bench.fleet.get("colocated-0").outstanding
+    assert (held.running, held.prompt_tokens) == (1, outstanding)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     bench.assert_idle()
@@ -312,7 +312,7 @@ async def test_requests_at_a_time_spread_over_the_workers():
     running = [asyncio.create_task(bench.run()) for _ in range(4)]
     decoders = bench.fleet.pool("decode")
     await eventually(lambda: sum(len(worker.client.tasks) for worker in decoders) == 4)
-    assert [worker.load().running for worker in decoders] == [2, 2]
+    assert [worker.outstanding.running for worker in decoders] == [2, 2]
     for task in running:
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
@@ -680,4 +680,4 @@ async def test_decode_is_chosen_when_the_prompt_has_its_turn_by_the_blocks_it_wi
     await task
     assert (len(crowded.client.tasks), len(roomy.client.tasks)) == (0, 1)
     bench.assert_idle()
-    assert [(w.load().kv_blocks_promised, w.load().kv_blocks_held) for w in (crowded, roomy)] == [(0, 0)] * 2
+    assert [(w.outstanding.promised_blocks, w.outstanding.held_blocks) for w in (crowded, roomy)] == [(0, 0)] * 2

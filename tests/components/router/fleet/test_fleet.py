@@ -38,28 +38,25 @@ def a_worker():
 def test_a_reservation_counts_a_sequence_and_its_prompt_until_the_prompt_is_done():
     worker = a_worker()
     with worker.reserve(70) as first, worker.reserve(30):
-        assert (worker.load().running, worker.load().outstanding_prompt_tokens) == (2, 100)
+        assert (worker.outstanding.running, worker.outstanding.prompt_tokens) == (2, 100)
         first.prompt_done()
         first.prompt_done()
-        assert (worker.load().running, worker.load().outstanding_prompt_tokens) == (2, 30)
-    assert (worker.load().running, worker.load().outstanding_prompt_tokens) == (0, 0)
+        assert (worker.outstanding.running, worker.outstanding.prompt_tokens) == (2, 30)
+    assert (worker.outstanding.running, worker.outstanding.prompt_tokens) == (0, 0)
 
 
 def test_a_reservation_ends_with_an_exception_too():
     worker = a_worker()
     with pytest.raises(RuntimeError), worker.reserve(70):
         raise RuntimeError
-    assert (worker.load().running, worker.load().outstanding_prompt_tokens) == (0, 0)
+    assert (worker.outstanding.running, worker.outstanding.prompt_tokens) == (0, 0)
 
 
 def test_a_load_is_what_the_worker_last_said_and_what_was_sent_there():
     worker = a_worker()
-    assert (worker.load().kv_blocks_free, worker.load().kv_blocks_total) == (100, 100)
+    assert worker.kv_blocks_free == 100
     worker.status = WorkerStatus(worker_id="d0", kv_blocks_free=7, draining=True, running=99)
-    load = worker.load()
-    assert (load.kv_blocks_free, load.draining, load.running) == (7, True, 0)
-    worker.client.connected = False
-    assert worker.load().connected is False
+    assert (worker.kv_blocks_free, worker.drains, worker.outstanding.running) == (7, True, 0)
 
 
 async def test_one_question_without_an_answer_is_forgiven_and_the_second_in_a_row_is_not(monkeypatch):
@@ -77,13 +74,13 @@ async def test_one_question_without_an_answer_is_forgiven_and_the_second_in_a_ro
     worker.client.status = hang
     now_s += 2.5
     await worker.refresh()
-    assert (worker.load().usable, worker.status) == (True, status)
+    assert (worker.usable, worker.status) == (True, status)
     now_s += 2.5
     await worker.refresh()
-    assert (worker.load().usable, worker.status) == (False, None)
+    assert (worker.usable, worker.status) == (False, None)
     worker.client.status = answer
     await worker.refresh()
-    assert worker.load().usable
+    assert worker.usable
     worker.client.status, worker.client.connected = hang, False
     await worker.refresh()
     assert worker.status is None, "it is gone, and that is known"
@@ -101,12 +98,12 @@ async def test_a_router_that_stood_still_takes_no_worker_for_gone(monkeypatch):
     for stood_still_s in (2.5, 30.0, 2.5):  # a question's deadline was over when this process ran again
         worker.client.status = lambda seconds=stood_still_s: not_heard_for(seconds)
         await worker.refresh()
-        assert (worker.load().usable, worker.status) == (True, status)
+        assert (worker.usable, worker.status) == (True, status)
     worker.client.status = lambda: not_heard_for(2.0)
     await worker.refresh()
-    assert worker.load().usable
+    assert worker.usable
     await worker.refresh()
-    assert not worker.load().usable, "it listened to two, and heard nothing"
+    assert not worker.usable, "it listened to two, and heard nothing"
 
 
 @pytest.fixture
@@ -154,7 +151,7 @@ async def test_a_worker_that_hangs_does_not_make_what_is_known_of_the_others_old
         await eventually(lambda: asked["decode-0"] > before)
         asked.clear()
         started[1]._engine.stats.kv_usage = 0.5
-        await eventually(lambda: fleet.get("decode-1").load().kv_blocks_free == 50)
+        await eventually(lambda: fleet.get("decode-1").kv_blocks_free == 50)
         await eventually(lambda: asked["decode-1"] > 5)
         assert asked["decode-0"] <= 1
         asked.hang = frozenset()
@@ -165,11 +162,11 @@ async def test_a_worker_without_work_says_itself_when_its_health_changes(monkeyp
     monkeypatch.setattr("ridgeline.worker_runtime.host.HEALTH_LOOK_S", 0.01)
     async with asyncio.timeout(PATIENCE_S), hosts(decode=LAYOUT) as started, a_fleet([started[0].address]) as fleet:
         worker = fleet.get("decode-0")
-        await eventually(lambda: worker.load().usable)
+        await eventually(lambda: worker.usable)
         started[0]._engine.failed = True
-        await eventually(lambda: not worker.load().usable)
+        await eventually(lambda: not worker.usable)
         started[0]._engine.failed = False
-        await eventually(lambda: worker.load().usable)
+        await eventually(lambda: worker.usable)
 
 
 class Asked(Exception):
@@ -238,12 +235,12 @@ async def test_a_worker_whose_engine_failed_a_request_gets_no_other_before_it_ha
         asked.hang = {"decode-0"}
         with pytest.raises(EngineFailed):
             await anext(task_deltas(worker.client, make_task()))
-        assert not worker.load().takes_work
-        assert worker.load().usable, "nobody is refused because of one that is asked"
+        assert not worker.takes_work
+        assert worker.usable, "nobody is refused because of one that is asked"
         await eventually(lambda: asked["decode-0"])
         asked.hang, started[0]._engine.error = frozenset(), None
         await fleet.refresh()
-        assert worker.load().takes_work
+        assert worker.takes_work
 
 
 async def test_a_fleet_connects_sorts_into_pools_and_knows_every_status():
@@ -259,7 +256,7 @@ async def test_a_fleet_connects_sorts_into_pools_and_knows_every_status():
                 assert all(worker.status is not None for worker in fleet.workers)
                 assert fleet.kv_pairs == [KvPair("prefill-0", "decode-0", "shm", "")]
                 await started[1].stop()
-                await eventually(lambda: not fleet.get("decode-0").load().connected)
+                await eventually(lambda: not fleet.get("decode-0").client.connected)
                 await fleet.refresh()
                 assert fleet.get("decode-0").status is None, "a worker that does not answer has no figures"
                 assert fleet.get("prefill-0").status is not None
@@ -302,10 +299,10 @@ async def test_a_worker_that_has_got_the_port_of_a_dead_one_is_not_taken_for_it(
         await fleet.replace(port.address, "actor_died")
         newcomer = fleet.get("decode-1")
         assert newcomer.description.incarnation == new[0]._engine.config.incarnation
-        assert newcomer.load().usable
+        assert newcomer.usable
         await eventually(lambda: "this is decode-1" in dead.client._why_lost)
         await dead.refresh()
-        assert not dead.load().usable
+        assert not dead.usable
         assert dead.unreached_s > 0.0, "what another one answers at its address does not count"
         assert [task async for task in task_deltas(newcomer.client, make_task(max_tokens=1))][-1].finished
 
@@ -351,9 +348,9 @@ async def test_who_is_gone_is_told_so_that_what_was_kept_of_it_goes():
 def test_an_engine_without_a_step_gets_no_more_after_a_third_of_the_time_in_which_it_is_replaced():
     worker = Worker(Client(), a_worker().description, stall_timeout_s=300.0)
     worker.status = WorkerStatus(worker_id="d0", stalled_s=99.0)
-    assert worker.load().usable
+    assert worker.usable
     worker.status = WorkerStatus(worker_id="d0", stalled_s=101.0)
-    assert not worker.load().usable
+    assert not worker.usable
 
 
 async def test_a_request_on_a_worker_that_is_replaced_or_removed_is_told_that_it_is_lost():
@@ -403,7 +400,7 @@ async def test_a_worker_that_came_back_different_or_not_at_all_changes_nothing(m
         with pytest.raises(WorkerLost):
             await fleet.replace("127.0.0.1:9", "actor_died")
         assert (fleet.get("decode-0"), fleet.kv_pairs, dict(fleet.restarts)) == (before, pairs, {})
-        assert before.load().connected
+        assert before.client.connected
 
 
 async def test_a_worker_comes_back_also_while_another_one_hangs(monkeypatch):
@@ -444,15 +441,15 @@ async def test_a_worker_that_hangs_holds_up_neither_a_newcomer_for_long_nor_the_
         old[1]._engine.pair = hang
         held_up = asyncio.create_task(fleet.replace(new[0].address, "actor_died"))
         await eventually(lambda: asked)
-        assert not fleet.get("prefill-0").load().usable, "not yet"
+        assert not fleet.get("prefill-0").usable, "not yet"
         await fleet.replace(new[1].address, "actor_died")
-        assert fleet.get("decode-1").load().usable
+        assert fleet.get("decode-1").usable
         assert fleet.kv_pairs == [KvPair("prefill-0", "decode-1", "shm", "")]
         assert not held_up.done()
         monkeypatch.setattr("ridgeline.router.fleet.fleet.PAIR_WITHIN_S", 0.2)
         await fleet.replace(newest[0].address, "actor_died")
         assert fleet.get("prefill-0").client.address == newest[0].address
-        assert fleet.get("prefill-0").load().usable
+        assert fleet.get("prefill-0").usable
         await eventually(lambda: fleet.kv_pairs)
         assert fleet.kv_pairs == [KvPair("prefill-0", "decode-1", "shm", "")]
         held_up.cancel()
@@ -657,7 +654,7 @@ async def test_members_are_all_workers_also_those_that_do_not_run_or_were_never_
     ):
         started[2].drain(60)
         await started[1].stop()
-        await eventually(lambda: not fleet.get("decode-0").load().usable)
+        await eventually(lambda: not fleet.get("decode-0").usable)
         await fleet.refresh()
         found = members(fleet, {"decode-0": "decode", "worker-7": "adaptive", "worker-8": "prefill"})
         assert found.mode == "disaggregated"

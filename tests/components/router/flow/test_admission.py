@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from ridgeline.contracts.workers import WorkerStatus
-from ridgeline.router.fleet.policy import Demand
+from ridgeline.router.fleet.request_route import Demand
 from ridgeline.router.fleet.worker import Worker
 from ridgeline.router.flow.admission import Admission
 from ridgeline.router.flow.admission_rules import Ask, Refused, Snapshot, decide

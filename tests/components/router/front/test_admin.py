@@ -155,7 +155,7 @@ async def test_a_worker_that_is_told_to_drain_says_so_at_once_and_refuses_work()
     async with admin(prefill=LAYOUT, prefill_1=LAYOUT, decode=LAYOUT) as (http, started, fleet, _):
         answer = await http.post("/ridgeline/drain", json={"worker": "prefill-0", "timeout_s": 5})
         assert (answer.status_code, answer.json()["state"]) == (202, "draining")
-        assert fleet.get("prefill-0").load().draining
+        assert fleet.get("prefill-0").drains
         assert started[0].failure() == "draining"
 
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import pytest_asyncio
 
-from ridgeline.router.fleet.policy import NoWorker
+from ridgeline.router.fleet.request_route import NoWorker
 from ridgeline.router.flow.admission_rules import Ask
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.served_router import serving

@@ -12,7 +12,7 @@ import pytest
 from ridgeline.cluster.config.models import SupervisionConfig
 from ridgeline.cluster.runtime.supervisor import Supervisor
 from ridgeline.contracts.workers import Ack, WorkerStatus
-from ridgeline.router.fleet.policy import NoWorker
+from ridgeline.router.fleet.request_route import NoWorker
 from tests.components.router.dispatch.test_modes import ROLES
 from tests.components.router.shared.test_several_routers import expected
 from tests.support.cut_route import Route

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from ridgeline.contracts.vocabulary import Pool
-from ridgeline.router.fleet.policy import NoWorker
+from ridgeline.router.fleet.request_route import NoWorker
 from ridgeline.router.fleet.roles import ModeImpossible
 from ridgeline.router.fleet.worker import Outstanding
 from ridgeline.router.flow.admission_rules import Ask, Refused

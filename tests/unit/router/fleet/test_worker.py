@@ -2,7 +2,7 @@
 
 import pytest
 
-from ridgeline.contracts.workers import StepModel
+from ridgeline.contracts.workers import StepModel, WorkerStatus
 from tests.support.lone_worker import lone_worker
 from tests.support.samples import LAYOUT
 
@@ -55,3 +55,13 @@ def test_a_prompt_that_two_sequences_share_is_known_until_both_are_computed():
         first.prompt_done()
         assert 7 in worker.prompts.last_blocks
     assert not worker.prompts.last_blocks
+
+
+@pytest.mark.parametrize(
+    ("free", "promised", "has_room"), [(35, 0, True), (34, 0, False), (100, 75, True), (100, 76, False)]
+)
+def test_prompts_hold_blocks_during_their_prefill_only_while_a_quarter_stays_free_for_decode(free, promised, has_room):
+    worker = a_worker()
+    worker.status = WorkerStatus(worker_id="w", kv_blocks_free=free)
+    with worker.reserve(promised_blocks=promised):
+        assert worker.has_room_to_overlap(10) is has_room

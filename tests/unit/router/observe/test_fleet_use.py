@@ -3,30 +3,20 @@
 from types import SimpleNamespace
 
 from ridgeline.contracts.workers import WorkerStatus
-from ridgeline.router.fleet.policy import WorkerLoad
 from ridgeline.router.observe.fleet_use import WorkerUse, fleet_use
 
-LOAD = WorkerLoad(
-    worker_id="worker-0",
-    connected=True,
-    draining=False,
-    outstanding_prompt_tokens=0,
-    running=3,
-    kv_blocks_free=60,
-    kv_blocks_total=100,
-    max_running=8,
-    block_size_tokens=16,
-    kv_blocks_promised=5,
-)
 
-
-def worker(status, load=LOAD):
+def worker(status):
+    held = SimpleNamespace(running=3, promised_blocks=5)
     return SimpleNamespace(
         worker_id="worker-0",
         pool="prefill",
-        description=SimpleNamespace(incarnation="i"),
+        description=SimpleNamespace(incarnation="i", num_kv_blocks=100),
         status=status,
-        load=lambda: load,
+        usable=True,
+        outstanding=held,
+        max_num_seqs=8,
+        kv_blocks_free=60,
     )
 
 

@@ -11,7 +11,6 @@ from ridgeline.contracts.handoff import TransferResult
 from ridgeline.contracts.tasks import LegTiming
 from ridgeline.contracts.workers import WorkerStatus
 from ridgeline.router.fleet.pairing import KvPair
-from ridgeline.router.fleet.policy import WorkerLoad
 from ridgeline.router.observe.collectors import QueueCollector, WorkerCollector
 from ridgeline.router.observe.metrics import LATENCY_BUCKETS, TOKEN_BUCKETS, InFlight, RequestMetrics, Within
 from ridgeline.router.observe.timeline import RequestTimeline
@@ -60,35 +59,15 @@ def closed(registry, outcome="finished", path="disaggregated", pools=("prefill",
     metrics.close(timeline, outcome)
 
 
-def load(**state):
-    return WorkerLoad(
-        "w",
-        **{"connected": True, "draining": False} | state,
-        outstanding_prompt_tokens=0,
-        running=0,
-        kv_blocks_free=1,
-        kv_blocks_total=1,
-        max_running=1,
-        block_size_tokens=32,
-    )
-
-
 def worker(pool, worker_id, **status):
     told = WorkerStatus(worker_id=worker_id, **status)
-    counted = {pool: told.counters}
-    return a_worker(pool, worker_id, status=told, counted=counted, load=load)
+    return a_worker(pool, worker_id, status=told, counted={pool: told.counters})
 
 
-def a_worker(pool, worker_id, favours=None, **known):
+def a_worker(pool, worker_id, favours=None, *, status=None, counted=(), connected=True, healthy=True, drains=False):
+    client = SimpleNamespace(connected=connected)
+    known = {"status": status, "counted": dict(counted), "client": client, "healthy": healthy, "drains": drains}
     return SimpleNamespace(pool=pool, worker_id=worker_id, favours=favours, **known)
-
-
-def worker_in_state(pool, worker_id, **state):
-    return a_worker(pool, worker_id, status=None, counted={}, load=lambda: load(**state))
-
-
-def lost(pool, worker_id):
-    return a_worker(pool, worker_id, status=None, counted={}, load=lambda: load(connected=False))
 
 
 PAIRS = [KvPair("prefill-0", "decode-0", "shm", "")]
@@ -220,10 +199,10 @@ def test_only_workers_that_may_be_given_work_are_counted_as_there_and_the_others
     collect(
         registry,
         worker("decode", "d0"),
-        worker_in_state("decode", "d1", draining=True),
-        worker_in_state("decode", "d2", healthy=False),
-        worker_in_state("decode", "d3", connected=False, healthy=False),
-        worker_in_state("decode", "d4", connected=False, draining=True),
+        a_worker("decode", "d1", drains=True),
+        a_worker("decode", "d2", healthy=False),
+        a_worker("decode", "d3", connected=False, healthy=False),
+        a_worker("decode", "d4", connected=False, drains=True),
     )
     assert value(registry, "ridgeline_workers", pool="decode") == 1
     assert value(registry, "ridgeline_unusable_workers", pool="decode", state="draining") == 1
@@ -237,7 +216,7 @@ def test_a_pool_that_has_lost_all_its_workers_shows_none_of_them(registry):
 
 
 def test_a_lost_worker_has_no_series_and_is_not_counted_as_connected(registry):
-    collect(registry, worker("decode", "d0"), lost("decode", "d1"))
+    collect(registry, worker("decode", "d0"), a_worker("decode", "d1", connected=False))
     assert not [labels for _, labels in samples(registry) if ("worker", "d1") in labels]
     assert value(registry, "ridgeline_workers", pool="decode") == 1
 
@@ -283,8 +262,8 @@ def test_a_limit_in_milliseconds_at_a_bound_is_that_bound(registry, latency, buc
 
 
 def test_a_worker_that_is_kept_for_one_phase_says_which(registry):
-    kept = a_worker("adaptive", "worker-0", "decode", status=None, counted={}, load=load)
-    either = a_worker("adaptive", "worker-1", status=None, counted={}, load=load)
+    kept = a_worker("adaptive", "worker-0", "decode")
+    either = a_worker("adaptive", "worker-1")
     registry.register(WorkerCollector(lambda: [kept, either], dict, lambda: "adaptive", list, dict))
     for series in ("ridgeline_worker_role_affinity", "ridgeline_worker_favours"):
         assert registry.get_sample_value(series, {"worker": "worker-0", "phase": "decode"}) == 1

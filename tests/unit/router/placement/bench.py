@@ -5,7 +5,7 @@ from typing import get_args
 
 from ridgeline.contracts.vocabulary import Pool
 from ridgeline.router.fleet.fleet import Fleet
-from ridgeline.router.fleet.policy import Demand
+from ridgeline.router.fleet.request_route import Demand
 from ridgeline.router.fleet.roles import RoleTable
 from ridgeline.router.fleet.worker import Outstanding
 from ridgeline.router.placement.cluster_state import ClusterState, RouterRequests
@@ -50,7 +50,7 @@ class Bench:
         )
         self.queue = self.state.queues["prefill"]
         if chooser is not None:
-            self.queue._chooser = chooser
+            self.queue._choosers = [chooser, *self.queue._choosers]
         self.router = RouterRequests(self._told)
         self.started, self.places, self.denied, self._names = [], {}, {}, []
 

@@ -1,4 +1,4 @@
-"""What becomes of the workers' state when a policy chooses a prompt's workers."""
+"""Which workers a prompt gets by load, and what becomes of the workers' state when a policy chooses them."""
 
 import math
 from collections import Counter
@@ -8,13 +8,13 @@ import pytest
 from msgspec.structs import replace
 
 from ridgeline.contracts.workers import StepModel, WorkerStatus
-from ridgeline.router.fleet.policy import Demand
+from ridgeline.router.fleet.request_route import Demand
 from ridgeline.router.fleet.worker import Worker
-from ridgeline.router.placement.choice import ByPolicy
+from ridgeline.router.placement.choice import ByLoad, ByPolicy, distance
 from ridgeline.router.placement.learned import Learned
 from ridgeline.router.scheduler.adaptive import Adaptive
 from tests.support.lone_worker import lone_worker
-from tests.support.samples import LAYOUT
+from tests.support.samples import LAYOUT, worker_description
 
 MODEL = StepModel(
     base_s=0.04,
@@ -42,7 +42,7 @@ class Fleet:
         self.workers = list(workers) or [a_worker(number) for number in range(2)]
         self.learned = Learned(32)
         adaptive = Adaptive(lambda: None, self.learned.traffic, always=(policy, {}))
-        self.rules = ByPolicy("adaptive", lambda: self.workers, self.learned, adaptive, min_remote_prefill_tokens)
+        self.rules = ByPolicy(lambda: self.workers, self.learned, adaptive, min_remote_prefill_tokens)
         self.held = ExitStack()
 
     def decodes(self, worker: Worker, number: int, tpot_limit_s: float = math.inf) -> None:
@@ -173,3 +173,190 @@ def test_an_answer_beside_one_that_takes_turns_with_it_is_predicted_to_take_twic
     alone_s = predicted_s()
     one.decodes(one.workers[0], 1)
     assert predicted_s() == pytest.approx(2 * alone_s)
+
+
+# --- by load: the fixed modes
+
+PREFIX = tuple(range(100, 116))
+"""Of a prompt of `PROMPT` tokens."""
+POOLS = ["prefill", "decode", "colocated"]
+
+
+class ByLoads:
+    """Workers of one pool, and choices among them by load."""
+
+    def __init__(self, pool, number=2, **description) -> None:
+        self.workers = [a_worker(n, **description) for n in range(number)]
+        self.learned = Learned(32)
+        self.rules = ByLoad(pool, self.learned)
+        self.held = ExitStack()
+
+    def holds(self, number, prompt_tokens=0, decodes=0, running=0):
+        worker = self.workers[number]
+        for _ in range(decodes):
+            self.held.enter_context(worker.reserve(decode_context_tokens=10)).prompt_done()
+        for _ in range(running):
+            self.held.enter_context(worker.reserve())
+        if prompt_tokens:
+            self.held.enter_context(worker.reserve(prompt_tokens))
+
+    def has(self, number, prefix=PREFIX):
+        self.learned.computed(self.workers[number].description, prefix)
+
+    def number(self, demand=SHORT, source=None):
+        return self.workers.index(self.rules.best(demand, self.workers, source).worker)
+
+
+ASKED = replace(SHORT, prefix=PREFIX)
+
+
+@pytest.fixture
+def by_load():
+    with ExitStack() as ends:
+
+        def make(*arguments, **options):
+            made = ByLoads(*arguments, **options)
+            ends.enter_context(made.held)
+            return made
+
+        yield make
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_without_a_difference_the_first_worker_is_taken(by_load, pool):
+    assert by_load(pool).number() == 0
+
+
+@pytest.mark.parametrize("pool", ["prefill", "colocated"])
+@pytest.mark.parametrize(
+    ("first", "second", "chosen"),
+    [
+        ({"prompt_tokens": 4000}, {"prompt_tokens": 100, "running": 9}, 1),
+        ({"prompt_tokens": 10}, {"running": 9}, 1),
+        ({"prompt_tokens": 10}, {"decodes": 9}, 1),
+        ({"running": 2}, {"running": 1}, 1),
+        ({"decodes": 1}, {"running": 1}, 1),
+    ],
+)
+def test_prompts_go_where_the_fewest_tokens_are_then_the_fewest_sequences_and_the_least_context(
+    by_load, pool, first, second, chosen
+):
+    one = by_load(pool)
+    one.holds(0, **first)
+    one.holds(1, **second)
+    assert one.number() == chosen
+
+
+def test_decode_goes_where_the_fewest_sequences_are_whatever_prompts_are_there(by_load):
+    one = by_load("decode")
+    one.holds(0, decodes=2)
+    one.holds(1, decodes=1, prompt_tokens=500)
+    assert one.number() == 1
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_a_prompt_goes_where_its_beginning_is_cached(by_load, pool):
+    one = by_load(pool, 3)
+    one.has(1, PREFIX[:4])
+    one.has(2, PREFIX[:8])
+    assert [one.number(), one.number(ASKED)] == [0, 2]
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_what_a_worker_had_before_it_was_started_again_does_not_count(by_load, pool):
+    one = by_load(pool)
+    one.has(1)
+    one.workers[1] = a_worker(1, incarnation="the next one")
+    assert one.number(ASKED) == 0
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_a_worker_that_the_router_does_not_reach_gets_nothing_for_what_it_has(by_load, pool):
+    one = by_load(pool)
+    one.has(1)
+    assert one.number(replace(ASKED, avoided=frozenset({"w1"}))) == 0
+    assert one.number(replace(ASKED, avoided=frozenset({"w0", "w1"}))) == 1, "it finds out itself"
+
+
+def test_a_prompt_leaves_what_is_cached_once_twice_as_many_tokens_wait_there(by_load):
+    one = by_load("prefill")
+    one.has(1, PREFIX[:8])
+    one.holds(1, prompt_tokens=2 * 8 * 32)
+    assert one.number(ASKED) == 0
+    one.holds(0, prompt_tokens=1)
+    assert one.number(ASKED) == 1
+
+
+@pytest.mark.parametrize("shared_blocks", [0, 12])
+def test_a_common_beginning_does_not_send_all_answers_to_the_worker_that_has_it(by_load, shared_blocks):
+    """Each prompt is computed before the next one comes, so prompt tokens alone would never send one elsewhere."""
+    one = by_load("colocated", 4)
+    for request in range(64):
+        prefix = (*PREFIX[:shared_blocks], *range(1000 * request, 1000 * request + 16 - shared_blocks))
+        number = one.number(Demand(PROMPT, 200, prefix=prefix))
+        one.holds(number, decodes=1)
+        one.has(number, prefix)
+    decodes = [worker.outstanding.decodes for worker in one.workers]
+    assert max(decodes) - min(decodes) <= 8, decodes
+
+
+def test_conversations_stay_where_they_are_and_are_spread_over_the_workers(by_load):
+    one, where = by_load("colocated", 2), {}
+    for turn in range(4):
+        for talk in range(8):
+            prefix = tuple(range(1000 * talk, 1000 * talk + 4 * (turn + 1)))
+            number = one.number(Demand(32 * len(prefix), 50, prefix=prefix))
+            assert where.setdefault(talk, number) == number
+            one.has(number, prefix)
+            if turn == 0:
+                one.holds(number, decodes=1)
+    assert Counter(where.values()) == {0: 4, 1: 4}
+
+
+def test_of_decode_workers_with_as_many_sequences_the_one_with_the_beginning_is_taken(by_load):
+    one = by_load("decode")
+    one.has(1)
+    one.holds(1, decodes=1)
+    assert one.number(ASKED) == 0, "a sequence costs more than a fetch"
+    one.holds(0, decodes=1)
+    assert one.number(ASKED) == 1
+
+
+def test_a_nearer_decode_worker_may_run_a_tenth_more_and_an_idle_one_is_always_taken(by_load):
+    source = a_worker(9, node="n0", rack="r0")
+
+    def chosen(*decodes):
+        one = by_load("decode", 3, max_num_seqs=99)
+        places = [{"node": "n0", "rack": "r0"}, {"node": "n1", "rack": "r0"}, {"node": "n2", "rack": "r2"}]
+        one.workers = [a_worker(n, max_num_seqs=99, **place) for n, place in enumerate(places)]
+        for number, running in enumerate(decodes):
+            one.holds(number, decodes=running)
+        return one.number(source=source)
+
+    assert [chosen(0, 0, 0), chosen(1, 0, 0), chosen(1, 1, 0)] == [0, 1, 2]
+    assert [chosen(22, 20, 20), chosen(23, 20, 20), chosen(23, 23, 20), chosen(25, 23, 20)] == [0, 1, 0, 2]
+
+
+def test_workers_of_one_node_are_nearest_then_those_of_one_rack_and_the_unknown_are_far():
+    here = worker_description(node="n1", rack="r1")
+    assert distance(here, worker_description(node="n1", rack="r1")) == 0
+    assert distance(here, worker_description(node="n2", rack="r1")) == 1
+    assert distance(here, worker_description(node="n2", rack="r2")) == 2
+    assert distance(worker_description(), worker_description()) == 2
+
+
+@pytest.mark.parametrize(
+    ("free", "promised", "most", "chosen"),
+    [(16, 0, 99, 0), (15, 0, 99, 1), (16, 1, 99, 1), (16, 0, 1, 1)],
+    ids=["room", "no blocks", "promised blocks", "full batch"],
+)
+def test_decode_goes_where_the_blocks_are_and_not_where_fewest_run_or_what_is_near(
+    by_load, free, promised, most, chosen
+):
+    source = a_worker(9, node="n0")
+    one = by_load("decode")
+    one.workers = [a_worker(0, node="n0", max_num_seqs=most), a_worker(1, max_num_seqs=99)]
+    one.workers[0].status = WorkerStatus(worker_id="w0", kv_blocks_free=free)
+    one.held.enter_context(one.workers[0].reserve(promised_blocks=promised))
+    one.holds(1, decodes=20)
+    assert one.number(Demand(PROMPT), source) == chosen

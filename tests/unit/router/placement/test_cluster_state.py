@@ -9,7 +9,7 @@ import pytest
 
 from ridgeline.contracts.errors import EngineFailed
 from ridgeline.contracts.workers import WorkerStatus
-from ridgeline.router.fleet.policy import PROMPT_SCORERS, SPLIT, Demand
+from ridgeline.router.fleet.request_route import SPLIT, Demand
 from ridgeline.router.placement.choice import Choice
 from ridgeline.router.placement.cluster_state import RouterRequests
 from ridgeline.router.placement.placement_events import Doubts, Keeps, Wish
@@ -47,7 +47,7 @@ def test_a_place_is_free_from_the_first_token_on_and_not_only_at_the_end(bench):
     bench.send("two", 2000)
     bench.first_token("one")
     assert bench.started == ["one", "two"]
-    assert bench.prefills[0].load().running == 2
+    assert bench.prefills[0].outstanding.running == 2
 
 
 def test_the_worker_with_the_fewest_prompt_tokens_is_next():
@@ -63,12 +63,21 @@ def test_the_worker_with_the_fewest_prompt_tokens_is_next():
     bench.end()
 
 
-def test_the_worker_is_chosen_for_the_prompt_that_is_next_and_by_what_it_asks_for(monkeypatch):
-    def by_length(demand, load):
-        return (load.worker_id != ("prefill-1" if demand.prompt_tokens > 100 else "prefill-0"),)
+class Asking:
+    """A chooser that asks a function for the number of a worker."""
 
-    monkeypatch.setitem(PROMPT_SCORERS, "prefill", by_length)
-    bench = Bench(prefill=2)
+    def __init__(self, number_of):
+        self.number_of = number_of
+
+    def choose(self, demand, waited_s, roomy, *, urgent):
+        return Choice(roomy[self.number_of(demand.prompt_tokens)])
+
+    def least_s(self, demand):
+        return None
+
+
+def test_the_worker_is_chosen_for_the_prompt_that_is_next_and_by_what_it_asks_for():
+    bench = Bench(prefill=2, chooser=Asking(lambda tokens: tokens > 100))
     for name, tokens in (("long", 900), ("short", 100), ("longer", 800), ("shorter", 50)):
         bench.send(name, tokens)
     assert {name: place.prompt_worker[0] for name, place in bench.places.items()} == {
@@ -80,15 +89,9 @@ def test_the_worker_is_chosen_for_the_prompt_that_is_next_and_by_what_it_asks_fo
     bench.end()
 
 
-def test_no_worker_is_chosen_for_a_prompt_whose_client_left_while_it_waited(monkeypatch):
+def test_no_worker_is_chosen_for_a_prompt_whose_client_left_while_it_waited():
     asked_for = []
-
-    def noting(demand, load):
-        asked_for.append(demand.prompt_tokens)
-        return (0,)
-
-    monkeypatch.setitem(PROMPT_SCORERS, "prefill", noting)
-    bench = Bench()
+    bench = Bench(chooser=Asking(lambda tokens: asked_for.append(tokens) or 0))
     for name, tokens in (("one", 2000), ("left", 300), ("two", 400)):
         bench.send(name, tokens)
     bench.leave("left")
@@ -98,15 +101,12 @@ def test_no_worker_is_chosen_for_a_prompt_whose_client_left_while_it_waited(monk
     bench.end()
 
 
-def test_a_prompt_for_which_the_choice_of_a_worker_fails_leaves_the_queue_and_is_told_the_error(monkeypatch):
-    def failing(demand, load):
-        raise ZeroDivisionError("no load")
-
-    monkeypatch.setitem(PROMPT_SCORERS, "prefill", failing)
+def test_a_prompt_for_which_the_choice_of_a_worker_fails_leaves_the_queue_and_is_told_the_error():
     bench = Bench()
+    bench.queue._choosers = [Asking(lambda tokens: tokens // 0)]
     bench.send("one", 100)
     assert bench.denied["one"].reason == "failed"
-    assert "(ZeroDivisionError: no load)" in bench.denied["one"].sentence
+    assert "(ZeroDivisionError: " in bench.denied["one"].sentence
     bench.end()
 
 
@@ -356,7 +356,7 @@ class Whole:
 def test_a_prompt_of_a_router_that_reaches_only_full_workers_holds_up_no_others_and_is_next_there(by_prediction):
     bench = Bench(prefill=2)
     if by_prediction:
-        bench.queue._chooser = Whole(lambda: bench)
+        bench.queue._choosers = [Whole(lambda: bench)]
     bench.send("fills", WINDOW, avoided=["prefill-1"])
     bench.send("cut off", 10, client="b", avoided=["prefill-1"])
     bench.send("left", 10, client="b", avoided=["prefill-1"])
@@ -440,12 +440,9 @@ def test_while_predictions_fail_prompts_go_to_the_least_loaded_worker():
     bench.end()
 
 
-def test_a_request_whose_first_token_makes_room_is_not_ended_by_the_fault_of_the_choice_for_the_next(monkeypatch):
-    def failing_for_short_ones(demand, load):
-        return (1 / (demand.prompt_tokens - 10),)
-
-    monkeypatch.setitem(PROMPT_SCORERS, "prefill", failing_for_short_ones)
+def test_a_request_whose_first_token_makes_room_is_not_ended_by_the_fault_of_the_choice_for_the_next():
     bench = Bench()
+    bench.queue._choosers = [Asking(lambda tokens: 0 // (tokens - 10))]
     for name, tokens in (("fills", WINDOW), ("fault", 10), ("next", 20)):
         bench.send(name, tokens)
     bench.finish("fills")

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from ridgeline.contracts.workers import WorkerStatus
-from ridgeline.router.fleet.policy import Demand
+from ridgeline.router.fleet.request_route import Demand
 from ridgeline.router.fleet.worker import Outstanding
 from ridgeline.router.placement.cluster_state import RouterRequests
 from ridgeline.router.placement.holds import DecodePlaces, Hold

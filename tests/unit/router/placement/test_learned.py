@@ -2,7 +2,7 @@
 
 import pytest
 
-from ridgeline.router.fleet.policy import Demand
+from ridgeline.router.fleet.request_route import Demand
 from ridgeline.router.placement.learned import REMEMBERED, UNKNOWN_OUTPUT_TOKENS, UNKNOWN_PART, WEIGHT, Learned
 
 

@@ -4,7 +4,7 @@ import asyncio
 
 import msgspec
 
-from ridgeline.router.fleet.policy import Demand
+from ridgeline.router.fleet.request_route import Demand
 from ridgeline.router.flow.admission import Held
 from ridgeline.router.placement.placement_events import Denied, Wish
 from ridgeline.router.placement.places import Placement
