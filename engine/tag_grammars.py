@@ -31,20 +31,26 @@ from xgrammar.structural_tag import (
 )
 
 ANY: Final = "/(?s:.*)/"
-MOST_CHARACTERS: Final = 4 << 20
-"""Of all rules of a grammar: each end of a text, and each trigger, repeats all that the text may not contain."""
+MOST_CHARACTERS: Final = 512 << 10
+"""Of all rules of a grammar: as many as a tag may have bytes. Each end of a text repeats what the text excludes."""
+MOST_ENDS: Final = 64
+"""Of one text: within each other, the ends of tags multiply."""
 ANSWER_ENDS: Final = None
 OTHER: Final = ""
 """What may follow a format: a text, the end of the answer, or something that is no fixed text."""
 XML: Final = {
-    "qwen_xml": ("<parameter=", ">", "</parameter>"),
-    "minimax_xml": ('<parameter name="', '">', "</parameter>"),
-    "deepseek_xml": ('<｜DSML｜parameter name="', '" string="{}">', "</｜DSML｜parameter>"),
-    "deepseek_v4_1_xml": ('<｜DSML｜ parameter name="', '" string="{}">', "</｜DSML｜ parameter>"),
-    "glm_xml": ("<arg_key>", "</arg_key><arg_value>", "</arg_value>"),
+    "qwen_xml": ("<parameter=", ">", "</parameter>", r"<\s*\/?\s*(?:parameter|function|tool_call)"),
+    "minimax_xml": ('<parameter name="', '">', "</parameter>", r"<\s*\/?\s*(?:parameter|invoke|minimax)"),
+    "deepseek_xml": ('<｜DSML｜parameter name="', '" string="{}">', "</｜DSML｜parameter>", r"<\s*\/?\s*｜DSML"),
+    "deepseek_v4_1_xml": ('<｜DSML｜ parameter name="', '" string="{}">', "</｜DSML｜ parameter>", r"<\s*\/?\s*｜DSML"),
+    "glm_xml": ("<arg_key>", "</arg_key><arg_value>", "</arg_value>", r"<\s*\/?\s*(?:arg_|tool_call)"),
 }
-"""Before and after the name of an argument, and after its value: the styles of vLLM's tool parsers. `{}` is whether the
-value is a string."""
+"""The styles of vLLM's tool parsers: before and after the name of an argument, after its value, and what a value may
+not have, since the parser takes it for markup. `{}` is whether the value is a string."""
+NO_MARKUP: Final = r"^(?:[^<]|<+[^<\s\/｜a-z])*$"
+"""Of the strings within a JSON value as XML: none of the styles' markup."""
+LIMIT: Final = 10**15
+"""Of numbers as XML: vLLM's parsers read 1e999, and an integer of 5,000 digits, as strings."""
 ASSERTIONS: Final = frozenset(Draft202012Validator.VALIDATORS)
 """The keywords that a validator of JSON Schema checks. Others describe."""
 ASCII: Final = {r"\d": "[0-9]", r"\w": "[A-Za-z0-9_]"}
@@ -96,6 +102,8 @@ class _Lark:
         match form:
             case AnyTextFormat(max_tokens=None, max_chars=None):
                 return _one_of(self._free(form.excludes, one) for one in follows)
+            case _ if len(follows) > MOST_ENDS:
+                raise Unreadable(f"one text may have {MOST_ENDS} ends, and tags within each other multiply them")
             case SequenceFormat():
                 return self._sequence(form.elements, follows)
             case OrFormat():
@@ -194,7 +202,7 @@ class _Lark:
 
     def _xml(self, form: JSONSchemaFormat, newline: str) -> str:
         """Write the arguments of a tool as XML, in the order in which its schema names them."""
-        before, after, end = XML[form.style]
+        before, after, end, markup = XML[form.style]
         schema = form.json_schema
         between = self._rule("BETWEEN", r"/\n?/")
 
@@ -207,32 +215,35 @@ class _Lark:
         if schema is True:
             name = self._rule("NAME", "/[A-Za-z_][A-Za-z0-9_.-]*/")
             return f"({argument(name, [(True, self._until(newline + end, [end]))])})* {between}"
+        if re.search(markup, json.dumps(schema, ensure_ascii=False)):
+            raise Unreadable("markup in a schema of XML arguments: send strict: false")
         if schema is False or set(schema) & ASSERTIONS - {"type", "properties", "required", "additionalProperties"}:
             raise Unreadable(
                 "XML arguments have type, properties, required and additionalProperties alone: send strict: false"
             )
         properties, required = schema.get("properties", {}), schema.get("required", [])
-        definitions: dict[str, Any] = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-        if odd := [name for name in properties if re.search(r'[<>"\n]', name)] or set(required) - set(properties):
+        if odd := [
+            name for name in properties if not name or name != name.strip() or re.search(r'[<>"\n]', name)
+        ] or set(required) - set(properties):
             raise Unreadable(f"arguments {sorted(odd)} cannot be written as XML: send strict: false")
         written = list[str]()
         for name, one in properties.items():
             try:
-                values = list(self._xml_values(one, definitions, newline + end, end))
+                values = list(self._xml_values(one, schema, newline + end, markup))
             except Unreadable as error:
                 raise Unreadable(f"properties/{name}: {error}") from error
             text = argument(self._literal(name), values)
             written.append(text if name in required else f"({text})?")
         return " ".join([*written, between])
 
-    def _xml_values(self, schema: Any, definitions: dict[str, Any], end: str, never: str) -> Iterator[tuple[bool, str]]:
+    def _xml_values(self, schema: Any, root: dict[str, Any], end: str, markup: str) -> Iterator[tuple[bool, str]]:
         """Yield whether each alternative of a value is a string, and its text with its end.
 
         vLLM's parsers turn the text into the first type that takes it. A schema under which that could give another
         value than the one that was written is Unreadable.
         """
         types = extract_types_from_schema(schema)
-        choices = list(_alternatives(schema, definitions))
+        choices = list(_alternatives(schema, root))
         strings = [one for one in choices if _is_string(one)]
         others = [one for one in choices if not _is_string(one)]
         if others and ("string" in types) != bool(strings):
@@ -243,7 +254,7 @@ class _Lark:
                 "a string or another type cannot have limits in XML arguments: use one type, or send strict: false"
             )
         for one in others:
-            yield False, f"{self._json(definitions | one)} {self._literal(end)}"
+            yield False, f"{self._json(_within_xml(one))} {self._literal(end)}"
         for one in strings:
             if unknown := set(one) & ASSERTIONS - {"type", "enum", "const", "minLength", "maxLength", "pattern"}:
                 raise Unreadable(
@@ -252,16 +263,18 @@ class _Lark:
             if "enum" in one or "const" in one:
                 values = [value for value in one.get("enum", [one.get("const")]) if isinstance(value, str)]
                 if set(one) & ASSERTIONS not in ({"type", "enum"}, {"type", "const"}, {"const"}) or any(
-                    coerce_to_schema_type(value, types) not in (value, None) or never in value for value in values
+                    coerce_to_schema_type(value, types) not in (value, None) for value in values
                 ):
                     raise Unreadable("these values would be read as another type in XML arguments: send strict: false")
                 yield True, _one_of(self._literal(value + end) for value in values)
                 continue
             least, most = one.get("minLength", 0), one.get("maxLength", "")
-            bounds = [f"/(?s:.{{{least},{most}}})/"] if least or most != "" else []
+            bounds = [f"~({ANY} /{markup}/ {ANY})"]
+            if least or most != "":
+                bounds.append(f"/(?s:.{{{least},{most}}})/")
             if "pattern" in one:
                 bounds.append(_search(one["pattern"]))
-            yield True, self._until(end, [never], bounds)
+            yield True, self._until(end, [], bounds)
 
     def _json(self, schema: Any) -> str:
         return self._rule("json", f"%json {self._write_json(schema)}")
@@ -292,7 +305,31 @@ class _Lark:
         return known.partition("[")[0]
 
 
-def _alternatives(schema: Any, definitions: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _within_xml(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema of a JSON value whose texts are no markup, and which vLLM's parsers read as it was written."""
+    match schema:
+        case {"type": "integer" | "number"}:
+            return {"minimum": -LIMIT, "maximum": LIMIT} | schema
+        case {"type": "boolean" | "null"} | {"const": int() | float() | None} | {"type": "string", "enum": _}:
+            return schema
+        case {"type": "string"}:
+            return schema | {"allOf": [*schema.get("allOf", ()), {"pattern": NO_MARKUP}]}
+        case {"type": "array", "items": dict(items)} if not set(schema) & ASSERTIONS - {
+            *("type", "items", "minItems", "maxItems")
+        }:
+            return schema | {"items": _within_xml(items)}
+        case {"type": "object", "properties": dict(properties)} if not (
+            set(schema) & ASSERTIONS - {"type", "properties", "required", "additionalProperties"}
+            or schema.get("additionalProperties")
+        ):
+            named = {name: _within_xml(one) for name, one in properties.items()}
+            return schema | {"properties": named, "additionalProperties": False}
+        case {"anyOf": [one, {"type": "null"} as null]} if set(schema) & ASSERTIONS == {"anyOf"}:
+            return {"anyOf": [_within_xml(one), null]}
+    raise Unreadable("lists and objects as XML have parts of one type each, or null: send strict: false")
+
+
+def _alternatives(schema: Any, root: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the schemas of which a value has to meet one, each with one type or one value."""
     left, seen = [{"type": "string"} if schema in (True, {}) else schema], set[str]()
     while left:
@@ -304,7 +341,7 @@ def _alternatives(schema: Any, definitions: dict[str, Any]) -> Iterator[dict[str
             if one["$ref"] in seen:
                 raise Unreadable(f"{one['$ref']} comes twice: write it out, or send strict: false")
             seen.add(one["$ref"])
-            left.insert(0, definitions.get(found[1], {}).get(found[2]))
+            left.insert(0, root.get(found[1], {}).get(found[2]))
         elif "type" in keys and isinstance(kinds := one["type"], list):
             left = [*(one | {"type": kind} for kind in kinds), *left]
         elif "enum" in keys and "type" not in keys:

@@ -115,17 +115,15 @@ def _validate(sampling_params: Any, tokenizer: Any = None) -> None:
     if params is None:
         return
     kind, text = get_structured_output_key(params)
-    if kind is StructuredOutputOptions.CHOICE:
+    if kind is StructuredOutputOptions.CHOICE or len(text) > CHECKED_BYTES:
         return
     try:
         if kind is StructuredOutputOptions.STRUCTURAL_TAG:
             grammar = as_lark(json.loads(text), {}, serialize_in_tag)
         else:
             grammar = serialize(kind, text)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise VLLMValidationError(f"Invalid grammar specification: {error}") from error
-    if len(text) > CHECKED_BYTES:
-        return
     if why := llguidance.LLMatcher.validate_grammar(grammar, tokenizer, limits=limits()):
         raise VLLMValidationError(f"Grammar error: {why}")
 

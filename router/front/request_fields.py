@@ -232,7 +232,7 @@ FOREIGN: dict[str, FieldRule] = {
     "guided_decoding_backend": _NO_BACKEND,
     "best_of": _NO_BEST_OF,
     "functions": RefusedField("use tools"),
-    "function_call": RefusedField("use tool_choice", but_for=("none",)),
+    "function_call": RefusedField("use tool_choice", but_for=("none", "auto")),
     "logits_processors": RefusedField("clients cannot send code to this server"),
     "modalities": _TEXT_ONLY,
     "audio": _TEXT_ONLY,

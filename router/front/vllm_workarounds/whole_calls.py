@@ -107,9 +107,13 @@ def _may_call(request: Any) -> bool:
 
 def _is_whole(arguments: str) -> bool:
     try:
-        return isinstance(json.loads(arguments), dict | None)
+        return isinstance(json.loads(arguments, parse_constant=_no_json), dict | None)
     except ValueError:
         return False
+
+
+def _no_json(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON, though Python writes it")
 
 
 def _noting_an_open_call(self: StreamingParserEngine) -> Any:

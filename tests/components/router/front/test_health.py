@@ -275,9 +275,8 @@ async def test_a_probe_is_two_tokens_of_a_new_prompt_before_all_that_wait_throug
 async def test_a_probe_passes_prompts_that_wait():
     bench = split(prefill=[FOREVER])
     queue = bench.queues["prefill"]
-    running = [asyncio.create_task(bench.run()) for _ in range(40)]
-    await asyncio.sleep(0.01)
-    assert queue.waiting > 0
+    running = [asyncio.create_task(bench.run()) for _ in range(400)]  # each after the first one has its beginning
+    await eventually(lambda: queue.waiting > 0)
     probe = asyncio.create_task(HealthProbe(bench.orchestrator, 100, 40)())
     await asyncio.sleep(0.01)
     assert queue._queue.pop().tokens == 40
