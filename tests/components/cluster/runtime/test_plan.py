@@ -362,6 +362,7 @@ def test_router_and_engines_get_the_same_arguments_of_the_models_and_each_pool_i
     assert router.engine_args == {"language_model_only": True, "max_logprobs": 7}
     assert router.server_args == {
         "enable_auto_tool_choice": True,
+        "sse_keep_alive_interval": 15,
         "chat_template": "{{ messages }}",
         "tool_parser_plugin": str(tmp_path / "parser.py"),
         "tool_call_parser": "of_the_plugin",
