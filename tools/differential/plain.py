@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -74,7 +75,7 @@ def arguments(plan: Plan, port: int) -> list[str]:
         "max-num-batched-tokens": pool.max_num_batched_tokens,
         "kv-cache-memory-bytes": pool.kv_cache_bytes,
         "tensor-parallel-size": pool.ranks,
-        "structured-outputs-config.backend": "guidance",  # as `ridgeline.engine.grammars` chooses
+        "structured-outputs-config": json.dumps({"backend": "guidance", "disable_any_whitespace": True}),
         "distributed-executor-backend": "uni" if on_cpu else None,
         "worker-extension-cls": "tools.differential.worker.PlainWorkerExtension" if on_cpu else None,
     }

@@ -115,6 +115,8 @@ def _config(folder: Path, dtype: str) -> RidgelineConfig:
         "model.path": str(model),
         "model.served_name": "tiny",
         "model.dtype": dtype,
+        # Else plain vLLM lets a model write any number of blanks, and we one at most.
+        "engine_args.structured_outputs_config": "{backend: guidance, disable_any_whitespace: true}",
         "model.max_model_len_tokens": str(MAX_MODEL_LEN_TOKENS),
         "router.prefill_window_tokens": str(2 * STEP_TOKENS),
     }
