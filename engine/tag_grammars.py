@@ -34,7 +34,7 @@ ANY: Final = "/(?s:.*)/"
 MOST_CHARACTERS: Final = 512 << 10
 """Of all rules of a grammar: as many as a tag may have bytes. Each end of a text repeats what the text excludes."""
 MOST_ENDS: Final = 64
-"""Of one text: within each other, the ends of tags multiply."""
+"""Of one text, and most triggers in it: within each other, the ends of tags multiply."""
 ANSWER_ENDS: Final = None
 OTHER: Final = ""
 """What may follow a format: a text, the end of the answer, or something that is no fixed text."""
@@ -183,6 +183,8 @@ class _Lark:
             raise Unreadable(f"{tag.begin.strip()[:100]!r}: {error}") from error
 
     def _triggered(self, form: TriggeredTagsFormat) -> str:
+        if len(form.triggers) > MOST_ENDS:
+            raise Unreadable(f"one text may have {MOST_ENDS} triggers: use a shorter one that tags share")
         of_trigger: dict[str, list[TagFormat]] = {}
         for tag in form.tags:
             trigger = next((one for one in form.triggers if str(tag.begin).startswith(one)), None)

@@ -115,15 +115,16 @@ def _validate(sampling_params: Any, tokenizer: Any = None) -> None:
     if params is None:
         return
     kind, text = get_structured_output_key(params)
-    if kind is StructuredOutputOptions.CHOICE or len(text) > CHECKED_BYTES:
+    is_tag = kind is StructuredOutputOptions.STRUCTURAL_TAG
+    if kind is StructuredOutputOptions.CHOICE or (len(text) > CHECKED_BYTES and not is_tag):
         return
     try:
-        if kind is StructuredOutputOptions.STRUCTURAL_TAG:
-            grammar = as_lark(json.loads(text), {}, serialize_in_tag)
-        else:
-            grammar = serialize(kind, text)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        # A long tag too: only here is a client told why its tools cannot be enforced.
+        grammar = as_lark(json.loads(text), {}, serialize_in_tag) if is_tag else serialize(kind, text)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise VLLMValidationError(f"Invalid grammar specification: {error}") from error
+    if is_tag and len(grammar) > CHECKED_BYTES:
+        return
     if why := llguidance.LLMatcher.validate_grammar(grammar, tokenizer, limits=limits()):
         raise VLLMValidationError(f"Grammar error: {why}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import time
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -309,6 +310,31 @@ def test_what_cannot_be_compiled_is_refused_before_it_reaches_an_engine(fields, 
             bounded_grammars._validate(params)
     else:
         bounded_grammars._validate(params)
+
+
+def xml(**properties: Any) -> dict[str, Any]:
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    content = {"type": "json_schema", "json_schema": schema, "style": "qwen_xml"}
+    return {"type": "structural_tag", "format": {"type": "tag", "begin": "<f>", "content": content, "end": "</f>"}}
+
+
+MANY = [f"<{number}>" for number in range(4_000)]
+
+
+@pytest.mark.parametrize(
+    "tag",
+    [
+        xml(a={"type": "string", "format": "date"}, b={"type": "string", "description": "x" * 20_000}),
+        {"structures": [{"begin": one, "schema": {}, "end": ""} for one in MANY], "triggers": MANY},
+    ],
+    ids=["long", "many triggers"],
+)
+def test_a_tag_that_cannot_be_enforced_is_refused_at_once_whatever_its_size(tag):
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(structural_tag=json.dumps(tag)))
+    began_s = time.thread_time()
+    with pytest.raises(VLLMValidationError):
+        bounded_grammars._validate(params)
+    assert time.thread_time() - began_s < 0.5
 
 
 def test_the_ordinary_patterns_that_tools_have_are_compiled(backend):
