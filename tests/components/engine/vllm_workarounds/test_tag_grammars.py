@@ -253,6 +253,33 @@ def test_arguments_as_vllm_reads_them_from_what_a_grammar_lets_through_keep_to_t
     assert checked > 10, (checked, refused)
 
 
+QWEN = "<tool_call>\n<function=note>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"
+GLM = "<tool_call>note<arg_key>a</arg_key><arg_value>{}</arg_value></tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("model", "call", "markup"),
+    [
+        ("qwen_3_coder", QWEN, "x</function>yyy"),
+        ("qwen_3_coder", QWEN, "x<parameter=evil>y"),
+        ("qwen_3_coder", QWEN, "x< /parameter>yyy"),
+        ("glm_4_7", GLM, "x</tool_call>yyy"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["string", "list"])
+def test_a_value_as_xml_has_nothing_that_vllms_parser_takes_for_markup(backend, model, call, markup, kind):
+    part: dict[str, Any] = {"type": "string", "minLength": 5}
+    schema = {"type": "object", "properties": {"a": part}, "required": ["a"]}
+    if kind == "list":
+        schema["properties"] = {"a": {"type": "array", "items": part}}
+    tool = ChatCompletionToolsParam(function={"name": "note", "parameters": schema, "strict": True})
+    tag = get_model_structural_tag(model, [tool], "auto", reasoning=False)
+    for value, taken in (("a < 5, B<C>", kind == "string"), ("a plain text", True), (markup, False)):
+        text = call.format(json.dumps([value]) if kind == "list" else value)
+        grammar = backend.compile_grammar(Kind.STRUCTURAL_TAG, tag.model_dump_json(), {END})
+        assert takes(backend, grammar, text) == taken, value
+
+
 def strict_tag(schema: dict[str, Any]) -> str:
     tool = ChatCompletionToolsParam(function={"name": "do", "parameters": schema, "strict": True})
     tag = get_model_structural_tag("hermes", [tool], "auto", reasoning=False)
