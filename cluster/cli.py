@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -23,7 +23,6 @@ from typer.core import TyperGroup
 from ridgeline.cluster.commands.plan_options import with_plan
 from ridgeline.cluster.commands.server_url import server_url
 from ridgeline.cluster.config.api_keys import ApiKeyError
-from ridgeline.cluster.config.grid import read_grid
 from ridgeline.cluster.config.loader import ConfigError, LoadedConfig, explain, load_config
 from ridgeline.cluster.deployments import background
 from ridgeline.cluster.deployments.background import DETACHED
@@ -537,8 +536,8 @@ def compare(
     config: ConfigOption = None,
     settings: SetOption = None,
 ) -> None:
-    """Compare all modes, and another server, over rates; or two of these at one rate, in pairs of rounds."""
-    from ridgeline.cluster.commands.loadtest import compare_command, refusals, refusals_of_grid, resume_command
+    """Compare running servers of any kind, or the modes of an own deployment, in pairs of rounds over rates."""
+    from ridgeline.cluster.commands.loadtest import compare_command, resume_command
 
     if resume is not None and out is None:
         again = load(config, settings, both_modes=True).config if config or settings else None
@@ -547,30 +546,31 @@ def compare(
     if out is None or resume is not None:
         fail(["give --out DIR for a new comparison, or --resume DIR to go on with an interrupted one"], 2)
         return
+    if not plan.modes:
+        if config or settings:
+            fail(["--config and --set are of an own deployment: name its modes with --variants, or leave them out"], 2)
+        run(compare_command(None, plan, out, console))
+        return
+    from ridgeline.cluster.commands.own_variants import refusals
+
     loaded = load(config, settings, both_modes=True)
-    try:
-        grid = read_grid(Path(plan.grid), loaded.config) if plan.grid is not None else None
-    except ConfigError as error:
-        fail(error.problems, 2)
-        raise
-    if found := refusals(loaded.config, plan) if grid is None else refusals_of_grid(grid, plan):
+    if found := refusals(loaded.config, plan):
         fail(found, 2)
-    run(compare_command(loaded.config, plan, out, console, grid=grid))
+    run(compare_command(loaded.config, plan, out, console))
 
 
 @app.command()
 def report(
-    folders: Annotated[list[Path], typer.Argument(help="one run, or two to see them side by side", metavar="DIR...")],
+    folder: Annotated[Path, typer.Argument(help="the folder of a finished comparison", metavar="DIR")],
     export: Annotated[
-        Literal["vllm-bench", "guidellm"] | None,
-        typer.Option(help="instead, write the valid rounds to DIR/FORMAT as that load generator writes its results"),
-    ] = None,
+        bool, typer.Option("--export", help="instead, write each valid round to DIR/vllm-bench as vLLM's bench does")
+    ] = False,
 ) -> None:
-    """Write report.html of a finished comparison again, show two side by side, or export the rounds of one."""
-    from ridgeline.cluster.commands.report import report as report_runs
+    """Write report.html of a finished comparison again, or export its rounds."""
+    from ridgeline.cluster.commands.report import report as report_run
 
     try:
-        report_runs(folders, console, export)
+        report_run(folder, console, export=export)
     except LoadTestError as error:
         fail([str(error)])
 

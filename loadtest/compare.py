@@ -1,9 +1,13 @@
-"""Runs both variants on the same requests, in pairs of rounds, until they can be told apart or cannot.
+"""Runs all variants on the same requests, in pairs of rounds at one rate or more, and judges them together.
 
-Both rounds of a pair have the same arrivals and lengths, and each pair has another window of the trace or another seed.
-No two rounds share a prompt's beginning, so prefix caches are cold.
+The rounds of a pair have the same arrivals and lengths, and each pair has another window of the trace or another seed.
+Rates are those that were given, in turn, or the ones that say most of the highest rate that each variant holds. All
+rounds take about as long, as far as the trace has requests, so that a queue has time to grow at any rate. A request
+that has taken twice as long as its SLOs allow is given up, so a round beyond what a variant can hold ends soon; its
+requests are gone from the server before the next round begins.
 """
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,28 +19,28 @@ from rich.console import Console
 from ridgeline.loadtest.errors import ServerError
 from ridgeline.loadtest.plan import ComparePlan
 from ridgeline.loadtest.preparation import Prepared, prepare, prepared_before
-from ridgeline.loadtest.report.page import write_report
+from ridgeline.loadtest.report.comparison import summarise_comparison
+from ridgeline.loadtest.report.page import print_comparison, write_report
 from ridgeline.loadtest.report.record_table import write_record_table
-from ridgeline.loadtest.report.rounds import Interruption, interruptions_summary, summarise_comparison
-from ridgeline.loadtest.report.tables import print_comparison
-from ridgeline.loadtest.run.calibration import Workers
-from ridgeline.loadtest.run.quantities import counted
+from ridgeline.loadtest.report.rounds import Interruption, interruptions_summary
+from ridgeline.loadtest.run.calibration import LEAST_REQUESTS, Workers
+from ridgeline.loadtest.run.replay import ReplayResult
 from ridgeline.loadtest.run_folder import (
     RECORD_TABLE,
     RECORDS,
     REPORT,
-    TUNING,
     Past,
     RunFolder,
     new_folder,
     saying_how_to_go_on,
 )
-from ridgeline.loadtest.statistics.looks import looks_until
-from ridgeline.loadtest.statistics.outcome import Conclusion, conclude
-from ridgeline.loadtest.statistics.pairs import PairDifference, pair_difference
-from ridgeline.loadtest.tuning import Candidates, tune
+from ridgeline.loadtest.statistics.attainment_curve import RoundCount
+from ridgeline.loadtest.statistics.next_rate import SearchBounds, next_rate
 from ridgeline.loadtest.valid_rounds import RoundRunner, new_runner, taken_up
 from ridgeline.loadtest.variants import Variant
+
+GIVEN_UP_AFTER = 2.0
+"""A request is given up after this many times the time that the longest one has within its SLOs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +48,11 @@ class Comparison:
     """The result of a comparison; `summary` is the content of summary.json."""
 
     summary: dict[str, Any]
-    conclusion: Conclusion
     report: Path
 
 
 async def compare(
-    variants: tuple[Variant, Variant] | Candidates,
+    variants: Sequence[Variant],
     plan: ComparePlan,
     out: Path | RunFolder,
     console: Console,
@@ -59,121 +62,154 @@ async def compare(
     is_alone: bool = True,
     began_s: float | None = None,
 ) -> Comparison:
-    """Run pairs of rounds, write summary.json, records and report.html into `out`, print tables and outcome.
+    """Run pairs of rounds, write summary.json, records and report.html into `out`, print tables and verdict.
 
     If `out` holds a run, another folder beside it is used.
     `workers` share the load, in units of the worker of variant a that is measured; without them its server says which.
     `notes` are printed with the load. With `is_alone` work that this process did not start counts as a disturbance.
-    Of candidates one of each variant is chosen before the first pair; rate and SLOs are measured at variant a's first.
-    The plan's budget counts from `began_s`, on time.monotonic's scale; without it from now.
-    Raises LoadTestError, and NotDisaggregatedError after the first round in that mode that did not use both pools.
+    Rate and SLOs are measured at variant a's first, if they are not given; a search starts at 80 % of what the unloaded
+    server is calculated to hold. The plan's budget counts from `began_s`, on time.monotonic's scale; without it from
+    now. Raises LoadTestError, and NotDisaggregatedError after a round in that mode that did not use both pools.
     """
     began_s = time.monotonic() if began_s is None else began_s
     folder = new_folder(out if isinstance(out, RunFolder) else RunFolder(out), console)
-    first = variants[0] if isinstance(variants, tuple) else variants["a"][0].variant
-    prepared = await prepare(first, plan, console, workers, notes, began_s)
-    tuning = None
-    if not isinstance(variants, tuple):
-        tuned = await tune(variants, prepared, folder.path / TUNING, console, is_alone=is_alone, began_s=began_s)
-        variants, prepared, tuning = tuned.variants, tuned.prepared, tuned.summary
-    folder.start(prepared.settled(plan, folder.setup, tuning))
+    prepared = await prepare(variants[0], plan.with_rate(), console, workers, notes, began_s, _context_tokens(variants))
+    if prepared.load.rate is None:
+        raise ServerError("all requests of this trace arrive at once, so there is no rate to start from: give --rate")
+    deadline_s = bounded_deadline_s(prepared)
+    console.print(f"a request is given up after {deadline_s:.3g} s", highlight=False)
+    if (longest_s := _longest_within_slos_s(prepared)) > deadline_s:
+        note = (
+            f"the longest answer may take {longest_s:.3g} s within the SLOs: give --deadline-s, or it counts as missed"
+        )
+        console.print(f"warning: {note}", style="yellow", highlight=False)
+    prepared = dataclasses.replace(prepared, plan=prepared.plan.model_copy(update={"deadline_s": deadline_s}))
+    folder.start(prepared.settled(plan, folder.setup))
     runner = new_runner(
         variants, prepared, folder.path / RECORDS, console, is_alone=is_alone, began_s=began_s, folder=folder
     )
-    return await _to_the_end(prepared, runner, folder, (), tuning)
+    return await _to_the_end(prepared, runner, folder)
 
 
 async def resume(
-    variants: tuple[Variant, Variant],
-    past: Past,
-    console: Console,
-    *,
-    is_alone: bool = True,
-    began_s: float | None = None,
+    variants: Sequence[Variant], past: Past, console: Console, *, is_alone: bool = True, began_s: float | None = None
 ) -> Comparison:
     """Continue an interrupted comparison after its valid rounds, with its settled plan; otherwise as `compare`.
 
     The budget counts the time that it ran, and not the interruption.
     """
     runner, folder, interruption = taken_up(variants, past, console, is_alone=is_alone, began_s=began_s)
-    interruptions = (*past.interruptions, interruption)
-    return await _to_the_end(prepared_before(past), runner, folder, interruptions, past.settled.tuning)
+    return await _to_the_end(prepared_before(past), runner, folder, (*past.interruptions, interruption))
 
 
 async def _to_the_end(
-    prepared: Prepared,
-    runner: RoundRunner,
-    folder: RunFolder,
-    interruptions: tuple[Interruption, ...],
-    tuning: dict[str, Any] | None,
+    prepared: Prepared, runner: RoundRunner, folder: RunFolder, interruptions: tuple[Interruption, ...] = ()
 ) -> Comparison:
+    pairs = _Pairs(prepared, runner)
     with saying_how_to_go_on(folder.path, runner.console):
-        judged = await _judge_pairs(prepared, runner)
-    return _finish(judged, prepared, runner, folder, interruptions, tuning)
+        await pairs.run()
+    devices = {side: variant.devices for side, variant in runner.variants.items()}
+    summary = summarise_comparison(
+        pairs.rates,
+        [each for each in runner.rounds if each.pair < len(pairs.rates)],
+        runner.labels,
+        runner.plan,
+        prepared.load,
+        devices,
+        time.monotonic() - runner.began_s,
+    )
+    summary |= {"setup": dict(folder.setup), "interruptions": interruptions_summary(interruptions)}
+    report = write_report(folder.path / REPORT, summary)
+    write_record_table(folder.path / RECORD_TABLE, folder.record_lines(), runner.rounds, runner.plan.slos)
+    folder.finish(summary)
+    print_comparison(summary, runner.console)
+    return Comparison(summary, report)
+
+
+def _context_tokens(variants: Sequence[Variant]) -> int | None:
+    """Return the shortest context of the variants that say theirs."""
+    return min((each.context_tokens for each in variants if each.context_tokens), default=None)
+
+
+def bounded_deadline_s(prepared: Prepared) -> float:
+    """Return the plan's deadline, or less if no request within its SLOs could take so long."""
+    return min(prepared.plan.deadline_s, GIVEN_UP_AFTER * _longest_within_slos_s(prepared))
+
+
+def _longest_within_slos_s(prepared: Prepared) -> float:
+    """Return how long the longest answer may take within its SLOs."""
+    ttft_s, tpot_s, _ = prepared.plan.slos.in_seconds()
+    return ttft_s + tpot_s * prepared.traces.longest_output_tokens
 
 
 @dataclass
-class _Judged:
-    """The pairs so far, and the result of the last look at them."""
+class _Pairs:
+    """Runs pairs of rounds at the rates that were given, or at those that say most."""
 
-    differences: list[PairDifference] = field(default_factory=list)
-    looks: tuple[int, ...] = ()
-    conclusion: Conclusion | None = None
-    notes: Sequence[str] = ()
+    prepared: Prepared
+    runner: RoundRunner
+    rates: list[float] = field(default_factory=list)
+    """The rate of each pair."""
 
-    def look(self, plan: ComparePlan, console: Console) -> None:
-        """Judge the pairs that have been run."""
-        done = len(self.differences)
-        self.looks = (*self.looks, done)
-        self.conclusion = conclude(self.differences, self.looks, plan.pairs, plan.margin)
-        console.print(f"after {counted(done, 'pair')}: {self.conclusion.outcome}", highlight=False)
+    async def run(self) -> None:
+        """Measure until every interval is as narrow as a search asks for, or pairs or time are used up.
 
+        After an interruption the same pairs come first, and those that were valid are not run again.
+        """
+        plan, found = self.prepared.plan, dict[str, list[RoundCount]]()
+        rate = self._next(found)
+        while rate is not None and len(self.rates) < plan.most_pairs and not self._is_over():
+            for side, one in (await self._measure(rate)).items():
+                found.setdefault(side, []).append(one)
+            rate = self._next(found)
 
-async def _judge_pairs(prepared: Prepared, runner: RoundRunner) -> _Judged:
-    """Run pairs until a look settles the outcome, the plan's pairs are done, or the time is up."""
-    judged, plan = _Judged(), prepared.plan
-    looks = looks_until(plan.pairs)
-    for pair in range(plan.pairs):
-        found = await runner.pair(pair, prepared.traces.of_pair(pair), f"pair {pair + 1} of at most {plan.pairs}")
-        judged.differences.append(pair_difference(found["a"].records, found["b"].records, plan.slos))
-        done = pair + 1
-        if done in looks:
-            judged.look(plan, runner.console)
-        if done == plan.pairs or (judged.conclusion is not None and judged.conclusion.is_settled):
-            break
-        if runner.has_begun(done):
-            continue  # before an interruption: its time is spent
-        if plan.budget_s is not None and time.monotonic() - runner.began_s + 2 * runner.longest_s > plan.budget_s:
-            judged.notes = (f"ended after {counted(done, 'pair')}, since another would not fit into the time",)
-            if done not in looks:
-                judged.look(plan, runner.console)
-            break
-    return judged
+    def _next(self, found: dict[str, list[RoundCount]]) -> float | None:
+        """Return the rate of the next pair; None if a search knows all."""
+        plan, start_rate = self.prepared.plan, self._start_rate
+        if plan.rates:
+            return plan.rates[len(self.rates) % len(plan.rates)]
+        return next_rate(found, start_rate, SearchBounds(attainment=plan.attainment)) if found else start_rate
 
+    @property
+    def _start_rate(self) -> float:
+        rate = self.prepared.load.rate
+        assert rate is not None, "checked before the first round"
+        return rate
 
-def _finish(
-    judged: _Judged,
-    prepared: Prepared,
-    runner: RoundRunner,
-    folder: RunFolder,
-    interruptions: tuple[Interruption, ...],
-    tuning: dict[str, Any] | None,
-) -> Comparison:
-    """Write and print the result."""
-    if judged.conclusion is None:
-        raise ServerError("no pair of rounds was finished, so there is nothing to compare")
-    devices = {side: variant.devices for side, variant in runner.variants.items()}
-    summary, records = summarise_comparison(
-        judged.conclusion, judged.differences, runner.rounds, runner.labels, prepared.plan, prepared.load, devices
-    )
-    for told in ("notes", "sentences"):
-        summary["load"][told] = [*summary["load"][told], *judged.notes]
-    summary |= {"setup": folder.setup, "interruptions": interruptions_summary(interruptions)}
-    if tuning is not None:
-        summary["tuning"] = tuning
-    out = folder.path
-    report = write_report(out / REPORT, summary, records)
-    write_record_table(out / RECORD_TABLE, folder.record_lines(), runner.rounds, prepared.plan.slos)
-    folder.finish(summary)
-    print_comparison(summary, runner.console)
-    return Comparison(summary, judged.conclusion, report)
+    async def _measure(self, rate: float) -> dict[str, RoundCount]:
+        """Run a pair at this rate, with requests of its own, and count those that met the SLOs."""
+        pair = len(self.rates)
+        trace = self.prepared.traces.at_rate(pair, rate, self._requests_at(rate))
+        self.rates.append(rate)
+        results = await self.runner.pair(pair, trace, f"pair {pair + 1}, {rate:.3g} requests/s")
+        found = {side: self._counted(rate, result) for side, result in results.items()}
+        shares = (
+            f"{self.runner.labels[side]} {found[side].met / found[side].total:.0%}" for side in self.runner.variants
+        )
+        self.runner.console.print(
+            f"pair {pair + 1} at {rate:.3g} requests/s: {', '.join(shares)} within the SLOs",
+            highlight=False,
+            markup=False,
+        )
+        return {str(side): one for side, one in found.items()}
+
+    def _requests_at(self, rate: float) -> int:
+        """Return the requests with which a round takes as long as one at the first rate.
+
+        A fixed number would arrive at a high rate before the first answer ends, and never make a queue.
+        """
+        traces = self.prepared.traces
+        wanted = round((traces.requests - 1) * rate / self._start_rate) + 1
+        return max(min(traces.requests, LEAST_REQUESTS), min(traces.most_at_a_rate, wanted))
+
+    def _is_over(self) -> bool:
+        """Return whether another round of every variant, as long as the longest, would end after the budget."""
+        budget_s = self.prepared.plan.budget_s
+        if budget_s is None or not self.rates or self.runner.has_begun(len(self.rates)):
+            return False  # the first pair runs in any case
+        next_s = len(self.runner.variants) * self.runner.longest_s
+        return time.monotonic() - self.runner.began_s + next_s > budget_s
+
+    def _counted(self, rate: float, result: ReplayResult) -> RoundCount:
+        limits = self.prepared.plan.slos.in_seconds()
+        return RoundCount(rate, sum(record.meets(*limits) for record in result.records), len(result.records))

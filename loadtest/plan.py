@@ -15,14 +15,10 @@ Mode = Literal["colocated", "disaggregated", "adaptive"]
 COLOCATED: Mode = "colocated"
 DISAGGREGATED: Mode = "disaggregated"
 MODES: tuple[Mode, ...] = get_args(Mode)
-BASELINE: Final = "baseline"
-"""The kind of a variant that somebody else runs."""
-LEAST_PAIRS = 6
-"""The fewest pairs that a conclusion takes; `ridgeline.loadtest.statistics.looks` says why."""
-LEAST_PAIRS_OF_A_SEARCH, MOST_PAIRS_OF_A_SEARCH = 4, 36
-"""Two that bracket the rates and two within; a search ends before the most if all is known."""
-OF_ONE_RATE: Final = frozenset({"rate", "time_scale", "pairs", "margin", "duration_s", "grid", "tuning_rounds"})
-"""Options that ask for pairs of rounds at a single rate."""
+MOST_VARIANTS: Final = 6
+"""As many as the page has colours for."""
+PAIRS_AT_A_RATE: Final = 8
+MOST_PAIRS_OF_A_SEARCH: Final = 36
 AUTO: Final = "auto"
 Endpoint = Literal["completions", "chat"]
 Positive = Annotated[float, Field(gt=0)]
@@ -64,10 +60,8 @@ class ReplayPlan(BaseModel):
     """One replay of one trace against one server."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
-    renamed: ClassVar[Mapping[str, str]] = {}
-    """The former name of each renamed field, with its name now."""
     follow: ClassVar[frozenset[str]] = frozenset()
-    """Fields whose default follows from other options, see `completed`."""
+    """Fields whose default follows from other options."""
     fixed: ClassVar[frozenset[str]] = frozenset()
     """Fields that are no options, since they have one value."""
 
@@ -146,21 +140,6 @@ class ReplayPlan(BaseModel):
         """Whether a server must be measured before this plan says what is sent, see `loadtest.run.calibration`."""
         return AUTO in (self.rate, self.slo)
 
-    @classmethod
-    def completed(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options with those that follow from which were given."""
-        return dict(given)
-
-    @classmethod
-    def current_names(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields, each by its name now."""
-        return {cls.renamed.get(name, name): value for name, value in fields.items()}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _with_current_names(cls, fields: Any) -> Any:
-        return cls.current_names(fields) if isinstance(fields, Mapping) else fields
-
     @field_validator("rate", mode="before")
     @classmethod
     def _number_or_auto(cls, value: object) -> object:
@@ -194,189 +173,130 @@ class ReplayPlan(BaseModel):
 
 
 class ComparePlan(ReplayPlan):
-    """A plan that replays the same requests against two variants, in pairs of rounds."""
+    """A plan that replays the same requests against several variants, in pairs of rounds at one rate or more."""
 
-    renamed: ClassVar[Mapping[str, str]] = {
-        "arms": "variants",
-        "opponent": "baseline",
-        "opponent_name": "baseline_name",
-        "opponent_devices": "baseline_devices",
-        "opponent_served_name": "baseline_served_name",
-        "opponent_tokenizer": "baseline_tokenizer",
-        "opponent_endpoint": "baseline_endpoint",
-        "opponent_text_prompts": "baseline_text_prompts",
-        "opponent_processes": "baseline_processes",
-    }
-    follow: ClassVar[frozenset[str]] = frozenset({"variants", "find_rate"})
-    fixed: ClassVar[frozenset[str]] = frozenset({"warmup_requests"})
+    follow: ClassVar[frozenset[str]] = frozenset({"variants", "pairs"})
+    fixed: ClassVar[frozenset[str]] = frozenset({"warmup_requests", "time_scale", "duration_s", "rates"})
 
     warmup_requests: Literal[0] = 0
     """of a round; each worker is warmed up when it has started, see `loadtest.run.warm_up`"""
-    variants: str = f"{COLOCATED},{DISAGGREGATED}"
-    """modes to compare, separated by commas; by default colocated,disaggregated,adaptive over rates, the first two of
-    them at one rate. One twice is an A/A run. Beside a --baseline, at one rate, give one"""
-    pairs: Count = 16
-    """most pairs of rounds; the result is looked at after 6, 9, 12, 16 and the last"""
+    time_scale: Literal[1] = 1
+    """each round has a rate instead"""
+    duration_s: None = None
+    """each round has its seconds instead"""
+    rates: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    """the numbers that `rate` has; none for a search"""
+    variants: str | None = None
+    """modes of an own deployment to compare, separated by commas; by default colocated,disaggregated,adaptive, and none
+    beside --server. One twice is an A/A run"""
+    server: list[str] | None = None
+    """NAME=URL, a running OpenAI-compatible server to compare; NAME=URL,URL: several that get the requests in turn. May
+    be repeated"""
+    devices: list[str] | None = None
+    """NAME=N, the GPUs, or cores, that a running server has; the report then has figures per device. May be repeated"""
+    allow_unequal: bool = False
+    """compare although the variants differ in devices, dtype, graphs, caches or the like; the report shows it in red"""
+    pairs: CountOrNone = None
+    """most pairs of rounds; by default 8 at each given rate, and 36 in a search, which ends when all is known"""
     round_s: Positive = 60.0
-    """seconds of arrivals in a round, at the mean rate; --limit sets the requests instead"""
-    baseline: str | None = None
-    """URL of a running OpenAI-compatible server of the same model, which becomes the variant after those of --variants;
-    several, separated by commas, get the requests in turn"""
-    baseline_name: str = BASELINE
-    """what tables and sentences call the baseline"""
-    baseline_devices: CountOrNone = None
-    """cores, or GPUs, that the baseline runs on; the report then has its figures per device"""
-    baseline_served_name: str | None = None
-    """which of the baseline's models to use; by default the first"""
-    baseline_tokenizer: str | None = None
-    """directory or hub name of the baseline's tokenizer; by default that of the mode's model"""
-    baseline_endpoint: Endpoint | None = None
-    """the baseline's endpoint; by default that of --endpoint"""
-    baseline_text_prompts: bool = False
-    """send the baseline's prompts as text"""
-    baseline_processes: str | None = None
-    """ids of processes on this machine that also serve the baseline, such as the servers behind its proxy, separated by
-    commas; processes that listen at its URL are found automatically"""
-    margin: Share = 0.05
-    """variants are equivalent if their SLO attainment differs by less than this"""
+    """seconds of arrivals in a round, at the first rate; --limit sets the requests instead"""
     price_per_hour: PositiveOrNone = None
     """price of one core, or one GPU, per hour; the report then has the cost of a million tokens"""
     budget_s: PositiveOrNone = None
-    """seconds that the whole comparison may take, starts included; the number of pairs and of requests in a round
-    follow from it and from the rate"""
-    find_rate: bool = False
-    """find the highest rate at which enough requests meet the SLOs, in every variant; the default unless an option asks
-    for one rate (--rate, --time-scale, --pairs, --margin, --duration-s, --grid), and --rate is then the first one"""
-    grid: str | None = None
-    """YAML file with candidates of each mode, named sets of settings; the best of each mode, found in rounds of their
-    own, is compared"""
-    tuning_rounds: Count = 3
-    """with --grid: rounds of each candidate, before the pairs"""
+    """seconds that the whole comparison may take, starts included; pairs and requests in a round follow from it"""
     attainment: Share = 0.9
-    """with --find-rate: the share of requests that must meet the SLOs at a rate"""
-
-    @classmethod
-    def completed(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options; without one that asks for a single rate, all modes are measured over rates."""
-        given = cls.current_names(given)
-        if "find_rate" not in given and not given.keys() & OF_ONE_RATE:
-            given["find_rate"] = True
-        if given.get("find_rate") and "variants" not in given:
-            given["variants"] = ",".join(MODES)
-        return given
+    """the share of requests that must meet the SLOs at a rate for a variant to hold it"""
 
     @property
     def modes(self) -> tuple[Mode, ...]:
-        """The modes of Ridgeline's own variants; a baseline comes after them."""
-        return tuple(cast(Mode, mode) for mode in self.variants.split(","))
+        """The modes of an own deployment that are compared; running servers come after them."""
+        default = "" if self.server else ",".join(MODES)
+        return tuple(cast(Mode, mode) for mode in (self.variants or default).split(",") if mode)
+
+    @property
+    def servers(self) -> dict[str, tuple[str, ...]]:
+        """The base URLs of each running server, by its name."""
+        found = (each.partition("=")[::2] for each in self.server or ())
+        return {
+            name.strip(): tuple(url.strip().rstrip("/").removesuffix("/v1") for url in urls.split(",") if url.strip())
+            for name, urls in found
+        }
+
+    @property
+    def devices_of(self) -> dict[str, int]:
+        """The devices of running servers, by their names."""
+        return {name.strip(): int(count) for name, count in (each.split("=") for each in self.devices or ())}
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What the variants are: a mode each, and the baseline last."""
-        return self.modes if self.baseline is None else (*self.modes, BASELINE)
-
-    @property
-    def baseline_urls(self) -> tuple[str, ...]:
-        """The baseline's base URLs; none without a baseline."""
-        return tuple(
-            url.strip().rstrip("/").removesuffix("/v1") for url in (self.baseline or "").split(",") if url.strip()
-        )
-
-    @property
-    def baseline_process_ids(self) -> tuple[int, ...]:
-        """The processes that the user has named as serving the baseline."""
-        return tuple(int(pid) for pid in (self.baseline_processes or "").split(",") if pid.strip())
+        """The variants: a mode each, and then the names of running servers."""
+        return (*self.modes, *self.servers)
 
     @property
     def measures_first(self) -> bool:
         """Whether a server must be measured first: for rate, SLOs, or what fits the budget."""
-        return super().measures_first or self.budget_s is not None
+        return super().measures_first or self.budget_s is not None or not self.rates
 
     @property
-    def wanted_pairs(self) -> int:
-        """The pairs that must fit into the budget for it to end with a result."""
-        return LEAST_PAIRS_OF_A_SEARCH if self.find_rate else LEAST_PAIRS
+    def most_pairs(self) -> int:
+        """The most pairs of rounds."""
+        return self.pairs or (PAIRS_AT_A_RATE * len(self.rates) if self.rates else MOST_PAIRS_OF_A_SEARCH)
 
-    @property
-    def planned_pairs(self) -> int:
-        """The pairs for which a budget is divided: one more than a result takes, since one may show no difference.
+    def with_rate(self) -> Self:
+        """Return the plan with a first rate to be measured, unless it has one."""
+        return self.model_copy(update={"rate": self.rate or AUTO})
 
-        Of six pairs the exact test needs all to agree; of seven, six.
-        """
-        return self.wanted_pairs if self.find_rate else self.wanted_pairs + 1
-
-    def of_search(self) -> Self:
-        """Return the plan of a search for the maximum goodput rate, whose first rate is measured unless given."""
-        return self.model_copy(update={"pairs": MOST_PAIRS_OF_A_SEARCH, "rate": self.rate or AUTO})
+    @model_validator(mode="before")
+    @classmethod
+    def _several_rates(cls, fields: Any) -> Any:
+        """Take a list of rates apart; the first is the one that rounds are planned for."""
+        if not isinstance(fields, Mapping) or fields.get("rate") in (None, AUTO) or fields.get("rates"):
+            return fields
+        rates = [text.strip() for text in str(fields["rate"]).split(",")]
+        return {**fields, "rate": rates[0], "rates": rates}
 
     @field_validator("variants")
     @classmethod
-    def _known_modes(cls, value: str) -> str:
+    def _known_modes(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
         modes = [mode.strip() for mode in value.split(",")]
-        if len(modes) > len(MODES) or not set(modes) <= {*MODES}:
-            raise ValueError(f"must be two of {', '.join(MODES)}, separated by a comma, or all three, not {value!r}")
+        if not set(modes) <= {*MODES}:
+            raise ValueError(f"must be some of {', '.join(MODES)}, separated by commas, not {value!r}")
         return ",".join(modes)
 
-    @field_validator("baseline")
+    @field_validator("server")
     @classmethod
-    def _urls(cls, value: str | None) -> str | None:
-        for url in (value or "").split(",") if value is not None else ():
-            if not re.fullmatch(r"https?://[^/\s@]+(/.*)?", url.strip()) or not _has_port_or_none(url.strip()):
-                raise ValueError(f"must be URLs such as http://127.0.0.1:8001, separated by commas, not {url!r}")
+    def _named_urls(cls, value: list[str] | None) -> list[str] | None:
+        for each in value or ():
+            name, _, urls = each.partition("=")
+            if not name.strip() or name.strip() in MODES or not urls:
+                raise ValueError(f"must be NAME=URL, with a name that no mode has, not {each!r}")
+            for url in urls.split(","):
+                if not re.fullmatch(r"https?://[^/\s@]+(/.*)?", url.strip()) or not _has_port_or_none(url.strip()):
+                    raise ValueError(f"must have URLs such as vllm=http://127.0.0.1:8001, not {url!r}")
+        names = [each.partition("=")[0].strip() for each in value or ()]
+        if len(set(names)) < len(names):
+            raise ValueError(f"must have a name of its own for each server, not {', '.join(names)}")
         return value
 
-    @field_validator("baseline_processes")
+    @field_validator("devices")
     @classmethod
-    def _process_ids(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"\d+(\s*,\s*\d+)*", value.strip()):
-            raise ValueError(f"must be process ids such as 4711,4712, not {value!r}")
-        return value
-
-    @field_validator("baseline_name")
-    @classmethod
-    def _own_name(cls, value: str) -> str:
-        if not value.strip() or value in MODES:
-            raise ValueError(f"must be a name that no mode has, not {value!r}")
+    def _named_counts(cls, value: list[str] | None) -> list[str] | None:
+        for each in value or ():
+            if not re.fullmatch(r"[^=]+=[1-9]\d*", each):
+                raise ValueError(f"must be NAME=N, such as vllm=2, not {each!r}")
         return value
 
     def _contradictions(self) -> Iterator[str]:
         yield from super()._contradictions()
-        yield from self._wrong_variants()
-        if not self.find_rate and self._chosen("attainment"):
-            yield "attainment is the share that find_rate looks for: give find_rate too, or leave it out"
-        if self.find_rate and (unused := self._chosen("duration_s", "margin", "pairs", "time_scale")):
-            yield f"find_rate chooses rates and pairs by itself: leave out {' and '.join(unused)}"
-        if self.grid is not None:
-            yield from self._wrong_beside_grid()
-        elif self._chosen("tuning_rounds"):
-            yield "tuning_rounds are of the candidates in a grid: give grid too, or leave them out"
-
-    def _wrong_variants(self) -> Iterator[str]:
-        if self.baseline is not None and len(self.modes) != 1 and not self.find_rate:
+        if not 2 <= len(self.kinds) <= MOST_VARIANTS:
             yield (
-                f"a baseline is variant b: name the one mode to compare with it, such as variants {DISAGGREGATED}; "
-                "only a search (find_rate) takes several modes and a baseline"
+                f"a comparison has two to {MOST_VARIANTS} variants, not {len(self.kinds)}: name modes "
+                f"(variants {COLOCATED},{DISAGGREGATED}), running servers (server NAME=URL, twice), or both"
             )
-        if self.baseline is None and (len(self.modes) < 2 or (len(self.modes) > 2 and not self.find_rate)):
-            yield (
-                f"variants must be two of {', '.join(MODES)}, separated by a comma, not {self.variants!r}; one is for "
-                "a comparison with a baseline, and three are for one over rates: leave --rate out"
-            )
-        if self.baseline is None and (
-            unused := self._chosen(*(name for name in type(self).model_fields if name.startswith("baseline_")))
-        ):
-            yield f"{' and '.join(unused)} say nothing without a baseline: give its URL"
-
-    def _wrong_beside_grid(self) -> Iterator[str]:
-        reasons = {
-            "find_rate": "a search looks for a rate, and candidates are tried at one rate",
-            "baseline": "a baseline is not ours to tune",
-            "budget_s": "a budget is divided among pairs, and not among candidates",
-        }
-        for name in self._chosen(*reasons):
-            yield f"grid does not go with {name}, since {reasons[name]}: leave one of them out"
-        if len(set(self.modes)) == 1:
-            yield f"grid needs two modes, and variants are {self.variants}: the same candidate would be chosen twice"
+        if unknown := sorted(self.devices_of.keys() - self.servers.keys()):
+            yield f"devices name {', '.join(unknown)}, which no server is called: {', '.join(self.servers) or 'none'}"
 
 
 def _has_port_or_none(url: str) -> bool:

@@ -5,7 +5,6 @@ What the plan leaves to be measured is measured once, at variant a's server, and
 
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -17,7 +16,6 @@ from ridgeline.loadtest.run.calibration import (
     Workers,
     beside_arrivals_s,
     fit_budget,
-    fit_budget_over_rates,
     given_load,
     least_requests,
     settle,
@@ -50,7 +48,7 @@ class Prepared:
     is_a_cold: bool
     """Whether variant a's server has only just started."""
 
-    def settled(self, given: ComparePlan, setup: Setup, tuning: dict[str, Any] | None = None) -> Settled:
+    def settled(self, given: ComparePlan, setup: Setup) -> Settled:
         """Return what the folder of this comparison keeps, so that it can go on after an interruption."""
         return Settled(
             given=given.model_dump(mode="json", exclude_unset=True),
@@ -61,7 +59,6 @@ class Prepared:
             least_prompt_tokens=self.traces.least_prompt_tokens,
             ordinals_per_round=self.ordinals_per_round,
             first_round_index=self.first_round_index,
-            tuning=tuning,
         )
 
 
@@ -85,9 +82,11 @@ async def prepare(
     workers: Workers | None,
     notes: tuple[str, ...],
     began_s: float,
+    context_tokens: int | None = None,
 ) -> Prepared:
     """Reach variant a, measure it if the plan asks for it, and settle rate, SLOs and what fits the budget.
 
+    No request is longer than `context_tokens`, of which some variants may have less than variant a.
     Raises LoadTestError.
     """
     if plan.budget_s is not None:
@@ -96,6 +95,7 @@ async def prepare(
     servers = as_servers(reached.server)
     async with servers.open_first() as http:
         card = await served_model(http, servers, plan)
+    context_tokens = min((each for each in (card.max_model_len, context_tokens) if each), default=None)
     trace = sizes_of(plan)
     load = given_load(plan, trace)
     measured_prompts = 0
@@ -105,14 +105,12 @@ async def prepare(
         plan, load = settle(plan, trace, unloaded, workers or workers_of(unloaded.workers))
         beside_s = beside_arrivals_s(plan, trace, unloaded)
         schedule = Schedule(STARTS_IN_A_PAIR, variant.start_s, beside_s, rounds=len(plan.kinds))
-        requests = PairTraces(plan, card.max_model_len, card.least_prompt_tokens).requests
+        requests = PairTraces(plan, context_tokens, card.least_prompt_tokens).requests
         spent_s = time.monotonic() - began_s
-        if plan.find_rate and load.rate:
-            least = least_requests(load.rate, trace, unloaded)
-            plan, load = fit_budget_over_rates(plan, load, requests, schedule, spent_s, least)
-        else:
-            plan, load = fit_budget(plan, load, requests, schedule, spent_s)
-    traces = PairTraces(plan, card.max_model_len, card.least_prompt_tokens)
+        if load.rate:
+            least = least_requests(load.rate, trace, unloaded, plan.slos)
+            plan, load = fit_budget(plan, load, requests, schedule, spent_s, least)
+    traces = PairTraces(plan, context_tokens, card.least_prompt_tokens)
     load = msgspec.structs.replace(load, notes=(*notes, *load.notes, traces.note))
     most = traces.prefix_ids + 1 + max(traces.most_requests, traces.most_at_a_rate)
     ordinals = most + MOST_WAVES * MOST_REQUESTS

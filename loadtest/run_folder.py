@@ -17,20 +17,17 @@ from rich.console import Console
 
 from ridgeline.loadtest.errors import MALFORMED, LoadTestError
 from ridgeline.loadtest.plan import ComparePlan
-from ridgeline.loadtest.report.rounds import Interruption, Round
+from ridgeline.loadtest.report.rounds import Interruption, Round, Side
 from ridgeline.loadtest.run.calibration import Load
 from ridgeline.loadtest.run.client.process import ClientLoad
 from ridgeline.loadtest.run.machine import Disturbance
 from ridgeline.loadtest.run.records import RequestRecord
 from ridgeline.loadtest.run.replay import ReplayResult
 from ridgeline.loadtest.run.server_metrics import MetricsDelta, SampleKey
-from ridgeline.loadtest.statistics.outcome import Side
 from ridgeline.loadtest.trace.windows import PairTraces
 
 RUN, ROUNDS, RECORDS, SUMMARY, REPORT = "run.json", "rounds.jsonl", "records.jsonl", "summary.json", "report.html"
 RECORD_TABLE = "records.parquet"
-TUNING = "tuning.jsonl"
-"""Records of the rounds that tune the variants, which no figure of the comparison counts."""
 Setup = Mapping[str, Any]
 """The configuration without secrets, and the versions of the software; `setup` in summary.json."""
 _Samples = list[tuple[str, dict[str, str], float]]
@@ -48,13 +45,11 @@ class Settled(msgspec.Struct, frozen=True):
     max_model_tokens: int | None
     ordinals_per_round: int
     first_round_index: int
-    tuning: dict[str, Any] | None = None
-    """How the variants were tuned before the first pair; None if they run as configured."""
     least_prompt_tokens: int = 1
 
     def settled_plan(self) -> ComparePlan:
         """Return the plan with which rounds go on."""
-        return ComparePlan(**self.given).model_copy(update=ComparePlan.current_names(self.plan))
+        return ComparePlan(**self.given).model_copy(update=self.plan | {"rates": tuple(self.plan["rates"])})
 
 
 class _Replayed(msgspec.Struct, frozen=True):
@@ -65,9 +60,9 @@ class _Replayed(msgspec.Struct, frozen=True):
     counters: _Samples | None
     gauges: _Samples
     wall_s: float
-    rate: float | None = None
-    """Mean arrivals a second; with the number of requests, what differs between the pairs of a search."""
-    requests: int = 0
+    rate: float
+    """Mean arrivals a second; with the number of requests, what differs between pairs."""
+    requests: int
 
 
 class _Began(msgspec.Struct, frozen=True, tag="began"):
@@ -114,7 +109,7 @@ class Past(msgspec.Struct, frozen=True):
 
     def refuse_another(self, given: Mapping[str, Any], setup: Setup) -> None:
         """Raise LoadTestError if a field of the plan that is given now, or the set-up, is not what it was."""
-        plan = ComparePlan.current_names(self.settled.given)
+        plan = self.settled.given
         named = {name: value for name, value in given.items() if value != plan.get(name)}
         changed = [f"{name} is {value}, was {plan.get(name, 'the default')}" for name, value in named.items()]
         changed += [f"{path} is {now}, was {was}" for path, was, now in differences_of(self.settled.setup, setup)]
@@ -160,7 +155,7 @@ class RunFolder:
                 _as_samples(result.metrics.counters) if result.metrics else None,
                 _as_samples(result.metrics.gauges) if result.metrics else [],
                 result.metrics.wall_s if result.metrics else 0.0,
-                result.trace.mean_rate,
+                result.trace.mean_rate or 0.0,
                 len(result.trace.rows),
             )
         )
@@ -190,11 +185,6 @@ class RunFolder:
 
         Raises LoadTestError if there is none, or it was finished.
         """
-        if not (self.path / RUN).exists() and (self.path / TUNING).exists():
-            raise LoadTestError(
-                f"the comparison in {self.path} was interrupted while candidates were tuned, which cannot go on: begin "
-                "anew with --out"
-            )
         if not (self.path / RUN).exists():
             raise LoadTestError(
                 f"{self.path} holds no comparison that could go on, which has a {RUN}: give the folder that compare "
@@ -210,7 +200,7 @@ class RunFolder:
         traces = PairTraces(plan, settled.max_model_tokens, settled.least_prompt_tokens)
         lines = list(_whole_lines(self.path / ROUNDS, _Line))
         records = self.records_by_round()
-        rounds = [_as_round(line, records, traces, plan) for line in lines if isinstance(line, _Ended)]
+        rounds = [_as_round(line, records, traces) for line in lines if isinstance(line, _Ended)]
         began = [line for line in lines if isinstance(line, _Began)]
         files = [file for name in (RUN, ROUNDS, RECORDS) if (file := self.path / name).exists()]
         return Past(
@@ -235,11 +225,6 @@ class RunFolder:
         """Yield each record with the labels of its round, in the order in which requests ended."""
         yield from _whole_lines(self.path / RECORDS, dict[str, Any])
 
-    def valid_rounds(self) -> list[tuple[Side, int]]:
-        """Return variant and number of each valid round, in the order of pairs."""
-        ended = [line for line in _whole_lines(self.path / ROUNDS, _Line) if isinstance(line, _Ended) and line.valid]
-        return [(line.side, line.number) for line in sorted(ended, key=lambda line: line.pair)]
-
     def _append(self, line: msgspec.Struct) -> None:
         path = self.path / ROUNDS
         cut = path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size > 0
@@ -251,7 +236,7 @@ class RunFolder:
 
 def holds_a_run(folder: Path) -> bool:
     """Return whether a folder has a file of an earlier run, which nothing may replace."""
-    return any((folder / name).exists() for name in (RUN, ROUNDS, RECORDS, TUNING, SUMMARY, REPORT))
+    return any((folder / name).exists() for name in (RUN, ROUNDS, RECORDS, SUMMARY, REPORT))
 
 
 def free_folder(wanted: Path) -> Path:
@@ -283,12 +268,10 @@ def _whole_lines(path: Path, kind: Any) -> Iterator[Any]:
             continue  # cut when the process was killed
 
 
-def _as_round(line: _Ended, records: Mapping[int, list[RequestRecord]], traces: PairTraces, plan: ComparePlan) -> Round:
+def _as_round(line: _Ended, records: Mapping[int, list[RequestRecord]], traces: PairTraces) -> Round:
     result, replayed = None, line.replayed
     if replayed is not None:
-        trace = traces.of_pair(line.pair)
-        if plan.find_rate and replayed.rate is not None:
-            trace = traces.at_rate(line.pair, replayed.rate, replayed.requests)
+        trace = traces.at_rate(line.pair, replayed.rate, replayed.requests)
         kept = tuple(records.get(line.number, ()))
         metrics = (
             None

@@ -19,7 +19,7 @@ from ridgeline.loadtest.errors import NotDisaggregatedError, RestartedError, Ser
 from ridgeline.loadtest.plan import DISAGGREGATED, MODES, ComparePlan
 from ridgeline.loadtest.preparation import Prepared, prepared_before
 from ridgeline.loadtest.report.pools import disaggregated_fraction, recomputes
-from ridgeline.loadtest.report.rounds import Interruption, Round, VariantLabel, labels_of
+from ridgeline.loadtest.report.rounds import Interruption, Round, Side, VariantLabel, labels_of
 from ridgeline.loadtest.run.machine import Disturbance, disturbance, read_cpu
 from ridgeline.loadtest.run.quantities import counted
 from ridgeline.loadtest.run.records import RecordFile
@@ -29,7 +29,6 @@ from ridgeline.loadtest.run.server_metrics import until_whole
 from ridgeline.loadtest.run.validity import discard_reasons
 from ridgeline.loadtest.run.warm_up import warm_up_workers
 from ridgeline.loadtest.run_folder import RECORDS, Past, RunFolder
-from ridgeline.loadtest.statistics.outcome import Side
 from ridgeline.loadtest.trace.trace import Trace
 from ridgeline.loadtest.variants import Variant
 
@@ -41,8 +40,6 @@ DISTURBED_REPEATS, CLEAN_ROUNDS_A_REPEAT = 2, 4
 
 After that, disturbance is taken to be the machine's normal state: rounds are kept and marked.
 """
-SIDES: tuple[Side, Side] = ("a", "b")
-"""The variants of a comparison."""
 
 
 @dataclass
@@ -94,15 +91,11 @@ class RoundRunner:
         A round of this pair that was valid before an interruption is not run again.
         Raises LoadTestError, and NotDisaggregatedError after a round in that mode that did not use both pools.
         """
+        requests = RoundRequests(trace, self.ordinals_per_round)
         return {
-            side: await self.one(pair, side, trace, title)
+            side: self._done(pair, side) or await self._valid_round(pair, side, requests, title)
             for side in order_of(tuple(self.variants), self.plan.seed, pair)
         }
-
-    async def one(self, pair: int, side: Side, trace: Trace, title: str) -> ReplayResult:
-        """Run one valid round of one variant; otherwise as `pair`."""
-        requests = RoundRequests(trace, self.ordinals_per_round)
-        return self._done(pair, side) or await self._valid_round(pair, side, requests, title)
 
     def has_begun(self, pair: int) -> bool:
         """Return whether a valid round of this pair exists."""
@@ -184,13 +177,9 @@ class RoundRunner:
             return None, None, (str(error),)
         after = await asyncio.to_thread(read_cpu, reached.processes)
         others = disturbance(before, after) if self.is_alone and reached.is_watched else None
-        if variant.mode == DISAGGREGATED and not self._is_swamped(result):
+        if variant.mode == DISAGGREGATED and any(record.ok for record in result.records):
             require_disaggregated(result)
         return result, others, discard_reasons(result, others, self.plan.slos)
-
-    def _is_swamped(self, result: ReplayResult) -> bool:
-        """Return whether no request finished in a round of a search, which tries rates that are far too high."""
-        return self.plan.find_rate and not any(record.ok for record in result.records)
 
     def _new_round_index(self) -> int:
         self.next_round_index += 1

@@ -61,6 +61,10 @@ class Variant(Protocol):
     def devices(self) -> Devices | None:
         """The cores or GPUs that it runs on; None if nobody said which."""
 
+    @property
+    def context_tokens(self) -> int | None:
+        """The longest request that it serves, if that is known before it is reached."""
+
     async def ready(self) -> Reached:
         """Make it ready to serve a round. Raises ServerError if it cannot be."""
 
@@ -120,6 +124,7 @@ class RestartedVariant:
     deployments: Deployments
     devices: Devices | None
     serve: Serve
+    context_tokens: int | None = None
 
     @property
     def start_s(self) -> float:
@@ -148,6 +153,7 @@ class SwitchedVariant:
     transport: httpx.AsyncBaseTransport | None = None
     start_s: float = 0.0
     devices: Devices | None = None
+    context_tokens: int | None = None
     _was_ready: bool = False
 
     async def obstacle(self) -> str | None:

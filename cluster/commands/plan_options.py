@@ -10,7 +10,6 @@ import typer
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from ridgeline.contracts.former_names import warn_of_former_name
 from ridgeline.loadtest.plan import NumberOrAuto, ReplayPlan
 
 Refuse = Callable[[list[str]], None]
@@ -26,11 +25,8 @@ def with_plan(kind: type[ReplayPlan], refuse: Refuse) -> Callable[[Callable[...,
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         def call(context: typer.Context, **values: Any) -> None:
-            chosen = {name: values.pop(name) for name in (*offered, *kind.renamed)}
-            given = _given(context, chosen)
-            # A run that goes on has its own plan, and what was given must not differ from it.
-            completed = given if values.get("resume") is not None else kind.completed(given)
-            command(**values, plan=_checked(kind, completed, refuse, given))
+            chosen = {name: values.pop(name) for name in offered}
+            command(**values, plan=_checked(kind, _given(context, chosen), refuse))
 
         hints = get_type_hints(command, include_extras=True)
         own = [
@@ -39,8 +35,7 @@ def with_plan(kind: type[ReplayPlan], refuse: Refuse) -> Callable[[Callable[...,
             if name != "plan"
         ]
         context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-        former = [_option(kind, field, former) for former, field in kind.renamed.items()]
-        parameters = [context, *own, *(_option(kind, field) for field in offered), *former]
+        parameters = [context, *own, *(_option(kind, field) for field in offered)]
         call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         call.__annotations__ = {one.name: one.annotation for one in parameters}
         call.__name__, call.__doc__ = command.__name__, command.__doc__
@@ -49,8 +44,8 @@ def with_plan(kind: type[ReplayPlan], refuse: Refuse) -> Callable[[Callable[...,
     return decorate
 
 
-def _option(kind: type[ReplayPlan], name: str, former_name: str | None = None) -> inspect.Parameter:
-    """Return the option of a field; that of its former name is not in the help.
+def _option(kind: type[ReplayPlan], name: str) -> inspect.Parameter:
+    """Return the option of a field.
 
     A number or the word auto is text to typer, and only the plan tells them apart.
     """
@@ -58,13 +53,9 @@ def _option(kind: type[ReplayPlan], name: str, former_name: str | None = None) -
     annotation: Any = str | None if field.annotation == NumberOrAuto else field.annotation
     metavar = "NUMBER|auto" if field.annotation == NumberOrAuto else None
     help_text = (field.description or "").replace("\n", " ")
-    shown = name not in kind.follow
-    option = typer.Option(help=help_text, metavar=metavar, hidden=former_name is not None, show_default=shown)
+    option = typer.Option(help=help_text, metavar=metavar, show_default=name not in kind.follow)
     return inspect.Parameter(
-        former_name or name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=field.default,
-        annotation=Annotated[annotation, option],
+        name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=Annotated[annotation, option]
     )
 
 
@@ -74,12 +65,9 @@ def _given(context: typer.Context, chosen: dict[str, Any]) -> dict[str, Any]:
     return {name: chosen[name] for name, source in sources.items() if source and source.name != "DEFAULT"}
 
 
-def _checked(kind: type[ReplayPlan], completed: dict[str, Any], refuse: Refuse, given: dict[str, Any]) -> ReplayPlan:
-    for name in given:
-        if name in kind.renamed:
-            warn_of_former_name(_as_option(name), _as_option(kind.renamed[name]))
+def _checked(kind: type[ReplayPlan], given: dict[str, Any], refuse: Refuse) -> ReplayPlan:
     try:
-        return kind(**completed)
+        return kind(**given)
     except ValidationError as error:
         refuse([_sentence(str(one["loc"][0]) if one["loc"] else "plan", one) for one in error.errors()])
         raise
@@ -89,7 +77,3 @@ def _sentence(field: str, error: ErrorDetails) -> str:
     if error["type"] == "value_error":
         return f"{field}: {error['msg'].removeprefix('Value error, ')}"
     return f"{field}: {error['msg'].removeprefix('Input ')}, not {error['input']}"
-
-
-def _as_option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

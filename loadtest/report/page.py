@@ -1,80 +1,204 @@
-"""Writes report.html, a single file with plotly.js inside, which opens offline. Called at the end of `compare`."""
+"""Writes report.html of a comparison, a single file with plotly.js inside, which opens offline, and prints its tables.
+
+The first screen has the verdict, the counts that it rests on, and the highest rates.
+"""
 
 import html
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Template
 from typing import Any
 
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
+from rich.console import Console
 
 from ridgeline.loadtest.plan import Slo
 from ridgeline.loadtest.report import plots
 from ridgeline.loadtest.report.pools import ratio
 from ridgeline.loadtest.report.tables import (
-    DASH,
-    DEVICE_ROWS,
     POOL_ROWS,
-    ROUND_HEADER,
-    TUNING_HEADER,
-    TUNING_TITLE,
     FigureTable,
-    device_columns,
     figure_table,
     format_figure,
     pool_sentences,
     pools_of,
-    round_rows,
+    print_table,
     served_model,
-    tuning_rows,
-    variant_table,
 )
-from ridgeline.loadtest.run.quantities import counted
+from ridgeline.loadtest.report.wording import loaded_rates, rate_text
+from ridgeline.loadtest.statistics.attainment_curve import MaxGoodputRate, RoundCount
 
 TEMPLATE_FILE = Path(__file__).parents[1] / "data" / "report.html.template"
-WINNER_COLORS = {"equivalent": "#0b8a6b", "unclear": "#b8c0cc", "unreachable": "#1b2330", "not measured": "#ffffff"}
+WINNER_COLORS = {"alike": "#0b8a6b", "unclear": "#b8c0cc", "unreachable": "#1b2330", "not measured": "#ffffff"}
+POINT_HEADER = (
+    "requests/s",
+    "variant",
+    "rounds",
+    "within the SLOs",
+    "goodput, requests/s",
+    "output tokens/s",
+    "TTFT p50",
+    "TTFT p90",
+    "TPOT p50",
+    "TPOT p90",
+    "longest gap",
+)
+ROUND_HEADER = ("pair", "requests/s", "variant", "within the SLOs", "share", "discarded or disturbed")
+RATIO_HEADER = ("", "ratio of highest rates", "interval", "known")
 Summary = Mapping[str, Any]
 
 
-def write_report(path: Path, summary: Summary, records: plots.Records) -> Path:
-    """Fill the template with the outcome, the tables and the plots; return the path."""
-    outcome = summary["outcome"]
-    template = Template(TEMPLATE_FILE.read_text(encoding="utf-8"))
-    page = template.substitute(
+def print_comparison(summary: Summary, console: Console) -> None:
+    """Print what each variant did, and the verdict."""
+    share = f"{summary['attainment']:.0%} of requests within {Slo(**summary['slo'])}"
+    print_table(f"Highest rate with {share}", *rate_rows(summary), console)
+    for sentence in (*pool_sentences(summary), *summary["verdict"]["sentences"]):
+        console.print(sentence, highlight=False, markup=False)
+
+
+def rate_rows(summary: Summary) -> tuple[list[str], list[list[str]]]:
+    """Return a header, and a row for each variant: its highest rate, and latencies at a rate that it held."""
+    variants = summary["variants"].values()
+    header = ["", "highest rate, requests/s", "share under load", "output tokens/s"]
+    header += ["held at", "TTFT p50", "TPOT p50", "longest pause"]
+    is_per_device = all(variant["per_device"] for variant in variants)
+    if is_per_device:
+        header.append(f"requests/s per {next(iter(variants))['per_device']['unit']}")
+    loaded = _shares_under_load(summary)
+    rows = []
+    for variant in variants:
+        point = _held_point(variant, summary["attainment"])
+        row = [
+            variant["label"],
+            rate_text(MaxGoodputRate(**variant["max_goodput_rate"])),
+            format_figure(loaded.get(variant["label"]), ".0%"),
+            format_figure(variant["output_tokens_per_s"], ".0f"),
+            "no rate" if point is None else f"{point['rate']:.3g}",
+            *(_ms(point and point[name]) for name in ("median_ttft_ms", "median_tpot_ms", "max_itl_ms")),
+        ]
+        rows.append([*row, format_figure(variant["per_device"]["rate_per_device"], ".3g")] if is_per_device else row)
+    costs = [(variant["per_device"] or {}).get("cost_per_million_output_tokens") for variant in variants]
+    if any(cost is not None for cost in costs):
+        header.append("cost of 1M output tokens")
+        rows = [[*row, format_figure(cost, ".3g")] for row, cost in zip(rows, costs, strict=True)]
+    return header, rows
+
+
+def _shares_under_load(summary: Summary) -> dict[str, float]:
+    """Return what the sentences count: the shares at the rates at which a variant missed the attainment."""
+    counts = {
+        variant["label"]: [
+            RoundCount(each["rate"], each["met"], each["total"])
+            for each in summary["rounds"]
+            if each["valid"] and each["label"] == variant["label"]
+        ]
+        for variant in summary["variants"].values()
+    }
+    rates = loaded_rates(counts, summary["attainment"])
+    shares = {}
+    for label, rounds in counts.items():
+        there = [one for one in rounds if one.rate in rates]
+        if there:
+            shares[label] = sum(one.met for one in there) / sum(one.total for one in there)
+    return shares
+
+
+def _held_point(variant: Summary, attainment: float) -> Any:
+    """Return the figures at the highest measured rate at which the variant reached the attainment; None without one."""
+    held = [point for point in variant["points"] if point["attainment"] >= attainment]
+    return max(held, key=lambda point: float(point["rate"]), default=None)
+
+
+def _ms(value_ms: float | None) -> str:
+    if value_ms is None:
+        return "-"
+    return f"{value_ms / 1e3:.2f} s" if value_ms >= 1e3 else f"{value_ms:.0f} ms"
+
+
+def ratio_rows(summary: Summary) -> list[list[str]]:
+    """Return a row for each two variants: the ratio of their highest rates, and what is known of them."""
+    verdict = summary["verdict"]
+    known = {tuple(two): f"{two[0]} serves more" for two in verdict["serves_more"]}
+    known |= {tuple(two): "alike" for two in verdict["alike"]}
+    return [
+        [
+            f"{each['one']} / {each['other']}",
+            f"{each['ratio']:.2f}",
+            f"{each['low']:.2f} to {each['high']:.2f}",
+            known.get((each["one"], each["other"]), "not told apart"),
+        ]
+        for each in verdict["ratios"]
+    ]
+
+
+def point_rows(summary: Summary) -> list[list[str]]:
+    """Return a row for each variant at each rate."""
+    return [
+        [
+            f"{point['rate']:.3g}",
+            variant["label"],
+            str(point["rounds"]),
+            format_figure(point["attainment"], ".0%"),
+            format_figure(point["request_goodput"], ".3g"),
+            format_figure(point["output_throughput"], ".0f"),
+            *(_ms(point[f"{rank}_{name}_ms"]) for name in ("ttft", "tpot") for rank in ("median", "p90")),
+            _ms(point["max_itl_ms"]),
+        ]
+        for point, variant in sorted(
+            ((point, variant) for variant in summary["variants"].values() for point in variant["points"]),
+            key=lambda found: float(found[0]["rate"]),
+        )
+    ]
+
+
+def round_rows(summary: Summary) -> list[list[str]]:
+    """Return a row for each round, discarded ones too, in the order in which they ran."""
+    return [
+        [
+            str(each["pair"] + 1),
+            f"{each['rate']:.3g}",
+            each["label"],
+            f"{each['met']} of {each['total']}",
+            format_figure(each.get("attainment"), ".0%"),
+            ("" if each["valid"] else "discarded: ") + "; ".join(each["reasons"]),
+        ]
+        for each in summary["rounds"]
+    ]
+
+
+def write_report(path: Path, summary: Summary) -> Path:
+    """Write the page; return the path."""
+    headline, *sentences = summary["verdict"]["sentences"]
+    page = Template(TEMPLATE_FILE.read_text(encoding="utf-8")).substitute(
         title=html.escape(" against ".join(variant["label"] for variant in summary["variants"].values())),
-        headline=html.escape(outcome["headline"]),
-        tail=html.escape(outcome["tail"]),
-        details=html.escape(outcome["details"]),
-        better=outcome["better"] or "none",
+        headline=html.escape(headline),
+        sentences="".join(f"<p>{html.escape(sentence)}</p>" for sentence in sentences),
         setting=html.escape(_setting(summary)),
         warnings=_warnings(summary),
-        variants_table=_html_figures(variant_table(summary)),
-        rounds_table=html_table(ROUND_HEADER, round_rows(summary)),
-        intervals=html.escape(f"In parentheses: {summary['formulas']['ci']}. {DASH}."),
-        pools_table=_pools_table(summary),
-        devices=_devices(summary),
-        winner_map=_winner_map(summary),
-        tuning=_tuning(summary),
-        plots="\n".join(plot_card(figure) for figure in _figures(summary, records) if figure is not None),
-        method=_method(summary),
-        formulas=_formulas(summary),
+        rates=html_table(*rate_rows(summary)),
+        ratios=html_table(RATIO_HEADER, ratio_rows(summary)),
+        attainment=plot_card(plots.attainment_against_rate(summary)),
+        figures="\n".join(plot_card(figure) for figure in _figures(summary) if figure is not None),
+        pools=_pools_table(summary),
+        slo_map=_slo_map(summary),
+        points=html_table(POINT_HEADER, point_rows(summary)),
+        rounds=html_table(ROUND_HEADER, round_rows(summary)),
+        method="".join(f"<li>{html.escape(line)}</li>" for line in _method(summary)),
+        formulas=html_table(["figure", "formula"], [[name, text] for name, text in summary["formulas"].items()]),
         plotly_js=get_plotlyjs(),
     )
     path.write_text(page, encoding="utf-8")
     return path
 
 
-def _figures(summary: Summary, records: plots.Records) -> list[go.Figure | None]:
+def _figures(summary: Summary) -> list[go.Figure | None]:
     slo = Slo(**summary["slo"])
     return [
-        plots.pair_dots(summary),
-        plots.latency_dots(summary),
-        plots.attainment_curve(summary, records, slo),
+        plots.against_rate(summary, "request_goodput", "Goodput", "requests/s within the SLOs"),
+        plots.against_rate(summary, "median_ttft_ms", "Time to first token, median", "ms", slo.ttft_ms),
+        plots.against_rate(summary, "median_tpot_ms", "Time per output token, median", "ms", slo.tpot_ms),
         plots.roofline(summary["variants"]),
-        plots.latency_cdf(summary, records, "ttft", "Time to first token", slo.ttft_ms),
-        plots.latency_cdf(summary, records, "tpot", "Time per output token", slo.tpot_ms),
-        plots.gap_tail(summary, records, slo.gap_ms),
         plots.stage_bars(summary["variants"]),
     ]
 
@@ -107,24 +231,17 @@ def _note(figure: go.Figure) -> str:
 
 
 def _setting(summary: Summary) -> str:
-    trace, plan, machine, load = (summary[part] for part in ("trace", "plan", "machine", "load"))
-    rate = f" at {load['rate']:.3g} requests/s ({load['rate_source']})" if load["rate"] else ""
-    pairs = len(summary["pairs"])
-    model = f"Model {name} · trace" if (name := served_model(summary)) else "Trace"
+    machine, trace = summary["machine"], summary["trace"]
+    model = f"model {name} · " if (name := served_model(summary)) else ""
     return (
-        f"{model} '{trace['name']}': {pairs} of at most {plan['pairs']} pairs of rounds, {trace['requests']} requests "
-        f"each{rate} · "
-        f"SLOs: {load['slo_source']} · {machine['processor']}, {machine['cores']} cores, "
-        f"{machine['memory_bytes'] / 2**30:.0f} GiB"
+        f"{summary['attainment']:.0%} of requests within {Slo(**summary['slo'])} · {model}trace '{trace['name']}' · "
+        f"{sum(each['valid'] for each in summary['rounds'])} rounds in {summary['took_s'] / 60:.1f} minutes · "
+        f"{machine['processor']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB"
     )
 
 
 def _warnings(summary: Summary) -> str:
-    found = [
-        f"{variant['label']}: {warning}"
-        for variant in summary["variants"].values()
-        for warning in dict.fromkeys(variant["warnings"])
-    ]
+    found = [f"{variant['label']}: {text}" for variant in summary["variants"].values() for text in variant["warnings"]]
     disturbed = sum(each["valid"] and bool(each["reasons"]) for each in summary["rounds"])
     if disturbed:
         found.append(f"rounds kept although they were disturbed, since their repeats were disturbed too: {disturbed}")
@@ -146,15 +263,10 @@ def _html_figures(figures: FigureTable) -> str:
 def _pools_table(summary: Summary) -> str:
     pools = pools_of(summary)
     if not pools:
-        return "<p>The server published no figures by pool.</p>"
+        return "<p>No server published figures by pool.</p>"
     found = figure_table(pools, POOL_ROWS, summary["formulas"])
     bound = ("bound by", tuple(figures["bound"] or "-" for figures in pools.values()), summary["formulas"]["bound"])
-    return _html_figures(found._replace(rows=(*found.rows, bound))) + _steps_table(pools)
-
-
-def _steps_table(pools: Mapping[str, Summary]) -> str:
     steps = ("kind of step", "busy, s", "mean step, ms", "on its roof, ms")
-    header = ("pool", *steps, "FLOP/byte", "MFU", "MBU", "bound by")
     rows = [
         [
             name,
@@ -170,111 +282,66 @@ def _steps_table(pools: Mapping[str, Summary]) -> str:
         for name, pool in pools.items()
         for kind, found in pool["step_kinds"].items()
     ]
-    return html_table(header, rows) if rows else ""
+    of_steps = html_table(("pool", *steps, "FLOP/byte", "MFU", "MBU", "bound by"), rows) if rows else ""
+    return _html_figures(found._replace(rows=(*found.rows, bound))) + of_steps
 
 
-def _devices(summary: Summary) -> str:
-    columns = device_columns(summary)
-    if not columns:
-        return ""
-    table = _html_figures(figure_table(columns, DEVICE_ROWS, summary["formulas"]))
-    return f'<section class="card figures"><h2>Per device</h2>{table}</section>'
-
-
-def _tuning(summary: Summary) -> str:
-    rows = tuning_rows(summary)
-    if not rows:
-        return ""
-    rounds = counted(summary["tuning"]["rounds_per_candidate"], "round")
-    note = (
-        f"Each candidate had {rounds} before the pairs, with requests that "
-        "no pair has. These rounds chose, and are in no other figure. "
-    ) + ". ".join(f"{each[0].upper()}{each[1:]}" for each in summary["tuning"]["sentences"])
-    return (
-        f'<section class="card"><h2>{TUNING_TITLE}</h2>{html_table(TUNING_HEADER, rows)}'
-        f'<p class="muted">{html.escape(note)}.</p></section>'
-    )
-
-
-def _winner_map(summary: Summary) -> str:
-    """Return the map as a table, coloured by winner, with the shares of all variants; empty if there is none."""
-    found = summary.get("winner_map")
+def _slo_map(summary: Summary) -> str:
+    """Return the map over SLOs as a table, coloured by winner; empty for a run that has none."""
+    found = summary["map"]
     if found is None:
         return ""
     labels = {side: variant["label"] for side, variant in summary["variants"].items()}
-    return limits_table(
-        "Which variant meets which SLOs",
-        "In each cell: the share of requests within the SLOs",
-        found,
-        labels,
-        lambda cell: [f"{cell['attainment'][side]:.0%}" for side in labels],
-    )
-
-
-def limits_table(
-    title: str, what: str, found: Summary, labels: Mapping[str, str], figures: Callable[[Summary], Sequence[str]]
-) -> str:
-    """Return a map over SLOs as a table, coloured by winner; `figures` gives a cell's figure of each variant."""
     colors = dict(zip(labels, plots.VARIANT_COLORS, strict=False)) | WINNER_COLORS
     tpots_ms, cells = found["grid"]["tpot_ms"], iter(found["cells"])
     head = "".join(f"<th>TPOT &le; {tpot_ms:g} ms</th>" for tpot_ms in tpots_ms)
+
+    def cell(each: Summary) -> str:
+        figures = (_cell_text(one, found["measured"][side]) for side, one in each["max_goodput_rates"].items())
+        winner: str = each["winner"]
+        text = html.escape(labels.get(winner, winner))
+        shown = html.escape(" / ".join(figures))
+        color = colors[winner]
+        return f'<td style="border-left:6px solid {color}"><b>{text}</b><br><span class="muted">{shown}</span></td>'
+
     body = "".join(
-        f"<tr><td>TTFT &le; {ttft_ms:g} ms</td>"
-        + "".join(_winner_cell(next(cells), labels, colors, figures) for _ in tpots_ms)
-        + "</tr>"
+        f"<tr><td>TTFT &le; {ttft_ms:g} ms</td>{''.join(cell(next(cells)) for _ in tpots_ms)}</tr>"
         for ttft_ms in found["grid"]["ttft_ms"]
     )
-    note = f"{found['sentence']} {what}, {' / '.join(labels.values())}. SLOs: {found['grid']['source']}."
+    note = (
+        f"{found['sentence']} In each cell: the highest rate at an attainment of {summary['attainment']:.0%}, "
+        f"{found['unit']}, {' / '.join(labels.values())}. SLOs: {found['grid']['source']}."
+    )
     return (
-        f'<section class="card map"><h2>{title}</h2><table><thead><tr><th></th>{head}</tr>'
-        f'</thead><tbody>{body}</tbody></table><p class="muted">{html.escape(note)}</p></section>'
+        f'<div class="map"><table><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table>'
+        f'<p class="muted">{html.escape(note)}</p></div>'
     )
 
 
-def _winner_cell(
-    cell: Summary,
-    labels: Mapping[str, str],
-    colors: Mapping[str, str],
-    figures: Callable[[Summary], Sequence[str]],
-) -> str:
-    winner = cell["winner"]
-    shown = html.escape(" / ".join(figures(cell)))
-    text = html.escape(labels.get(winner, winner))
-    return (
-        f'<td style="border-left:6px solid {colors[winner]}"><b>{text}</b><br><span class="muted">{shown}</span></td>'
-    )
+def _cell_text(found: Summary, measured: Sequence[float]) -> str:
+    if found["outcome"] == "below":
+        return f"< {measured[0]:.3g}"
+    return f"{found['rate']:.3g}" if found["outcome"] == "found" else f"> {measured[1]:.3g}"
 
 
-def _method(summary: Summary) -> str:
-    variants, plan, trace, found = summary["variants"], summary["plan"], summary["trace"], summary["outcome"]
-    recomputed = {variant["label"]: variant["recomputes"] or "none" for variant in variants.values()}
+def _method(summary: Summary) -> list[str]:
+    variants, plan = summary["variants"], summary["plan"]
     discarded = sum(not each["valid"] for each in summary["rounds"])
-    looks = ", ".join(map(str, found["looks"]))
+    recomputed = {one["label"]: one["recomputes"] for one in variants.values() if one["recomputes"]}
+    is_text = plan["text_prompts"] or plan["endpoint"] == "chat"
+    prompts = "sent as text, a few tokens shorter" if is_text else "exact to the token"
     lines = [
-        "Rounds are the units: the two rounds of a pair have the same arrivals and lengths, in an order drawn at "
-        "random; no two rounds share a prompt's beginning, so prefix caches were cold. "
-        f"Rounds that were discarded and repeated: {discarded}.",
-        "Attainment decides, by the t interval over pairs, never narrower than Newcombe's score interval of the paired "
-        f"shares, and by the exact sign-flip test. The result was looked at after {looks} of at most {plan['pairs']} "
-        f"pairs; this look's intervals have {1 - found['level']:.1%}, so that all looks together err in at most 5 % of "
-        "comparisons. Latencies are secondary: the mean log ratio of the requests that finished in both variants, with "
-        "Holm's correction.",
-        "Open-loop: each request left at its time in the trace, whatever the server did. "
-        f"Each server was warmed up until every worker had made a step. Prompts are real English, {_exactness(plan)}; "
-        "each answer has exactly the trace's number of tokens (ignore_eos), greedy.",
-        *pool_sentences(summary),
-        f"Recomputed prompts, by reason: {'; '.join(f'{label} {reasons}' for label, reasons in recomputed.items())}.",
+        "The rounds of a pair have the same arrivals and lengths, in an order drawn at random; no two rounds share a "
+        f"prompt's beginning. Rounds that were discarded and repeated: {discarded}.",
+        "Open-loop: each request left at its time in the trace, whatever the server did. Prompts are real English, "
+        f"{prompts}; each answer has exactly the trace's number of tokens (ignore_eos), greedy. A request was given up "
+        f"after {plan['deadline_s']:.3g} s.",
+        "Without --rate, rates grow or fall by a factor of 1.5 until each variant reaches the attainment at one and "
+        "misses it at another; later pairs go to where the widest interval is. The widths of the intervals end a run, "
+        "never which variant is ahead.",
+        "A queue that grows slowly is only seen by longer rounds: highest rates are those of rounds of this length.",
+        *(f"Recomputed prompts of {label}, by reason: {reasons}." for label, reasons in recomputed.items()),
         *(f"{sentence[0].upper()}{sentence[1:]}." for sentence in summary["load"]["sentences"]),
-        *(f"Trace: {change}." for change in trace["changes"]),
+        *(f"Trace: {change}." for change in summary["trace"]["changes"]),
     ]
-    return "".join(f"<li>{html.escape(line)}</li>" for line in lines)
-
-
-def _exactness(plan: Summary) -> str:
-    as_text = ("text_prompts", "baseline_text_prompts")
-    is_text = any(map(plan.get, as_text)) or "chat" in (plan.get("endpoint"), plan.get("baseline_endpoint"))
-    return "some or all sent as text, a few tokens shorter" if is_text else "exact to the token"
-
-
-def _formulas(summary: Summary) -> str:
-    return html_table(["figure", "formula"], [[name, formula] for name, formula in summary["formulas"].items()])
+    return [line.replace("..", ".") for line in lines]

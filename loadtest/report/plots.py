@@ -1,17 +1,12 @@
-"""The plots of report.html; each is a plotly figure made from the records or from the summary."""
+"""The plots of report.html; each is a plotly figure made from the summary."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 
-from ridgeline.loadtest.plan import Slo
-from ridgeline.loadtest.report.summary import attainment, latency_series
-from ridgeline.loadtest.report.wording import NAMES
-from ridgeline.loadtest.run.records import RequestRecord
-
-VARIANT_COLORS = ("#d9730d", "#1f6feb", "#2da44e", "#8250df")
+VARIANT_COLORS = ("#d9730d", "#1f6feb", "#2da44e", "#8250df", "#bf3989", "#0a7ea4")
 STAGE_COLORS = {
     "preprocess": "#dfe4ea",
     "queue": "#b8c0cc",
@@ -23,203 +18,12 @@ STAGE_COLORS = {
     "elsewhere": "#1b2330",
 }
 INK, GRID, MUTED = "#1b2330", "#e8ecf1", "#5f6b7a"
-INTERVAL_COLOR = "#c2410c"
-SHORT_NAMES = {"ttft": "TTFT", "ttst": "1st to 2nd", "tpot": "TPOT", "largest_gap": "largest gap"}
 STEP_TEXT_POSITIONS = {
     "prefill": ("middle right", "top right", "bottom right"),
     "mixed": ("bottom center", "bottom left", "middle left"),
     "decode": ("middle right", "top center", "bottom center"),
 }
 """One for each of the texts that a kind of step can have: what binds it is compute, memory or neither."""
-RATIO_TICKS = (0.1, 0.2, 0.5, 0.8, 1, 1.25, 2, 5, 10)
-SLO_SCALES = tuple(float(scale) for scale in np.geomspace(0.25, 4.0, 65))
-TIME_TICKS_MS = tuple(digit * 10.0**power for power in range(6) for digit in (1, 3))
-Records = Mapping[str, Sequence[RequestRecord]]
-"""Those of each variant, by its label."""
-
-
-def pair_dots(summary: Mapping[str, Any]) -> go.Figure:
-    """Plot the difference of attainment of every pair, their mean with its interval, and the margin."""
-    found, figure = summary["outcome"], go.Figure()
-    shares = [each["attainment"] for each in summary["pairs"]]
-    estimate = found["attainment"]
-    for end in (-found["margin"], found["margin"]):
-        figure.add_vline(x=100 * end, line={"color": MUTED, "dash": "dot"})
-    figure.add_vline(x=0, line={"color": MUTED, "width": 1})
-    if estimate is not None:
-        _interval(figure, estimate, "mean and interval", 0.0, 100.0)
-    figure.add_scatter(
-        x=[100 * share for share in shares],
-        y=[number + 1 for number in range(len(shares))],
-        mode="markers",
-        marker={"size": 11, "color": INK, "opacity": 0.75},
-        name="one pair of rounds",
-        hovertemplate="pair %{y}: %{x:+.1f} points<extra></extra>",
-    )
-    b, a = (summary["variants"][side]["label"] for side in ("b", "a"))
-    style_figure(figure, "Attainment, pair by pair", f"{b} minus {a}, points", "pair")
-    figure.update_yaxes(tickvals=list(range(len(shares) + 1)), ticktext=["all", *map(str, range(1, len(shares) + 1))])
-    widest = max([100 * found["margin"], *(abs(100 * share) for share in shares)])
-    if estimate is not None:
-        widest = max(widest, abs(100 * estimate["low"]), abs(100 * estimate["high"]))
-    figure.update_yaxes(range=[len(shares) + 0.6, -0.6])
-    figure.update_xaxes(range=[-1.1 * widest, 1.1 * widest])
-    return figure
-
-
-def latency_dots(summary: Mapping[str, Any]) -> go.Figure | None:
-    """Plot the ratio of each latency in every pair, with the mean and its interval; None if no request finished."""
-    names = [name for name in NAMES if any(name in each["latencies"] for each in summary["pairs"])]
-    if not names:
-        return None
-    figure = go.Figure()
-    figure.add_vline(x=1, line={"color": MUTED, "width": 1})
-    for place, name in enumerate(names):
-        ratios = [np.exp(each["latencies"][name]) for each in summary["pairs"] if name in each["latencies"]]
-        if name in summary["outcome"]["secondary"]:
-            estimate = summary["outcome"]["secondary"][name]["estimate"]
-            _interval(figure, {end: float(np.exp(estimate[end])) for end in ("mean", "low", "high")}, "", place + 0.25)
-        figure.add_scatter(
-            x=ratios,
-            y=[place] * len(ratios),
-            mode="markers",
-            marker={"size": 10, "color": INK, "opacity": 0.6},
-            name="one pair of rounds",
-            showlegend=place == 0,
-            hovertemplate="x %{x:.2f}<extra>" + NAMES[name] + "</extra>",
-        )
-    b, a = (summary["variants"][side]["label"] for side in ("b", "a"))
-    style_figure(figure, "Latencies, pair by pair (secondary)", f"{b} / {a}", "")
-    figure.update_yaxes(
-        tickvals=list(range(len(names))), ticktext=[SHORT_NAMES[name] for name in names], range=[len(names) - 0.4, -0.6]
-    )
-    figure.update_xaxes(type="log", tickangle=0, tickvals=RATIO_TICKS, ticktext=[f"{tick:g}" for tick in RATIO_TICKS])
-    return figure
-
-
-def _interval(figure: go.Figure, estimate: Mapping[str, float], name: str, y: float, scale: float = 1.0) -> None:
-    low, mean, high = (scale * estimate[end] for end in ("low", "mean", "high"))
-    figure.add_scatter(
-        x=[low, mean, high],
-        y=[y] * 3,
-        mode="lines+markers",
-        line={"color": INTERVAL_COLOR, "width": 4},
-        marker={"size": [1, 13, 1], "symbol": "diamond", "color": INTERVAL_COLOR},
-        name=name or "mean and interval",
-        showlegend=bool(name) or y < 1,
-        hovertemplate="%{x:.3g}<extra></extra>",
-    )
-
-
-def _round_dots(figure: go.Figure, summary: Mapping[str, Any], x: str | float, y: Callable[[Any], float]) -> None:
-    """Add a dot for each valid round, at the round's figure `x` (or at a fixed x) and at the height `y` gives."""
-    for variant, color in zip(summary["variants"].values(), VARIANT_COLORS, strict=False):
-        rounds = [each for each in summary["rounds"] if each["valid"] and each["label"] == variant["label"]]
-        shown = [each for each in rounds if not isinstance(x, str) or each.get(x) is not None]
-        figure.add_scatter(
-            x=[each[x] if isinstance(x, str) else x for each in shown],
-            y=[y(each) for each in shown],
-            mode="markers",
-            marker={"size": 9, "color": color, "opacity": 0.75, "line": {"color": "white", "width": 1}},
-            showlegend=False,
-            text=[str(each["pair"] + 1) for each in shown],
-            hovertemplate="pair %{text}: %{x:.3g}, %{y:.2~%}<extra>" + variant["label"] + "</extra>",
-        )
-
-
-def latency_cdf(summary: Mapping[str, Any], records: Records, name: str, title: str, limit_ms: float) -> go.Figure:
-    """Plot the share of all requests at or below each latency, with the SLO; a failed one never arrives."""
-    figure = go.Figure()
-    for (label, variant_records), color in zip(records.items(), VARIANT_COLORS, strict=False):
-        values_s = latency_series([record for record in variant_records if record.ok])[name]
-        values_ms = np.sort(np.asarray(values_s, dtype=np.float64)) * 1e3
-        shares = np.arange(1, len(values_ms) + 1) / max(1, len(variant_records))
-        figure.add_scatter(
-            x=values_ms.tolist(),
-            y=shares.tolist(),
-            name=label,
-            mode="lines",
-            line={"color": color, "width": 2.5, "shape": "hv"},
-            hovertemplate="%{x:.0f} ms: %{y:.0%}<extra>" + label + "</extra>",
-        )
-    _round_dots(
-        figure,
-        summary,
-        f"p50_{name}_ms",
-        lambda each: 0.5 * each["completed"] / max(1, each["completed"] + each["failed"]),
-    )
-    _mark(figure, limit_ms, f"SLO {limit_ms:g} ms")
-    style_figure(figure, title, "milliseconds", "share of all requests", note="Dots: the median of each round.")
-    figure.update_yaxes(range=[0, 1.03], tickformat=".0%")
-    figure.update_xaxes(rangemode="tozero")
-    return figure
-
-
-def gap_tail(summary: Mapping[str, Any], records: Records, limit_ms: float | None) -> go.Figure | None:
-    """Plot the share of gaps between tokens that last longer than a time; None if no answer had two tokens.
-
-    The SLO on the largest gap is marked if there is one.
-    """
-    series = {
-        label: np.sort(latency_series([record for record in found if record.ok])["itl"]) * 1e3
-        for label, found in records.items()
-    }
-    gaps_ms = np.concatenate(list(series.values()))
-    if not len(gaps_ms):
-        return None
-    figure = go.Figure()
-    for (label, sorted_ms), color in zip(series.items(), VARIANT_COLORS, strict=False):
-        longer = np.arange(len(sorted_ms) - 1, 0, -1) / max(1, len(sorted_ms))
-        figure.add_scatter(
-            x=sorted_ms[:-1].tolist(),  # a log axis has no 0, so the largest gap has no point of its own
-            y=longer.tolist(),
-            name=label,
-            line={"color": color, "width": 2.5},
-            hovertemplate="%{y:.2%} longer than %{x:.0f} ms<extra>" + label + "</extra>",
-        )
-    figure.add_hline(y=0.01, line={"color": MUTED, "dash": "dot"})
-    _round_dots(figure, summary, "p99_itl_ms", lambda _: 0.01)
-    style_figure(
-        figure,
-        "Gaps between tokens: how many last longer",
-        "milliseconds",
-        "share of gaps",
-        note="Dots: the 99th percentile of each round.",
-    )
-    # Chunks that arrive together have gaps near 0, which would take most of a log axis.
-    most_ms = max(float(np.max(gaps_ms)), limit_ms or 0.0)
-    ends = np.log10([max(1e-3, np.median(gaps_ms) / 4), most_ms * 1.1])
-    if limit_ms is not None:
-        _mark(figure, limit_ms, f"SLO {limit_ms:g} ms", log=True)
-    figure.update_xaxes(type="log", range=ends.tolist(), tickvals=TIME_TICKS_MS, tickangle=0)
-    figure.update_xaxes(ticktext=[f"{tick:g}" for tick in TIME_TICKS_MS])
-    figure.update_yaxes(type="log", tickvals=[1, 0.1, 0.01, 0.001, 0.0001], tickformat=".2~%")
-    return figure
-
-
-def attainment_curve(summary: Mapping[str, Any], records: Records, slo: Slo) -> go.Figure:
-    """Plot the share of requests within the SLO as all SLOs are scaled; a failed request is a miss."""
-    figure = go.Figure()
-    for (label, variant_records), color in zip(records.items(), VARIANT_COLORS, strict=False):
-        figure.add_scatter(
-            x=list(SLO_SCALES),
-            y=[attainment(variant_records, slo, scale) for scale in SLO_SCALES],
-            name=label,
-            line={"color": color, "width": 2.5},
-            hovertemplate="SLO x %{x:.2f}: %{y:.0%}<extra>" + label + "</extra>",
-        )
-    _mark(figure, 1, "the SLO", log=True)
-    _round_dots(figure, summary, 1.0, lambda each: each["attainment"])
-    style_figure(
-        figure,
-        "Attainment as the SLO is scaled",
-        "all SLOs multiplied by",
-        "requests within the SLO",
-        note="Dots: the attainment of each round.",
-    )
-    figure.update_xaxes(type="log", tickvals=[0.25, 0.5, 1, 2, 4], ticktext=["0.25", "0.5", "1", "2", "4"])
-    figure.update_yaxes(range=[0, 1.03], tickformat=".0%")
-    return figure
 
 
 def attainment_against_rate(rates: Mapping[str, Any]) -> go.Figure:

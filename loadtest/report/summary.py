@@ -5,14 +5,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from scipy.stats import binomtest
 
 from ridgeline.loadtest.plan import Slo
 from ridgeline.loadtest.run.records import RequestRecord
-from ridgeline.loadtest.statistics.looks import ALPHA
-from ridgeline.loadtest.statistics.proportions import wilson_interval
 
-SCHEMA = "urn:ridgeline:summary:2"
-"""The `$id` of docs/reference/summary.schema.json. A field removed or of another meaning makes it :3."""
+SCHEMA = "urn:ridgeline:summary:3"
+"""The `$id` of docs/reference/summary.schema.json. A field removed or of another meaning makes it :4."""
 PERCENTILES = (50, 90, 99)
 FORMULAS = {
     "window": "seconds in which requests arrived, to the last arrival and one mean gap more, added over rounds",
@@ -68,7 +67,8 @@ def summarise(records: Sequence[RequestRecord], window_s: float, slo: Slo) -> di
     for name, values_s in series.items():
         figures |= _spread(name, values_s)
     figures["max_itl_ms"] = max(series["itl"]) * 1e3 if series["itl"] else None
-    figures["ci95"] = {"attainment": wilson_interval(sum(good), len(records), ALPHA)}
+    interval = binomtest(sum(good), len(records)).proportion_ci(method="wilson")
+    figures["ci95"] = {"attainment": (interval.low, interval.high)}
     return figures
 
 
@@ -82,12 +82,6 @@ def latency_series(done: Sequence[RequestRecord]) -> dict[str, list[float]]:
         "gap": [gap_s for record in done if (gap_s := record.largest_gap_s) is not None],
         "e2el": [record.latency_s for record in done if record.latency_s is not None],
     }
-
-
-def attainment(records: Sequence[RequestRecord], slo: Slo, scale: float) -> float:
-    """Return the share of requests that meet every SLO multiplied by `scale`."""
-    met = sum(record.meets(*slo.in_seconds(scale)) for record in records)
-    return met / len(records) if records else 0.0
 
 
 def _spread(name: str, values_s: Sequence[float]) -> dict[str, float | None]:

@@ -1,13 +1,12 @@
 """Tables for the terminal, with the formula beside each figure. Called at the end of `replay` and `compare`."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-
-from ridgeline.loadtest.run.quantities import counted
 
 Summary = Mapping[str, Any]
 POOL_ORDER = ("colocated", "prefill", "decode")
@@ -32,23 +31,6 @@ ROWS = (
     ("gap between tokens, largest, ms", "max_itl_ms", ".0f"),
     ("latency p50, ms", "p50_e2el_ms", ".0f"),
 )
-DEVICE_ROWS = (
-    ("requests/s per device", "requests_per_device", ".3g"),
-    ("goodput per device, requests/s", "goodput_per_device", ".3g"),
-    ("output tokens/s per device", "output_tokens_per_device", ".3g"),
-    ("busy seconds per device", "busy_seconds_per_device", ".3g"),
-    ("cost of a million output tokens", "cost_per_million_output_tokens", ".3g"),
-)
-ROUND_FIGURES = {
-    "attainment": ("attainment", ".0%"),
-    "TTFT p50, ms": ("p50_ttft_ms", ".0f"),
-    "TPOT p50, ms": ("p50_tpot_ms", ".0f"),
-    "largest gap, ms": ("max_itl_ms", ".0f"),
-    "latest sending, ms": ("max_send_lag_ms", ".0f"),
-}
-ROUND_HEADER = ("pair", "variant", *ROUND_FIGURES, "discarded or disturbed")
-TUNING_TITLE = "Chosen by tuning"
-TUNING_HEADER = ("variant", "candidate", "attainment", "goodput, requests/s", "disturbed rounds", "chosen")
 DASH = "A dash: too few values for such a percentile"
 POOL_ROWS = (
     ("arithmetic intensity, FLOP/byte", "arithmetic_intensity", ".1f"),
@@ -98,32 +80,6 @@ def figure_table(
     return FigureTable(tuple(columns), tuple((label, each, texts[label]) for label, each in cells))
 
 
-def variant_table(summary: Summary) -> FigureTable:
-    """Return the figures of both variants over all their valid rounds."""
-    columns = {variant["label"]: variant for variant in summary["variants"].values()}
-    return figure_table(columns, ROWS, summary["formulas"], figure_text)
-
-
-def print_comparison(summary: Summary, console: Console) -> None:
-    """Print both variants side by side, the pools, the rounds, and the outcome."""
-    formulas, both = summary["formulas"], variant_table(summary)
-    _print_figures(" against ".join(both.columns), both, console)
-    if pools := pools_of(summary):
-        _print_figures("Pools", figure_table(pools, POOL_ROWS, formulas), console)
-    if columns := device_columns(summary):
-        _print_figures("Per device", figure_table(columns, DEVICE_ROWS, formulas), console)
-    if rows := tuning_rows(summary):
-        print_table(TUNING_TITLE, TUNING_HEADER, rows, console)
-    print_table("Rounds", ROUND_HEADER, round_rows(summary), console)
-    console.print(f"In parentheses: {formulas['ci']}. {DASH}.", style="dim", highlight=False)
-    said = [*pool_sentences(summary), *summary["load"]["sentences"]]
-    if "winner_map" in summary:
-        said.append(summary["winner_map"]["sentence"])
-    for sentence in said:
-        console.print(sentence, highlight=False, markup=False)
-    console.print(summary["outcome"]["sentence"], style="bold", highlight=False, markup=False)
-
-
 def print_replay(figures: Summary, formulas: Mapping[str, str], console: Console) -> None:
     """Print one replay's figures."""
     _print_figures("Replay", figure_table({"value": figures}, ROWS, formulas, figure_text), console)
@@ -146,27 +102,15 @@ def served_model(summary: Summary) -> str | None:
 
 
 def pools_of(summary: Summary) -> dict[str, Summary]:
-    """Return the figures of all pools in a fixed order; of a pool that both variants have, each with its variant."""
+    """Return the figures of all pools in a fixed order; of a pool that several variants have, each with its variant."""
     variants = list(summary["variants"].values())
-    both = set(variants[0]["pools"]) & set(variants[1]["pools"])
     order = {pool: place for place, pool in enumerate(POOL_ORDER)}
-    names = sorted(
-        {pool for variant in variants for pool in variant["pools"]}, key=lambda pool: (order.get(pool, 9), pool)
-    )
+    counts = Counter(pool for variant in variants for pool in variant["pools"])
     return {
-        f"{pool}, {variant['label']}" if pool in both else pool: variant["pools"][pool]
-        for pool in names
+        f"{pool}, {variant['label']}" if counts[pool] > 1 else pool: variant["pools"][pool]
+        for pool in sorted(counts, key=lambda pool: (order.get(pool, len(order)), pool))
         for variant in variants
         if pool in variant["pools"]
-    }
-
-
-def device_columns(summary: Summary) -> dict[str, Summary]:
-    """Return the figures per device of each variant whose devices are known, by its label with their number."""
-    return {
-        f"{variant['label']}, {counted(found['devices'], found['unit'])}": found
-        for variant in summary["variants"].values()
-        if (found := variant.get("per_device"))
     }
 
 
@@ -177,34 +121,6 @@ def pool_sentences(summary: Summary) -> list[str]:
         "both pools."
         for variant in summary["variants"].values()
         if "disaggregated_fraction" in variant
-    ]
-
-
-def round_rows(summary: Summary) -> list[list[str]]:
-    """Return a row for each round, discarded ones too, in the order in which they ran."""
-    return [
-        [
-            str(each["pair"] + 1),
-            each["label"],
-            *(format_figure(each.get(key), form) for key, form in ROUND_FIGURES.values()),
-            ("" if each["valid"] else "discarded: ") + "; ".join(each["reasons"]),
-        ]
-        for each in summary["rounds"]
-    ]
-
-
-def tuning_rows(summary: Summary) -> list[list[str]]:
-    """Return a row for each candidate that was tried before the pairs; none if nothing was tuned."""
-    return [
-        [
-            each["label"],
-            each["candidate"],
-            format_figure(each["attainment"], ".0%"),
-            format_figure(each["goodput"], ".2f"),
-            str(each["disturbed_rounds"]),
-            "yes" if each["chosen"] else "",
-        ]
-        for each in summary.get("tuning", {}).get("candidates", ())
     ]
 
 

@@ -1,38 +1,27 @@
-"""Says the outcome of a comparison in sentences, which claim no more than was shown."""
+"""Says the verdict of a comparison in sentences, each of which the tables below it show.
+
+First which variant serves more of the same requests within the SLOs, where, and how sure that is; then the highest
+rates; then what is not known, and how much longer it takes. tests/unit/loadtest/report/test_wording.py holds each
+sentence against the counts of thousands of simulated comparisons.
+"""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import msgspec
-import numpy as np
 
 from ridgeline.loadtest.plan import Slo
 from ridgeline.loadtest.run.quantities import counted
-from ridgeline.loadtest.run.records import RequestRecord
-from ridgeline.loadtest.statistics.attainment_curve import MaxGoodputRate
-from ridgeline.loadtest.statistics.looks import ALPHA, LEAST_PAIRS
-from ridgeline.loadtest.statistics.outcome import Conclusion, Secondary, Side
-from ridgeline.loadtest.statistics.paired_tests import Estimate
-from ridgeline.loadtest.statistics.pairs import Latency
-from ridgeline.loadtest.statistics.rate_verdict import ALIKE, RateVerdict
-
-NAMES: Final[dict[Latency, str]] = {
-    "ttft": "TTFT",
-    "ttst": "time from the first to the second token",
-    "tpot": "TPOT",
-    "largest_gap": "largest gap between tokens",
-}
+from ridgeline.loadtest.statistics.attainment_curve import MaxGoodputRate, RoundCount
+from ridgeline.loadtest.statistics.verdict import ALIKE, LEAST_PAIRS, Verdict
 
 MOST_FACTOR: Final = 20.0
 """A longer run is not foretold from the scatter of a short one."""
-
-
-class GapTail(msgspec.Struct, frozen=True):
-    """The longest gaps between tokens in one variant, in seconds, over all its finished requests."""
-
-    p99_s: float
-    largest_s: float
+REACHED: Final = 0.05
+"""Where no variant meets the SLOs for this share of requests, the load says nothing of them."""
+Rounds = Mapping[str, Sequence[RoundCount]]
+"""The valid rounds of each variant, in the order of pairs."""
 
 
 class Pauses(msgspec.Struct, frozen=True):
@@ -42,102 +31,176 @@ class Pauses(msgspec.Struct, frozen=True):
     longest_s: dict[str, float]
 
 
-class Words(msgspec.Struct, frozen=True):
-    """The outcome in words; `tail` names the longest gaps between tokens, and is empty if there are none."""
+class Found(msgspec.Struct, frozen=True):
+    """What a comparison has found; the names of variants are those that people read."""
 
-    headline: str
-    tail: str
-    details: str
-    gap_tails: dict[str, GapTail]
-
-    @property
-    def sentence(self) -> str:
-        """All of it."""
-        return " ".join(filter(None, (self.headline, self.tail, self.details)))
-
-
-def say(conclusion: Conclusion, labels: Mapping[Side, str], slo: Slo, tails: dict[str, GapTail]) -> Words:
-    """Say the outcome, what a difference must be to be seen, and the latencies as secondary."""
-    return Words(_headline(conclusion, labels, slo), _tails_text(tails), _details(conclusion, labels), tails)
+    rounds: Rounds
+    verdict: Verdict
+    held: Mapping[str, MaxGoodputRate]
+    attainment: float
+    slo: Slo
+    took_s: float
+    by_slo: Mapping[str, Verdict] = {}
+    """The verdict on each SLO alone, by its name."""
+    pauses: Pauses | None = None
 
 
-def gap_tails(records: Mapping[str, Sequence[RequestRecord]]) -> dict[str, GapTail]:
-    """Return the tail of the gaps between tokens in each variant that has any."""
-    gaps_s = {label: [gap_s for one in found if one.ok for gap_s in one.itls_s] for label, found in records.items()}
-    return {label: GapTail(float(np.percentile(gaps, 99)), max(gaps)) for label, gaps in gaps_s.items() if gaps}
+def say(found: Found) -> list[str]:
+    """Return the verdict with the counts that it rests on, the highest rates, and what is not known."""
+    sentences = [
+        _verdict(found),
+        _counts(found),
+        _by_slo(found.by_slo),
+        _rates(found),
+        _unknown(found),
+        _pauses(found.pauses),
+    ]
+    return list(filter(None, sentences))
 
 
-def _headline(found: Conclusion, labels: Mapping[Side, str], slo: Slo) -> str:
-    shares = f"{labels['a']} met {slo.counted} for {found.attainment_a:.0%} of requests, {labels['b']} for "
-    shares += f"{found.attainment_b:.0%}"
-    rounds = f"{counted(found.pairs, 'pair')} of rounds"
-    if found.outcome == "better":
-        better = labels[found.better or "a"]
-        return f"{_upper(better)} is better under {slo}: {shares} ({_difference(found)}; {rounds})."
-    if found.outcome == "equivalent":
-        return f"Equivalent within {_points(found.margin)} under {slo}: {shares} ({_difference(found)}; {rounds})."
-    if found.outcome == "slo_unreachable":
-        return f"Out of reach at this load: {slo}. {_upper(shares)} ({rounds}), so the SLOs cannot tell them apart."
-    return f"Inconclusive under {slo}: {shares} ({_difference(found)}; {rounds})."
+def loaded_rates(rounds: Rounds, attainment: float) -> list[float]:
+    """Return the rates at which a variant, all its rounds there together, missed the attainment that was asked for."""
+    rates = sorted({one.rate for each in rounds.values() for one in each})
+    return [rate for rate in rates if any(share < attainment for share in shares_at(rounds, [rate]).values())]
 
 
-def _details(found: Conclusion, labels: Mapping[Side, str]) -> str:
-    sentences = []
-    if found.outcome == "inconclusive":
-        if found.pairs < LEAST_PAIRS:
-            sentences.append(f"Nothing is concluded from fewer than {LEAST_PAIRS} pairs.")
-        elif found.attainment is not None and found.attainment.excludes_zero:
-            sentences.append(_exact_test(found.attainment))
-        if found.smallest_seen is not None:
-            sentences.append(
-                f"With {counted(found.pairs, 'pair')} of rounds that scatter like these, a difference below "
-                f"{_points(found.smallest_seen)} is missed more than one time in five; to see "
-                f"{_points(found.margin)} takes about {_needed(found.pairs_for_margin)}."
-            )
-    if found.secondary and found.pairs >= LEAST_PAIRS:
-        lines = [_secondary(name, each, labels) for name, each in found.secondary.items()]
-        sentences.append(f"Secondary, corrected for being {len(lines)}: {'; '.join(lines)}.")
-    return " ".join(sentences)
+def shares_at(rounds: Rounds, rates: Sequence[float]) -> dict[str, float]:
+    """Return the share of requests within the SLOs of each variant, over all rounds at these rates."""
+    at = {name: [one for one in each if one.rate in rates] for name, each in rounds.items()}
+    return {name: sum(one.met for one in each) / sum(one.total for one in each) for name, each in at.items() if each}
 
 
-def _exact_test(attainment: Estimate) -> str:
-    """Say why an interval without 0 is not enough."""
-    return (
-        f"The interval leaves out 0, but the exact test over pairs gives p = {attainment.p_sign_flip:.3g}, and a "
-        f"difference is called one only if that is at most {ALPHA:g}."
-    )
+def _verdict(found: Found) -> str:
+    verdict, names = found.verdict, found.verdict.variants
+    if verdict.pairs < LEAST_PAIRS:
+        pairs = counted(verdict.pairs, "pair")
+        return (
+            f"Nothing is concluded from {pairs} of rounds that no other work disturbed: it takes {LEAST_PAIRS}, and "
+            "more to tell small differences."
+        )
+    if max(shares_at(found.rounds, _rates_of(found.rounds)).values()) < REACHED:
+        return "The SLOs are out of reach: no rate measured was low enough for them."
+    best, worst = names[0], names[-1]
+    if all((best, other) in verdict.serves_more for other in names[1:]):
+        text = f"{_upper(best)} serves more requests within the SLOs than {_listed(names[1:])} (strong evidence)."
+        rest = {two for two in verdict.serves_more if best not in two}
+    elif len(names) > 2 and all((other, worst) in verdict.serves_more for other in names[:-1]):
+        text = f"{_upper(worst)} serves the fewest requests within the SLOs (strong evidence)."
+        rest = {two for two in verdict.serves_more if worst not in two}
+    else:
+        text, rest = "", set(verdict.serves_more)
+    more = [text] if text else []
+    more += [
+        f"{_upper(one)} serves more than {other} (strong evidence)."
+        for one, other in verdict.serves_more
+        if (one, other) in rest
+    ]
+    more += _alike(verdict)
+    if verdict.open:
+        more.append(_not_told_apart(found))
+    return " ".join(more)
 
 
-def _secondary(name: Latency, each: Secondary, labels: Mapping[Side, str]) -> str:
-    ends = f"{_ratio(each.estimate.low)} to {_ratio(each.estimate.high)}"
-    ratio = f"{NAMES[name]} {labels['b']} / {labels['a']} {_ratio(each.estimate.mean)} ({ends})"
-    if each.differs:
-        lower = labels["b"] if each.estimate.mean < 0 else labels["a"]
-        return f"{ratio}, lower {lower}"
-    return f"{ratio}, {'equivalent' if each.is_equivalent else 'no difference shown'}"
+def _alike(verdict: Verdict) -> list[str]:
+    if not verdict.alike:
+        return []
+    if len(verdict.alike) == math.comb(len(verdict.variants), 2):
+        return [f"No difference that matters: all highest rates lie within {ALIKE - 1:.0%} of each other."]
+    return [
+        f"{_upper(one)} and {other} hold rates within {ALIKE - 1:.0%} of each other." for one, other in verdict.alike
+    ]
 
 
-def _difference(found: Conclusion) -> str:
-    if found.attainment is None:
-        return "one pair has no interval"
-    interval = f"{100 * (1 - found.level):.3g} % interval {_ends(found.attainment)}"
-    return f"difference {100 * found.attainment.mean:+.1f} points, {interval}"
+def _not_told_apart(found: Found) -> str:
+    """Name what is open, with the most by which highest rates may differ where measured rates bound them."""
+    verdict = found.verdict
+    open_names = [name for name in verdict.variants if any(name in two for two in verdict.open)]
+    is_clique = len(verdict.open) == math.comb(len(open_names), 2)
+    told = _listed(open_names) if is_clique else "; ".join(f"{one} and {other}" for one, other in verdict.open)
+    bounds = [found.held[name] for name in open_names]
+    text = f"{_upper(told)} are not told apart"
+    if any(None in (one.low, one.high) for one in bounds):
+        return f"{text}."
+    most = max(verdict.between(one, other).most for one, other in verdict.open)
+    return f"{text}: their highest rates differ by a factor of {most:.2f} at most."
 
 
-def _ends(estimate: Estimate) -> str:
-    return f"{100 * estimate.low:+.1f} to {100 * estimate.high:+.1f}"
+def _counts(found: Found) -> str:
+    """Say what share of the same requests each variant served at the rates at which one did not hold the goal."""
+    rates, names = loaded_rates(found.rounds, found.attainment), found.verdict.variants
+    where = rates or _rates_of(found.rounds)
+    shares = shares_at(found.rounds, where)
+    requests = sum(one.total for one in found.rounds[names[0]] if one.rate in where)
+    each = ", ".join(f"{name} {shares[name]:.0%}" for name in names)
+    if not rates:
+        return (
+            f"At all rates measured, up to {where[-1]:.3g} requests/s, every variant met {found.slo.counted} for "
+            f"{found.attainment:.0%} or more: {each}. Only higher rates can tell them apart."
+        )
+    return f"Of the same {counted(requests, 'request')} at {_span(where)} requests/s, within the SLOs: {each}."
 
 
-def _points(share: float) -> str:
-    return f"{100 * share:.3g} points"
+def _by_slo(by_slo: Mapping[str, Verdict]) -> str:
+    """Say which SLO picks which variant, if two of them pick different ones."""
+    picks = {
+        slo: verdict.variants[0]
+        for slo, verdict in by_slo.items()
+        if all((verdict.variants[0], other) in verdict.serves_more for other in verdict.variants[1:])
+    }
+    if len(set(picks.values())) < 2:
+        return ""
+    told = "; ".join(f"the SLO on {slo} alone picks {name}" for slo, name in picks.items())
+    return f"{_upper(told)} (strong evidence)."
 
 
-def _needed(pairs: int | None) -> str:
-    return "more than 1,000 pairs" if pairs is None else f"{pairs} pairs"
+def _rates(found: Found) -> str:
+    each = [f"{name} {rate_text(found.held[name])}" for name in found.verdict.variants]
+    bounded = f"Highest rate with {found.attainment:.0%} of requests within the SLOs, in requests/s: {', '.join(each)}."
+    if any(one.low is None or one.high is None for one in found.held.values()):
+        bounded += " A bound is missing where no rate measured was clearly low or high enough."
+    return bounded
 
 
-def _ratio(log_ratio: float) -> str:
-    return f"x {math.exp(log_ratio):.2f}"
+def rate_text(found: MaxGoodputRate) -> str:
+    """Return a highest rate with its interval, or the bound that is known."""
+    if found.low is None and found.high is None:
+        return "not bounded"
+    if found.high is None:
+        return f"at least {found.low:.3g}"
+    if found.low is None or found.rate is None:
+        return f"at most {found.high:.3g}" if found.low is None else f"{found.low:.3g} to {found.high:.3g}"
+    return f"{found.rate:.3g} ({found.low:.3g} to {found.high:.3g})"
+
+
+def _unknown(found: Found) -> str:
+    verdict = found.verdict
+    if verdict.factor is None or not verdict.open:
+        return ""
+    if verdict.factor > MOST_FACTOR:
+        return f"To tell the rest apart takes more than {MOST_FACTOR:g} times as long as this run."
+    minutes = max(1, math.ceil((verdict.factor - 1) * found.took_s / 60))
+    return f"If what was seen so far holds, {counted(minutes, 'more minute')} would tell the rest apart."
+
+
+def _pauses(found: Pauses | None) -> str:
+    if found is None:
+        return ""
+    longest = ", ".join(f"{name} {_ms(pause_s)}" for name, pause_s in found.longest_s.items())
+    return f"Longest pause of a stream at up to {found.rate:.3g} requests/s: {longest}."
+
+
+def _ms(value_s: float) -> str:
+    return f"{value_s:.2f} s" if value_s >= 1 else f"{value_s * 1e3:.0f} ms"
+
+
+def _rates_of(rounds: Rounds) -> list[float]:
+    return sorted({one.rate for each in rounds.values() for one in each})
+
+
+def _span(rates: Sequence[float]) -> str:
+    if len(rates) <= 2:
+        return " and ".join(f"{rate:.3g}" for rate in rates)
+    return f"{rates[0]:.3g} to {rates[-1]:.3g}"
 
 
 def _upper(text: str) -> str:
@@ -145,101 +208,6 @@ def _upper(text: str) -> str:
     return text[:1].upper() + text[1:] if text.split()[0].islower() else text
 
 
-def _tails_text(tails: Mapping[str, GapTail]) -> str:
-    if len(tails) < 2:
-        return ""
-    p99s = " and ".join(f"{_ms(tail.p99_s)} {label}" for label, tail in tails.items())
-    largest = " and ".join(_ms(tail.largest_s) for tail in tails.values())
-    return f"1 % of the gaps between tokens lasted longer than {p99s}; the longest lasted {largest}."
-
-
-def _ms(value_s: float) -> str:
-    return f"{value_s:.2f} s" if value_s >= 1 else f"{value_s * 1e3:.0f} ms"
-
-
-def say_rates(
-    labels: Mapping[str, str],
-    held: Mapping[str, MaxGoodputRate],
-    verdict: RateVerdict | None,
-    took_s: float,
-    pauses: Pauses | None,
-) -> list[str]:
-    """Say which rate each variant holds and which one holds most, and the longest pause of a stream, a sentence each.
-
-    Variants are in the order of `labels`.
-    """
-    first, *others = held
-    rates = [f"{_upper(labels[first])} holds {_rate_text(held[first], ' requests/s')}"]
-    rates += [f"{labels[name]} {_rate_text(held[name])}" for name in others]
-    told = "." if verdict is None else f": {_verdict_text(labels, held, verdict, took_s)}"
-    sentences = [", ".join(rates) + told]
-    if pauses is not None:
-        longest = ", ".join(f"{labels[name]} {_ms(pause_s)}" for name, pause_s in pauses.longest_s.items())
-        sentences.append(f"Longest pause of a stream at up to {pauses.rate:.3g} requests/s: {longest}.")
-    return sentences
-
-
-def _rate_text(found: MaxGoodputRate, unit: str = "") -> str:
-    if found.rate is None and found.low is None and found.high is None:
-        return "all rates measured" if found.outcome == "above" else "no rate measured"
-    ends = interval_text(found.low, found.high)
-    return ends + unit if found.rate is None else f"{found.rate:.3g}{unit} ({ends})"
-
-
-def interval_text(low: float | None, high: float | None) -> str:
-    """Return an interval of rates; an end is None if no rate measured bounds it."""
-    if low is None and high is None:
-        return "no bounds yet"
-    if high is None:
-        return f"at least {low:.3g}"
-    return f"at most {high:.3g}" if low is None else f"{low:.3g} to {high:.3g}"
-
-
-def _verdict_text(
-    labels: Mapping[str, str], held: Mapping[str, MaxGoodputRate], verdict: RateVerdict, took_s: float
-) -> str:
-    """Name the variant that holds most, with the evidence, or say that it cannot be told yet."""
-    outcomes = {one.outcome for one in held.values()}
-    if outcomes == {"below"}:
-        return "out of reach, no rate measured was low enough for these SLOs."
-    leaders = _listed([labels[name] for name in (verdict.leader, *verdict.alike)], "and")
-    if not verdict.behind and outcomes != {"above"}:
-        return f"no difference that matters, all within {ALIKE - 1:.0%} of the highest."
-    unclear = [name for name, evidence in verdict.behind.items() if evidence == "none"]
-    less = [name for name in verdict.behind if name not in unclear]
-    is_low = any(held[name].outcome == "below" for name in unclear)
-    if outcomes == {"above"} or (unclear and held[verdict.leader].outcome == "above" and not is_low):
-        unclear = unclear or [name for name in held if name not in (verdict.leader, *verdict.alike)]
-        together = _listed([labels[name] for name in (verdict.leader, *verdict.alike, *unclear)], "and")
-        return f"{together} are not told apart, since no rate measured was high enough."
-    if unclear:
-        others = _listed([labels[name] for name in unclear], "and")
-        hold = "hold" if verdict.alike else "holds"
-        differ = _difference_of_rates(held, verdict, unclear)
-        behind = "".join(
-            f" {_upper(labels[name])} holds less than {labels[verdict.leader]}, {verdict.behind[name]} evidence."
-            for name in less
-        )
-        more_time = _more_time(verdict, took_s)
-        return f"cannot tell yet whether {leaders} {hold} more than {others}{differ}.{behind} {more_time}"
-    alike = f", alike within {ALIKE - 1:.0%}" if verdict.alike else ""
-    return f"{leaders}{alike}, {verdict.evidence} evidence."
-
-
-def _difference_of_rates(held: Mapping[str, MaxGoodputRate], verdict: RateVerdict, unclear: Sequence[str]) -> str:
-    """Say by how much rates differ at most; nothing where no measured rate bounds one of them, so no round says it."""
-    if any(None in (held[name].low, held[name].high) for name in (verdict.leader, *unclear)):
-        return ""
-    most = max(end for name in unclear for one in (verdict.over(name),) for end in (one.high, 1 / one.low))
-    return f"; they differ by a factor of {most:.2f} at most"
-
-
-def _more_time(verdict: RateVerdict, took_s: float) -> str:
-    if verdict.factor is None or verdict.factor > MOST_FACTOR:
-        return f"To tell takes more than {MOST_FACTOR:g} times as long as this run."
-    minutes = max(1, math.ceil((verdict.factor - 1) * took_s / 60))
-    return f"About {counted(minutes, 'more minute')} would tell."
-
-
-def _listed(words: Sequence[str], conjunction: str) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {conjunction} {words[-1]}"
+def _listed(words: Iterable[str]) -> str:
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last

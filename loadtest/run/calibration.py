@@ -16,6 +16,7 @@ from ridgeline.loadtest.plan import AUTO, ComparePlan, ReplayPlan, Slo
 from ridgeline.loadtest.run.quantities import counted, duration_text, minutes_text
 from ridgeline.loadtest.run.replay import WARMUP_OUTPUT_TOKENS
 from ridgeline.loadtest.run.unloaded import Unloaded
+from ridgeline.loadtest.statistics.verdict import LEAST_PAIRS, told_apart
 from ridgeline.loadtest.trace.trace import Trace
 
 RATE_SHARE = 0.8
@@ -24,6 +25,11 @@ MOST_TIMES_THE_BATCH = 8
 """A step with more sequences than this many times the measured batch is not extrapolated to."""
 LONG_ANSWER_QUANTILE = 0.9
 ROUND_ANSWERS = 2.0
+SHOWN_EXCESS = 0.25
+"""The part by which a rate is too high that a round shows; a smaller one needs longer rounds."""
+PLANNED_PAIRS = 6
+"""Of simulated comparisons in a given time, six short pairs tell a difference of 25 % more often than three long ones,
+and ten no more often than six (tests/unit/loadtest/statistics/test_verdict.py)."""
 LEAST_REQUESTS = 10
 """The fewest requests that a budget leaves to a round."""
 Plan = TypeVar("Plan", bound=ReplayPlan)
@@ -178,13 +184,15 @@ def beside_arrivals_s(plan: ReplayPlan, trace: Trace, unloaded: Unloaded) -> flo
     return warm_up_s + 4 * plan.settle_s + unloaded.mean_ttft_s + _long_answer_s(trace, unloaded)
 
 
-def least_requests(rate: float, trace: Trace, unloaded: Unloaded) -> int:
-    """Return the fewest requests of a round over rates.
+def least_requests(rate: float, trace: Trace, unloaded: Unloaded, slo: Slo) -> int:
+    """Return the fewest requests of a round.
 
-    A batch fills while the first answers are made, and a queue shows only after that: a round is `ROUND_ANSWERS` long
-    answers long.
+    A batch fills while the first answers are made, so a round is `ROUND_ANSWERS` long answers long. A queue whose
+    arrivals are `SHOWN_EXCESS` above what is served grows by that part of each second, and shows once it is as long as
+    the SLO on TTFT.
     """
-    return math.ceil(ROUND_ANSWERS * _long_answer_s(trace, unloaded) * rate) + 1
+    shown_s = slo.ttft_ms / 1e3 / SHOWN_EXCESS
+    return math.ceil(max(ROUND_ANSWERS * _long_answer_s(trace, unloaded), shown_s) * rate) + 1
 
 
 def _long_answer_s(trace: Trace, unloaded: Unloaded) -> float:
@@ -194,67 +202,40 @@ def _long_answer_s(trace: Trace, unloaded: Unloaded) -> float:
 
 
 def fit_budget(
-    plan: ComparePlan,
-    load: Load,
-    most_requests: int,
-    schedule: Schedule,
-    spent_s: float,
+    plan: ComparePlan, load: Load, most_requests: int, schedule: Schedule, spent_s: float, least: int
 ) -> tuple[ComparePlan, Load]:
-    """Choose requests in a round and the most pairs for the time that is left, and say how long it takes at most.
+    """Choose requests in a round for the time that is left, and say how many pairs fit and what they can tell.
 
-    The pairs that a result takes, and one to spare, come first; then longer rounds, then more pairs. Without a budget
-    the plan's own rounds and pairs stay. `most_requests` are those of the plan's round.
+    With a budget `PLANNED_PAIRS`, or two at each given rate, come first; then longer rounds, up to `most_requests`. A
+    round has `least` requests in any case. Without a budget the plan's own rounds and pairs stay.
     """
     if load.rate is None:
         return plan, load
-    pairs, requests, fitting = plan.pairs, most_requests, plan.pairs
-    if plan.budget_s is not None:
-        requests, fitting = _within_budget(plan, load.rate, most_requests, schedule, plan.budget_s - spent_s)
-        # These are planned in any case: rounds may be shorter than they were estimated, and the time ends them if not.
-        pairs = min(plan.pairs, max(plan.planned_pairs, fitting))
-        plan = plan.model_copy(update={"limit": requests, "pairs": pairs})
-    pair_s = schedule.pair_s(requests, load.rate)
-    notes = [
-        f"at most {counted(pairs, 'pair')} of rounds of {requests} requests, {(requests - 1) / load.rate:.0f} s each: "
-        f"about {minutes_text(pairs * pair_s)}"
-    ]
-    if plan.budget_s is not None and fitting < plan.wanted_pairs <= pairs:
-        notes.append(
-            f"the {plan.wanted_pairs} pairs that a conclusion takes need about "
-            f"{minutes_text(spent_s + plan.wanted_pairs * pair_s)} on this machine, and there are "
-            f"{minutes_text(plan.budget_s)}: it may end without one"
-        )
-    return plan, msgspec.structs.replace(load, notes=(*load.notes, *notes))
-
-
-def fit_budget_over_rates(
-    plan: ComparePlan, load: Load, most_requests: int, schedule: Schedule, spent_s: float, least_requests: int
-) -> tuple[ComparePlan, Load]:
-    """Choose requests in a round of a comparison over rates for the time that is left, and say how many pairs fit.
-
-    `least_requests` are what a round should have, however few pairs the time then allows; otherwise as `fit_budget`.
-    """
-    if load.rate is None:
-        return plan, load
-    requests, told = most_requests, f"at most {counted(plan.pairs, 'pair')}"
+    pairs, requests = plan.most_pairs, most_requests
     if plan.budget_s is not None:
         left_s = plan.budget_s - spent_s
-        requests, fitting = _within_budget(plan, load.rate, most_requests, schedule, left_s, least_requests)
-        plan, told = plan.model_copy(update={"limit": requests}), f"about {counted(max(1, fitting), 'pair')}"
-    note = (
-        f"{told} of {schedule.rounds} rounds, each with arrivals for {(requests - 1) / load.rate:.0f} s ({requests} "
-        f"requests at the first rate), about {minutes_text(schedule.pair_s(requests, load.rate))} a pair"
-    )
-    return plan, msgspec.structs.replace(load, notes=(*load.notes, note))
-
-
-def _within_budget(
-    plan: ComparePlan, rate: float, most_requests: int, schedule: Schedule, left_s: float, least_requests: int = 1
-) -> tuple[int, int]:
-    """Return the requests of a round with which the planned pairs fit into the time, and the pairs that then fit."""
-    within = schedule.requests_within(left_s / min(plan.planned_pairs, plan.pairs), rate)
-    requests = min(most_requests, max(LEAST_REQUESTS, least_requests, within))
-    return requests, int(left_s / schedule.pair_s(requests, rate))
+        wanted = min(pairs, max(PLANNED_PAIRS, 2 * len(plan.rates)))
+        within = schedule.requests_within(left_s / wanted, load.rate)
+        requests = min(most_requests, max(LEAST_REQUESTS, least, within))
+        pairs = min(pairs, max(1, int(left_s / schedule.pair_s(requests, load.rate))))
+        plan = plan.model_copy(update={"limit": requests})
+    pair_s = schedule.pair_s(requests, load.rate)
+    notes = [
+        f"{'about' if plan.budget_s else 'at most'} {counted(pairs, 'pair')} of {schedule.rounds} rounds, each with "
+        f"arrivals for {(requests - 1) / load.rate:.0f} s ({requests} requests at the first rate), about "
+        f"{minutes_text(pair_s)} a pair"
+    ]
+    if pairs < LEAST_PAIRS:
+        notes.append(
+            f"one pair fits into this budget, of which nothing can be concluded: give --budget-s "
+            f"{math.ceil(spent_s + PLANNED_PAIRS * pair_s)} or more"
+        )
+    else:
+        notes.append(
+            f"{counted(pairs, 'pair')} tell apart variants whose highest rates differ by "
+            f"{told_apart(pairs, requests) - 1:.0%} or more, in four of five comparisons"
+        )
+    return plan, msgspec.structs.replace(load, notes=(*load.notes, *notes))
 
 
 def _given_rate_source(plan: ReplayPlan) -> str:

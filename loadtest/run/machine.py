@@ -98,6 +98,30 @@ def listeners(url: str) -> frozenset[int] | None:
     return frozenset(pid for pid in listening if pid is not None) or None
 
 
+def serving_processes(urls: Collection[str]) -> frozenset[int] | None:
+    """Return the processes of this machine that serve these URLs: what listens there, and what that is connected to.
+
+    A proxy's own servers are found by the connections that it has open to them. None if a process that listens is
+    another user's, which this user may not see.
+    """
+    found = [listeners(url) for url in urls]
+    if any(each is None for each in found):
+        return None
+    serving = {process.pid for each in found for process in _tree(each or ())}
+    open_here = psutil.net_connections(kind="tcp") if serving else []
+    listening = {one.laddr[1:]: one.pid for one in open_here if one.status == psutil.CONN_LISTEN and one.pid}
+    own = {address.address for each in psutil.net_if_addrs().values() for address in each}
+    while True:
+        behind = {
+            listening[one.raddr[1:]]
+            for one in open_here
+            if one.pid in serving and one.raddr and one.raddr[0] in own and one.raddr[1:] in listening
+        }
+        if behind <= serving:
+            return frozenset(serving)
+        serving |= {process.pid for process in _tree(behind)}
+
+
 def disturbance(before: CpuReading, after: CpuReading) -> Disturbance:
     """Return what others took between two readings.
 

@@ -2,8 +2,9 @@
 
 A mixed logistic model (A. Agresti, Categorical Data Analysis, 3rd ed. 2013, chapter 13): the logit of attainment falls
 with the logarithm of the rate. Each round feels a rate of its own around the one asked for, since its requests share a
-moment of the machine; by how much is learned from the rounds of all variants together. Attainment stays below 1 by the
-share of requests that no low rate helps.
+moment of the machine. Attainment stays below 1 by the share of requests that no low rate helps. Variants serve the same
+requests on the same machine, so slope, scatter of rounds and that share are one for all, learned from all rounds
+together; each variant has a highest rate of its own. So rounds far from the highest rates say which variant holds more.
 
 The posterior is summed on a grid, as H. H. Schuett et al. do it for psychometric curves (Vision Research 122 (2016)
 105-123), and what a round feels by Gauss-Hermite quadrature. Rounds of a pair share their arrivals, which makes the
@@ -68,7 +69,8 @@ class Band(msgspec.Struct, frozen=True):
 class MaxGoodputRate(msgspec.Struct, frozen=True):
     """The maximum goodput rate of one variant, and the interval that holds it.
 
-    An end that no measured rate bounds is None: it is open. `rate` is None outside the measured rates.
+    An end that no measured rate bounds is None: it is open. `rate` is None outside the measured rates. Below the low
+    end no measured rate was missed, above the high end none was held.
     """
 
     outcome: Literal["found", "above", "below"]
@@ -78,12 +80,12 @@ class MaxGoodputRate(msgspec.Struct, frozen=True):
 
 
 def curves_of(found: Mapping[str, Sequence[RoundCount]], attainment: float) -> "dict[str, AttainmentCurve]":
-    """Return the curve of each variant; all of them say together how much rounds scatter on this machine."""
+    """Return the curve of each variant; the rounds of all say together what shape the curves have."""
     curves = {variant: AttainmentCurve(rounds, attainment) for variant, rounds in found.items()}
     evidence = {variant: curve.log_evidence for variant, curve in curves.items()}
     of_all = np.sum(list(evidence.values()), axis=0)
     for variant, curve in curves.items():
-        curve.learn_scatter(of_all - evidence[variant])
+        curve.learn_shape(of_all - evidence[variant])
     return curves
 
 
@@ -92,30 +94,26 @@ class AttainmentCurve:
 
     def __init__(self, rounds: Sequence[RoundCount], attainment: float) -> None:
         self.lowest_rate, self.highest_rate = min(one.rate for one in rounds), max(one.rate for one in rounds)
-        self._attainment = attainment
+        self._attainment, self._rounds = attainment, rounds
         span = math.log(self.lowest_rate / RATE_REACH), math.log(self.highest_rate * RATE_REACH)
         self._log_rates = np.linspace(*span, RATES)
-        log_posterior = np.zeros((len(SLOPES), len(SCATTERS), len(LAPSES), RATES))
-        log_posterior += LAPSE_PRIOR.logpdf(LAPSES * (1.0 - attainment))[:, None]
+        self._log_likelihood = np.zeros((len(SLOPES), len(SCATTERS), len(LAPSES), RATES))
         for one in rounds:
-            log_posterior += self._at(one.rate, _log_likelihoods(one.met, one.total, attainment))
-        self._log_posterior = log_posterior
-        self._normalise()
-
-    def _normalise(self) -> None:
-        self._posterior = np.exp(self._log_posterior - self._log_posterior.max())
-        self._posterior /= self._posterior.sum()
-        self._of_rate = self._posterior.sum(axis=(0, 1, 2))
+            self._log_likelihood += self._at(one.rate, _log_likelihoods(one.met, one.total, attainment))
+        self._log_prior = LAPSE_PRIOR.logpdf(LAPSES * (1.0 - attainment))
+        self.learn_shape(np.zeros((len(SLOPES), len(SCATTERS), len(LAPSES))))
 
     @property
     def log_evidence(self) -> Floats:
-        """The logarithm of the likelihood of all rounds, by scatter."""
-        return np.asarray(logsumexp(self._log_posterior, axis=(0, 2, 3)))
+        """The logarithm of the likelihood of all rounds, by slope, scatter and lapse."""
+        return np.asarray(logsumexp(self._log_likelihood, axis=3))
 
-    def learn_scatter(self, log_evidence: Floats) -> None:
-        """Take over how rounds of other variants scatter, by the logarithm of their likelihood."""
-        self._log_posterior += log_evidence[:, None, None]
-        self._normalise()
+    def learn_shape(self, log_evidence: Floats) -> None:
+        """Take over the shape that the rounds of other variants show, by the logarithm of their likelihood."""
+        log_posterior = self._log_likelihood + (log_evidence + self._log_prior)[..., None]
+        self._posterior = np.exp(log_posterior - log_posterior.max())
+        self._posterior /= self._posterior.sum()
+        self._of_rate = self._posterior.sum(axis=(0, 1, 2))
 
     def _at(self, rate: float, table: Floats) -> Floats:
         """Look up a rate in a table whose last axis is the distance; that of the result is the highest rate."""
@@ -131,31 +129,45 @@ class AttainmentCurve:
     def draws(self, seed: int) -> Floats:
         """Return `DRAWS` maximum goodput rates, drawn from the posterior; the same ones for the same seed.
 
-        Draws of curves that share their scatter can be paired: the same places have the same scatter.
+        Draws of curves that share their shape can be paired: the same places have the same shape.
         """
         source = np.random.default_rng((SEED, seed))
         step = self._log_rates[1] - self._log_rates[0]
-        of_scatter = self._posterior.sum(axis=(0, 2))
-        drawn = np.random.default_rng(SEED).multinomial(DRAWS, of_scatter.sum(axis=1))
+        of_shape = self._posterior.reshape(-1, RATES)
+        drawn = np.random.default_rng(SEED).multinomial(DRAWS, of_shape.sum(axis=1) / of_shape.sum())
         rates = [
             source.choice(self._log_rates, number, p=of_rate / of_rate.sum())
-            for number, of_rate in zip(drawn, of_scatter, strict=True)
+            for number, of_rate in zip(drawn, of_shape, strict=True)
             if number
         ]
         return np.asarray(np.exp(np.concatenate(rates) + step * source.uniform(-0.5, 0.5, DRAWS)))
 
     def max_goodput_rate(self) -> MaxGoodputRate:
-        """Return the median with the interval of `LEVEL`."""
+        """Return the median with the interval of `LEVEL`, which no measured rate contradicts."""
         low, rate, high = (self.rate_quantile(level) for level in ((1 - LEVEL) / 2, 0.5, (1 + LEVEL) / 2))
         outcome: Literal["found", "above", "below"] = "found"
         if not self.lowest_rate <= rate <= self.highest_rate:
             outcome = "below" if rate < self.lowest_rate else "above"
+        held, missed = self._held_and_missed()
+        low, high = min([low, *missed]), max([high, *held])
         return MaxGoodputRate(
             outcome,
             rate if outcome == "found" else None,
-            min(low, self.highest_rate) if low >= self.lowest_rate else None,
-            max(high, self.lowest_rate) if high <= self.highest_rate else None,
+            min(low, self.highest_rate) if low >= self.lowest_rate and held else None,
+            max(high, self.lowest_rate) if high <= self.highest_rate and missed else None,
         )
+
+    def _held_and_missed(self) -> tuple[list[float], list[float]]:
+        """Return the measured rates at which all rounds together reached the attainment, and those where not."""
+        at: dict[float, list[RoundCount]] = {}
+        for one in self._rounds:
+            at.setdefault(one.rate, []).append(one)
+        held = [
+            rate
+            for rate, there in at.items()
+            if sum(one.met for one in there) >= self._attainment * sum(one.total for one in there)
+        ]
+        return held, [rate for rate in at if rate not in held]
 
     def band(self, rate: float) -> Band:
         """Return the mean attainment at a rate over rounds, and the interval of `LEVEL` that holds it."""

@@ -29,7 +29,6 @@ class SearchBounds(msgspec.Struct, frozen=True):
     """The upper end of every interval is at most this much above its lower end."""
     least_pairs: int = 6
     """Fewer say too little of how rounds scatter."""
-    most_pairs: int = 36
     reach: float = 32.0
     """Rates are at most so many times above or below the first one."""
 

@@ -24,13 +24,7 @@ class PairTraces:
         self.max_model_tokens, self.least_prompt_tokens = max_model_tokens, least_prompt_tokens
         whole = self._shaped(0)
         self.requests = len(whole.rows) if self._is_generated else _requests_of_a_round(whole, plan)
-        self.windows = len(whole.rows) // self.requests - self._set_apart
-        if self.windows < 1:
-            raise TraceError(
-                f"the trace '{plan.trace}' has {len(whole.rows)} requests, which are too few for {self._set_apart} "
-                f"windows for tuning and one to be judged, of {self.requests} requests each: give a longer trace, "
-                "fewer seconds or requests in a round, or fewer --tuning-rounds"
-            )
+        self.windows = len(whole.rows) // self.requests
         self.prefix_ids = max((max(row.prefix_ids, default=0) for row in whole.rows), default=0)
         self.longest_output_tokens = max(row.output_tokens for row in whole.rows)
         self.most_requests = len(load_trace(plan.trace, plan.tokenizer).rows)
@@ -41,10 +35,6 @@ class PairTraces:
         """The most requests of a round whose number follows from its rate."""
         return MOST_TIMES_LONGER * self.requests if self._is_generated else self._usable_requests
 
-    def of_pair(self, pair: int) -> Trace:
-        """Return the requests of a pair, the first at 0 s."""
-        return self._window(pair, pair % self.windows, self.requests)
-
     def at_rate(self, pair: int, rate: float, requests: int) -> Trace:
         """Return so many requests for a pair, with their own mean rate made the one asked for, in requests/s.
 
@@ -52,10 +42,6 @@ class PairTraces:
         """
         trace = self._window(pair, pair % self.windows, requests)
         return shape_trace(trace, ReplayPlan.model_validate({"rate": rate})) if trace.mean_rate else trace
-
-    def of_tuning(self, number: int) -> Trace:
-        """Return the requests of a round that tunes a variant, which no pair has; the first at 0 s."""
-        return self._window(self._plan.pairs + number, self.windows + number, self.requests)
 
     def _window(self, pair: int, window: int, requests: int) -> Trace:
         if self._is_generated:
@@ -73,14 +59,9 @@ class PairTraces:
         if self._is_generated:
             return f"each pair has {self.requests} requests of a seed of its own"
         windows = "window of the trace" if self.windows == 1 else f"of {self.windows} windows of the trace"
-        again = "; after the last the first comes again" if self._plan.pairs > self.windows else ""
+        again = "; after the last the first comes again" if self._plan.most_pairs > self.windows else ""
         which = "each pair has the same" if self.windows == 1 else "each pair has the next"
         return f"{which} {windows}, {self.requests} requests{again if self.windows > 1 else ''}"
-
-    @property
-    def _set_apart(self) -> int:
-        """The windows of a file that only tuning has; seeds of a generated trace never run out."""
-        return 0 if self._plan.grid is None or self._is_generated else self._plan.tuning_rounds
 
     @property
     def _is_generated(self) -> bool:
@@ -90,18 +71,18 @@ class PairTraces:
         plan = self._plan.model_copy(update={"seed": self._plan.seed + pair})
         if self._is_generated:
             number = "" if requests is None else f",n={requests}"
-            plan = plan if requests is None else plan.model_copy(update={"limit": None, "duration_s": None})
+            plan = plan if requests is None else plan.model_copy(update={"limit": None})
             read = load_trace(f"{plan.trace}{number},seed={_seed_of(plan.trace) + pair}")
         else:
             read = load_trace(plan.trace, plan.tokenizer)
-            plan = plan.model_copy(update={"limit": None, "duration_s": None})
+            plan = plan.model_copy(update={"limit": None})
         shaped = shape_trace(replace(read, name=self._plan.trace), plan)
         return fit_context(shaped, self.max_model_tokens, self.least_prompt_tokens)
 
 
 def _requests_of_a_round(whole: Trace, plan: ComparePlan) -> int:
     """Return the requests in a window: no more than are asked for, nor than come in its seconds at the mean rate."""
-    seconds = plan.duration_s or (plan.round_s if plan.limit is None else None)
+    seconds = plan.round_s if plan.limit is None else None
     in_time = round(whole.mean_rate * seconds) + 1 if whole.mean_rate and seconds else None
     return min(len(whole.rows), *(most for most in (plan.limit, in_time) if most))
 

@@ -1,0 +1,166 @@
+"""The modes of an own deployment that `ridgeline compare` compares: checked, started, switched or restarted."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+
+from rich.console import Console
+
+from ridgeline.cluster.commands.serve import refuse_unfit_machine, say_with_time, started
+from ridgeline.cluster.config.api_keys import first_admin_key
+from ridgeline.cluster.config.autoscale import AutoscaleConfig
+from ridgeline.cluster.config.models import PoolConfig, RidgelineConfig
+from ridgeline.cluster.runtime.ray_start import ray_runtime
+from ridgeline.contracts.section import MIB
+from ridgeline.contracts.vocabulary import Mode
+from ridgeline.loadtest.plan import COLOCATED, DISAGGREGATED, ComparePlan
+from ridgeline.loadtest.run.calibration import Workers
+from ridgeline.loadtest.variants import Deployments, Devices, SwitchedVariant, Variant
+
+
+@asynccontextmanager
+async def own_variants(
+    config: RidgelineConfig, modes: tuple[Mode, ...], console: Console
+) -> AsyncIterator[tuple[str, tuple[Variant, ...]]]:
+    """Start a deployment, and yield its URL with a variant for each mode; stop it at the end."""
+    for mode in modes:
+        refuse_unfit_machine(config.model_copy(update={"mode": mode}))
+    async with ray_runtime(config) as ray_messages:
+        console.print(f"what Ray itself says goes to {ray_messages}", style="dim", highlight=False, markup=False)
+        async with Deployments(partial(_serving, config, console)) as deployments:
+            yield await _variants(deployments, config, modes, console)
+
+
+@asynccontextmanager
+async def _serving(config: RidgelineConfig, console: Console, mode: Mode) -> AsyncIterator[str]:
+    """Run the deployment in this mode, and yield its URL."""
+    name = f"compare-{os.getpid()}-{secrets.token_hex(2)}"  # on a joined cluster there may be others
+    fixed = {"mode": mode, "name": name, "autoscale": AutoscaleConfig()}
+    async with started(config.model_copy(update=fixed), console) as deployment:
+        watching = asyncio.create_task(deployment.watch(partial(say_with_time, console)))
+        try:
+            yield deployment.url
+        finally:
+            watching.cancel()
+            await asyncio.wait([watching])
+            if not watching.cancelled():
+                watching.result()  # raises why the deployment ended, of which requests only saw the effects
+
+
+async def _variants(
+    deployments: Deployments, config: RidgelineConfig, modes: tuple[Mode, ...], console: Console
+) -> tuple[str, tuple[Variant, ...]]:
+    """Start variant a, and switch the modes of its deployment if it can serve all; else each variant needs starts."""
+    restarted = tuple(deployments.variant(mode, devices_of(config, mode)) for mode in modes)
+    url, keys_file = await deployments.start(restarted[0]), config.security.admin_keys_file
+    if len(modes) == 1:
+        return url, restarted
+    headers = {"authorization": f"Bearer {first_admin_key(keys_file)}"} if keys_file else {}
+    switched = tuple(SwitchedVariant(url, mode, headers, devices=devices_of(config, mode)) for mode in modes)
+    for variant in switched:
+        if (why_not := await variant.obstacle()) is not None:
+            console.print(
+                f"variants need a start each, {variant.mode} cannot be switched to: {why_not}",
+                highlight=False,
+                markup=False,
+            )
+            return url, restarted
+    return url, switched
+
+
+def split_workers(config: RidgelineConfig, modes: tuple[Mode, ...]) -> Workers | None:
+    """Return the workers of the two pools in units of a colocated replica, if `compare` measures first on one."""
+    if modes[:2] != (COLOCATED, DISAGGREGATED):
+        return None
+    pools = config.pools
+
+    def hardware(pool: PoolConfig) -> float:
+        return pool.gpus_per_worker or pool.cores_per_worker
+
+    replica = hardware(pools.colocated)
+    return Workers(
+        prefill=pools.prefill.workers * hardware(pools.prefill) / replica,
+        decode=pools.decode.workers * hardware(pools.decode) / replica,
+    )
+
+
+def devices_of(config: RidgelineConfig, mode: Mode) -> Devices:
+    """Return the GPUs that the pools of a mode have, or the cores if they have none."""
+    pools = config.model_copy(update={"mode": mode}).active_pools().values()
+    on_gpus = any(pool.gpus_per_worker for pool in pools)
+
+    def of_worker(pool: PoolConfig) -> int:
+        return pool.gpus_per_worker if on_gpus else pool.cores_per_worker
+
+    count = sum(pool.workers * of_worker(pool) for pool in pools)
+    by_pool = {str(name): of_worker(pool) for name, pool in config.all_pools().items()}
+    return Devices("GPU" if on_gpus else "core", count, by_pool)
+
+
+def refusals(config: RidgelineConfig, plan: ComparePlan) -> list[str]:
+    """Return why this comparison would fail or say nothing, a sentence with its fix each; empty if it would not."""
+    found = []
+    served = config.model.served_names
+    if plan.served_name not in (None, *served):
+        found.append(
+            f"--served-name {plan.served_name}: this configuration serves {', '.join(served)}: leave it out, or set "
+            "model.served_name"
+        )
+    if config.ray.share_cores:
+        found.append(
+            "ray.share_cores lets engines take turns on the same cores, so no timing would hold: set it to false and "
+            "give the pools no more cores than there are"
+        )
+    if config.ray.share_gpus:
+        found.append(
+            "ray.share_gpus lets two engines take turns on one GPU, so no timing would hold: leave it out, with a GPU "
+            "for each worker"
+        )
+    if config.transfer.faults:
+        found.append(
+            f"transfer.faults ({config.transfer.faults}) makes fetches fail on purpose, which only the disaggregated "
+            "mode pays for: leave it out"
+        )
+    if len(set(plan.modes)) > 1 and (unequal := equal_hardware(config)) is not None:
+        found.append(unequal)
+    return found
+
+
+def equal_hardware(config: RidgelineConfig) -> str | None:
+    """Return a sentence when the two modes would not have the same cores, GPUs and bytes of KV cache, else None."""
+    pools = config.pools
+    split = (pools.prefill, pools.decode)
+    for unit in ("cores", "gpus"):
+        per_worker = f"{unit}_per_worker"
+        disaggregated = sum(pool.workers * getattr(pool, per_worker) for pool in split)
+        colocated = pools.colocated.workers * getattr(pools.colocated, per_worker)
+        if disaggregated != colocated:
+            return (
+                f"the two modes must run on equal hardware: prefill and decode have {disaggregated} {unit}, colocated "
+                f"has {colocated}: change pools.colocated.workers or {per_worker}"
+            )
+    return _equal_kv_cache(pools.colocated, split)
+
+
+def _equal_kv_cache(replica: PoolConfig, split: tuple[PoolConfig, ...]) -> str | None:
+    """Compare bytes; a cache that takes what the weights leave free has no number before it starts."""
+    pools = (replica, *split)
+    sized = [pool.kv_cache_bytes for pool in pools if pool.kv_cache_bytes is not None]
+    if sized and len(sized) < len(pools):
+        return (
+            "the two modes must have equal KV caches: kv_cache_bytes is set for some pools and null, which takes all "
+            "that is free, for others: set it for pools.prefill, pools.decode and pools.colocated, or for none of them"
+        )
+    disaggregated = sum(pool.workers * (pool.kv_cache_bytes or 0) for pool in split)
+    colocated = replica.workers * (replica.kv_cache_bytes or 0)
+    if disaggregated != colocated:
+        return (
+            f"the two modes must have equal KV caches: prefill and decode have {disaggregated / MIB:,.0f} MiB "
+            f"together, colocated has {colocated / MIB:,.0f} MiB: change kv_cache_bytes of a pool"
+        )
+    return None
