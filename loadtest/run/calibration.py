@@ -3,12 +3,16 @@
 Pure arithmetic; `ridgeline.loadtest.run.unloaded` measures.
 
 Machines differ by a factor of ten, so a fixed load is too light for one and too heavy for the next, and fixed SLOs
-are met by all or by none. One prefill worker is saturated when a prompt arrives every mean TTFT.
+are met by all or by none.
 """
 
+import heapq
+import itertools
 import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -20,8 +24,9 @@ from ridgeline.loadtest.trace.trace import Trace
 
 RATE_SHARE = 0.8
 TTFT_FACTOR, TPOT_FACTOR = 5.0, 2.5
-MOST_TIMES_THE_BATCH = 8
-"""A step with more sequences than this many times the measured batch is not extrapolated to."""
+HELD_ATTAINMENT = 0.9
+RATE_STEP, RATE_STEPS = 0.95, 160
+"""The search for the highest rate goes down by 5 % to less than a thousandth."""
 LONG_ANSWER_QUANTILE = 0.9
 ROUND_ANSWERS = 2.0
 LEAST_REQUESTS = 10
@@ -105,10 +110,10 @@ def settle(plan: Plan, trace: Trace, unloaded: Unloaded, workers: Workers) -> tu
         )
         slo_source = f"{TTFT_FACTOR:g} times the unloaded median TTFT and {TPOT_FACTOR:g} times the median TPOT"
         changes = {"slo": None, "slo_ttft_ms": limits.ttft_ms, "slo_tpot_ms": limits.tpot_ms}
-        slo_source += ", any gap" if plan.slo_gap_ms is None else ", the largest gap as given"
+        slo_source += "" if plan.slo_gap_ms is None else ", the largest gap as given"
     rate, rate_source = trace.mean_rate, _given_rate_source(plan)
     if plan.rate == AUTO:
-        most, bound = most_rate(unloaded, workers, limits.tpot_ms / 1e3)
+        most, bound = most_rate(trace, unloaded, workers, limits)
         rate, rate_source = _three_digits(RATE_SHARE * most), f"{RATE_SHARE:.0%} of what {bound}"
     elif isinstance(plan.rate, float):
         rate = plan.rate
@@ -117,34 +122,96 @@ def settle(plan: Plan, trace: Trace, unloaded: Unloaded, workers: Workers) -> tu
     return plan.model_copy(update=changes), Load(rate, rate_source, slo_source, unloaded)
 
 
-def most_rate(unloaded: Unloaded, workers: Workers, tpot_limit_s: float) -> tuple[float, str]:
-    """Return the requests a second that saturate the workers, and a clause that names what is saturated."""
-    prompt_s = unloaded.mean_ttft_s
-    answer_s = unloaded.trace_mean_output_tokens * decode_token_s(unloaded, tpot_limit_s)
-    if workers.replicas:
-        each = f"{duration_text(prompt_s)} of prefill and {duration_text(answer_s)} of decode a request"
-        return workers.replicas / (prompt_s + answer_s), f"{counted(workers.replicas, 'replica')} can hold: {each}"
-    rates = {
-        f"{counted(workers.prefill, 'prefill worker')} can hold: a prompt takes {duration_text(prompt_s)} on average": (
-            workers.prefill / prompt_s
-        ),
-        f"{counted(workers.decode, 'decode worker')} can hold within the TPOT SLO: an answer takes "
-        f"{duration_text(answer_s)} of its time": workers.decode / answer_s,
-    }
-    bound = min(rates, key=rates.__getitem__)
-    return rates[bound], bound
+def most_rate(trace: Trace, unloaded: Unloaded, workers: Workers, slo: Slo) -> tuple[float, str]:
+    """Return the highest rate at which 90 % of the requests should meet the SLOs on TTFT and TPOT, and what it is.
 
-
-def decode_token_s(unloaded: Unloaded, tpot_limit_s: float) -> float:
-    """Return the worker seconds that one token costs in the largest batch whose steps stay within the limit.
-
-    Steps are taken to grow by the same time with each sequence, as they did up to the measured batch.
+    The trace's own arrivals are simulated, since bursts queue where even arrivals would not. Where no rate meets the
+    SLOs, it is the rate whose prompts alone fill the workers.
     """
-    alone_s, batch = unloaded.median_tpot_s, unloaded.batch_sequences
-    more_s = max(0.0, unloaded.median_batch_gap_s - alone_s) / (batch - 1)
-    most = float(batch * MOST_TIMES_THE_BATCH)
-    sequences = min(most, 1 + max(0.0, tpot_limit_s - alone_s) / more_s) if more_s else most
-    return (alone_s + more_s * (sequences - 1)) / sequences
+    fills = (workers.prefill or workers.replicas) / statistics.fmean(_prompts_s(trace, unloaded))
+    for rate in (fills * RATE_STEP**step for step in range(RATE_STEPS)):
+        if _attainment(trace, rate, unloaded, workers, slo) >= HELD_ATTAINMENT:
+            return rate, f"this server should hold: there {HELD_ATTAINMENT:.0%} of this trace's requests meet the SLOs"
+    return fills, "fills the workers with prompts; no rate is expected to meet the SLOs"
+
+
+def _prompts_s(trace: Trace, unloaded: Unloaded) -> list[float]:
+    """Return the seconds of prefill of each row: proportional to its tokens."""
+    token_s = unloaded.mean_ttft_s / statistics.fmean(unloaded.input_tokens)
+    return [row.input_tokens * token_s for row in trace.rows]
+
+
+def _attainment(trace: Trace, rate: float, unloaded: Unloaded, workers: Workers, slo: Slo) -> float:
+    stretch = (trace.mean_rate or rate) / rate
+    due_s = [stretch * (row.arrival_s + row.offset_s) for row in trace.rows]
+    tokens = [row.output_tokens for row in trace.rows]
+    jobs = list(map(_Job, due_s, _prompts_s(trace, unloaded), tokens))
+    if workers.replicas:
+        served = _served(jobs, workers.replicas, unloaded)
+    else:
+        first_s = [first for first, _ in _served([job._replace(tokens=1) for job in jobs], workers.prefill, unloaded)]
+        decoded = _served(list(map(_Job, first_s, itertools.repeat(0.0), tokens)), workers.decode, unloaded)
+        served = [(first, last) for first, (_, last) in zip(first_s, decoded, strict=True)]
+    ttft_limit_s, tpot_limit_s, _ = slo.in_seconds()
+    met = sum(
+        first - due <= ttft_limit_s and last - first <= tpot_limit_s * (count - 1)
+        for due, count, (first, last) in zip(due_s, tokens, served, strict=True)
+    )
+    return met / len(jobs)
+
+
+class _Job(NamedTuple):
+    due_s: float
+    prompt_s: float
+    """0 if another worker did the prefill."""
+    tokens: int
+
+
+def _served(jobs: Sequence[_Job], workers: float, unloaded: Unloaded) -> list[tuple[float, float]]:
+    """Return when each job's first and last token come; each job goes to the worker that is free first."""
+    count = max(1, int(workers))
+    token_s = unloaded.median_batch_gap_s / unloaded.batch_sequences
+    queues: list[list[int]] = [[] for _ in range(count)]
+    free_s = [0.0] * count
+    for index in sorted(range(len(jobs)), key=lambda index: jobs[index].due_s):
+        job, worker = jobs[index], min(range(count), key=free_s.__getitem__)
+        queues[worker].append(index)
+        free_s[worker] = max(free_s[worker], job.due_s) + job.prompt_s + job.tokens * token_s
+    times: dict[int, tuple[float, float]] = {}
+    for queue in queues:
+        found = _served_by_one([jobs[index] for index in queue], count / workers, unloaded)
+        times |= zip(queue, found, strict=True)
+    return [times[index] for index in range(len(jobs))]
+
+
+def _served_by_one(jobs: Sequence[_Job], slower: float, unloaded: Unloaded) -> list[tuple[float, float]]:
+    """Simulate one worker: a step takes one prompt in, or none, and makes a token of each running answer.
+
+    A step grows by the same time with each sequence, as it did up to the measured batch.
+    """
+    alone_s = slower * unloaded.median_tpot_s
+    more_s = max(0.0, slower * unloaded.median_batch_gap_s - alone_s) / (unloaded.batch_sequences - 1)
+    now_s, steps, last_s = 0.0, 0, [0.0] * len(jobs)
+    first_s: list[float] = []
+    running: list[tuple[int, int]] = []  # the step that makes the last token, and the job
+    while running or len(first_s) < len(jobs):
+        following = jobs[len(first_s)] if len(first_s) < len(jobs) else None
+        if following and not running:
+            now_s = max(now_s, following.due_s)
+        if following and following.due_s <= now_s:
+            if following.prompt_s:
+                steps, now_s = steps + 1, now_s + slower * following.prompt_s + more_s * len(running)
+            heapq.heappush(running, (steps + following.tokens - 1, len(first_s)))
+            first_s.append(now_s)
+        else:
+            step_s = alone_s + more_s * (len(running) - 1)
+            taken = running[0][0] - steps
+            if following:
+                taken = min(taken, math.ceil((following.due_s - now_s) / step_s))
+            steps, now_s = steps + taken, now_s + taken * step_s
+        while running and running[0][0] <= steps:
+            last_s[heapq.heappop(running)[1]] = now_s
+    return list(zip(first_s, last_s, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

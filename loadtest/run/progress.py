@@ -19,7 +19,7 @@ class ReplayProgress:
     def __init__(self, label: str, total: int) -> None:
         self.label = label
         self.total = total
-        self.sent = 0
+        self.sent: int | None = None
         self.finished = 0
         self.failed = 0
 
@@ -34,7 +34,9 @@ class ReplayProgress:
 
     @property
     def text(self) -> str:
-        """The requests in flight and failed, in words."""
+        """The requests in flight and failed, in words; before the first was sent, what happens instead."""
+        if self.sent is None:
+            return "warming up"
         failures = f", {self.failed} failed" if self.failed else ""
         return f"{max(0, self.sent - self.finished)} in flight{failures}"
 

@@ -5,10 +5,12 @@ rate and limits of it.
 """
 
 import asyncio
+import itertools
+import math
 import statistics
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import httpx
 import msgspec
@@ -17,6 +19,7 @@ from rich.console import Console
 from ridgeline.loadtest.errors import ServerError, TraceError
 from ridgeline.loadtest.plan import AUTO, ReplayPlan
 from ridgeline.loadtest.run.client.stream import Completion, LoadClient
+from ridgeline.loadtest.run.progress import ReplayProgress, shown
 from ridgeline.loadtest.run.records import RequestRecord
 from ridgeline.loadtest.run.replay import BodyMaker, body_maker
 from ridgeline.loadtest.run.server import Servers, served_model
@@ -30,6 +33,10 @@ SIZE_QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)
 LEAST_OUTPUT_TOKENS, MOST_OUTPUT_TOKENS = 8, 32
 WARM_UP_OUTPUT_TOKENS = 4
 BATCH_SEQUENCES = 8
+NOT_STREAMED = (
+    "the server sent no answer token by token, so nothing can be measured: give --rate, --slo-ttft-ms and "
+    "--slo-tpot-ms instead of auto"
+)
 
 
 class Unloaded(msgspec.Struct, frozen=True):
@@ -44,7 +51,7 @@ class Unloaded(msgspec.Struct, frozen=True):
     batch_sequences: int
     """Sequences that each decoding worker had at once in the second measurement."""
     median_batch_gap_s: float
-    """Median gap between tokens with that many sequences."""
+    """Median gap between tokens while all of them were decoded."""
     trace_mean_output_tokens: float
     workers: dict[str, int]
     """Workers by pool, as the server publishes them; empty for a server that is not Ridgeline's."""
@@ -86,20 +93,24 @@ async def measure_unloaded(base_url: str, plan: ReplayPlan, console: Console, *,
             highlight=False,
         )
         workers = await _workers(http)
-        sender = _Sender(client, bodies, round_index, plan.deadline_s)
-        await sender.send(inputs[len(inputs) // 2], WARM_UP_OUTPUT_TOKENS)
-        alone = [await sender.send(tokens, output_tokens) for tokens in inputs]
-        decoders = workers.get("decode") or workers.get("colocated") or 1
-        together = [sender.send(inputs[0], output_tokens) for _ in range(BATCH_SEQUENCES * decoders)]
-        batch = await asyncio.gather(*together)
-    ttfts_s = [record.ttft_s for record in alone if record.ttft_s is not None]
-    tpots_s = [record.tpot_s for record in alone if record.tpot_s]
-    gaps_s = [gap_s for record in batch for gap_s in record.itls_s]
-    if not (ttfts_s and tpots_s and gaps_s):
-        raise ServerError(
-            "the server sent no answer token by token, so nothing can be measured: give --rate, --slo-ttft-ms and "
-            "--slo-tpot-ms instead of auto"
-        )
+        together = BATCH_SEQUENCES * (workers.get("decode") or workers.get("colocated") or 1)
+        progress = ReplayProgress("measuring", 1 + len(inputs) + together)
+        sender = _Sender(client, bodies, round_index, plan.deadline_s, progress)
+        async with shown(console, progress):
+            await sender.send(inputs[len(inputs) // 2], WARM_UP_OUTPUT_TOKENS)
+            alone = [await sender.send(tokens, output_tokens) for tokens in inputs]
+            ttfts_s = [record.ttft_s for record in alone if record.ttft_s is not None]
+            tpots_s = [record.tpot_s for record in alone if record.tpot_s]
+            if not (ttfts_s and tpots_s):
+                raise ServerError(NOT_STREAMED)
+            # The first answer has to last until the last prompt is in, or they never are one batch.
+            batch_tokens = output_tokens + math.ceil(together * ttfts_s[0] / statistics.median(tpots_s))
+            if card.max_model_len is not None:
+                batch_tokens = min(batch_tokens, card.max_model_len - inputs[0])
+            batch = await asyncio.gather(*(sender.send(inputs[0], batch_tokens) for _ in range(together)))
+    gaps_s = _gaps_together_s(batch)
+    if not gaps_s:
+        raise ServerError(NOT_STREAMED)
     return Unloaded(
         input_tokens=tuple(inputs),
         output_tokens=output_tokens,
@@ -121,18 +132,33 @@ class _Sender:
     bodies: BodyMaker
     round_index: int
     deadline_s: float
+    progress: ReplayProgress
     sent: int = 0
+    start: float = field(default_factory=time.perf_counter)
 
     async def send(self, input_tokens: int, output_tokens: int) -> RequestRecord:
         body = self.bodies.warmup_body(self.sent, self.round_index, input_tokens, output_tokens)
         request = Completion(self.sent, 0.0, input_tokens, output_tokens, body)
         self.sent += 1
-        record = await self.client.complete(request, time.perf_counter(), self.deadline_s)
+        self.progress.set_sent(self.sent)
+        record = await self.client.complete(request, self.start, self.deadline_s)
+        self.progress.add(record)
         if not record.ok:
             raise ServerError(
                 f"a request of {input_tokens} tokens to the idle server failed while it was measured: {record.error}"
             )
         return record
+
+
+def _gaps_together_s(batch: Sequence[RequestRecord]) -> list[float]:
+    """Return the gaps between tokens while all requests were answered; all gaps if that was never so."""
+    begin_s = max(record.sent_s + (record.ttft_s or 0.0) for record in batch)
+    end_s = min(record.sent_s + (record.latency_s or 0.0) for record in batch)
+    gaps: list[tuple[float, float]] = []  # when it began, how long it lasted
+    for record in batch:
+        ends_s = itertools.accumulate(record.itls_s, initial=record.sent_s + (record.ttft_s or 0.0))
+        gaps += zip(ends_s, record.itls_s, strict=False)
+    return [gap_s for at_s, gap_s in gaps if begin_s <= at_s < end_s] or [gap_s for _, gap_s in gaps]
 
 
 def _at_quantiles(lengths: list[int]) -> list[int]:
