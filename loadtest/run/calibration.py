@@ -7,12 +7,11 @@ are met by all or by none.
 """
 
 import heapq
-import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections import deque
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -136,7 +135,7 @@ def most_rate(trace: Trace, unloaded: Unloaded, workers: Workers, slo: Slo) -> t
 
 
 def _prompts_s(trace: Trace, unloaded: Unloaded) -> list[float]:
-    """Return the seconds of prefill of each row: proportional to its tokens."""
+    """Return the seconds of prefill of each row, which are taken to be proportional to its tokens."""
     token_s = unloaded.mean_ttft_s / statistics.fmean(unloaded.input_tokens)
     return [row.input_tokens * token_s for row in trace.rows]
 
@@ -145,73 +144,58 @@ def _attainment(trace: Trace, rate: float, unloaded: Unloaded, workers: Workers,
     stretch = (trace.mean_rate or rate) / rate
     due_s = [stretch * (row.arrival_s + row.offset_s) for row in trace.rows]
     tokens = [row.output_tokens for row in trace.rows]
-    jobs = list(map(_Job, due_s, _prompts_s(trace, unloaded), tokens))
+    prompts_s = _prompts_s(trace, unloaded)
     if workers.replicas:
-        served = _served(jobs, workers.replicas, unloaded)
+        first_s, last_s = _served(due_s, prompts_s, tokens, workers.replicas, unloaded)
     else:
-        first_s = [first for first, _ in _served([job._replace(tokens=1) for job in jobs], workers.prefill, unloaded)]
-        decoded = _served(list(map(_Job, first_s, itertools.repeat(0.0), tokens)), workers.decode, unloaded)
-        served = [(first, last) for first, (_, last) in zip(first_s, decoded, strict=True)]
-    ttft_limit_s, tpot_limit_s, _ = slo.in_seconds()
-    met = sum(
-        first - due <= ttft_limit_s and last - first <= tpot_limit_s * (count - 1)
-        for due, count, (first, last) in zip(due_s, tokens, served, strict=True)
-    )
-    return met / len(jobs)
+        first_s, _ = _served(due_s, prompts_s, [1] * len(tokens), workers.prefill, unloaded)
+        _, last_s = _served(first_s, [0.0] * len(tokens), tokens, workers.decode, unloaded)
+    ttft_s, tpot_s, _ = slo.in_seconds()
+    answers = zip(due_s, first_s, last_s, tokens, strict=True)
+    met = [first - due <= ttft_s and last - first <= tpot_s * (count - 1) for due, first, last, count in answers]
+    return statistics.fmean(met)
 
 
-class _Job(NamedTuple):
-    due_s: float
-    prompt_s: float
-    """0 if another worker did the prefill."""
-    tokens: int
+def _served(
+    due_s: list[float], prompts_s: list[float], tokens: list[int], workers: float, unloaded: Unloaded
+) -> tuple[list[float], list[float]]:
+    """Simulate workers; return when the first and the last token of each answer come.
 
-
-def _served(jobs: Sequence[_Job], workers: float, unloaded: Unloaded) -> list[tuple[float, float]]:
-    """Return when each job's first and last token come; each job goes to the worker that is free first."""
-    count = max(1, int(workers))
-    token_s = unloaded.median_batch_gap_s / unloaded.batch_sequences
-    queues: list[list[int]] = [[] for _ in range(count)]
-    free_s = [0.0] * count
-    for index in sorted(range(len(jobs)), key=lambda index: jobs[index].due_s):
-        job, worker = jobs[index], min(range(count), key=free_s.__getitem__)
-        queues[worker].append(index)
-        free_s[worker] = max(free_s[worker], job.due_s) + job.prompt_s + job.tokens * token_s
-    times: dict[int, tuple[float, float]] = {}
-    for queue in queues:
-        found = _served_by_one([jobs[index] for index in queue], count / workers, unloaded)
-        times |= zip(queue, found, strict=True)
-    return [times[index] for index in range(len(jobs))]
-
-
-def _served_by_one(jobs: Sequence[_Job], slower: float, unloaded: Unloaded) -> list[tuple[float, float]]:
-    """Simulate one worker: a step takes one prompt in, or none, and makes a token of each running answer.
-
-    A step grows by the same time with each sequence, as it did up to the measured batch.
+    A request goes to the worker that is free first. A step takes in at most one prompt, and makes a token of each
+    running answer. It grows by the same time with each answer, as it did up to the measured batch. A prompt of 0 s came
+    from another worker.
     """
-    alone_s = slower * unloaded.median_tpot_s
-    more_s = max(0.0, slower * unloaded.median_batch_gap_s - alone_s) / (unloaded.batch_sequences - 1)
-    now_s, steps, last_s = 0.0, 0, [0.0] * len(jobs)
-    first_s: list[float] = []
-    running: list[tuple[int, int]] = []  # the step that makes the last token, and the job
-    while running or len(first_s) < len(jobs):
-        following = jobs[len(first_s)] if len(first_s) < len(jobs) else None
-        if following and not running:
-            now_s = max(now_s, following.due_s)
-        if following and following.due_s <= now_s:
-            if following.prompt_s:
-                steps, now_s = steps + 1, now_s + slower * following.prompt_s + more_s * len(running)
-            heapq.heappush(running, (steps + following.tokens - 1, len(first_s)))
-            first_s.append(now_s)
-        else:
-            step_s = alone_s + more_s * (len(running) - 1)
-            taken = running[0][0] - steps
-            if following:
-                taken = min(taken, math.ceil((following.due_s - now_s) / step_s))
-            steps, now_s = steps + taken, now_s + taken * step_s
-        while running and running[0][0] <= steps:
-            last_s[heapq.heappop(running)[1]] = now_s
-    return list(zip(first_s, last_s, strict=True))
+    count, batch = max(1, int(workers)), unloaded.batch_sequences
+    slower = count / workers
+    alone_s, batch_s = slower * unloaded.median_tpot_s, slower * unloaded.median_batch_gap_s
+    more_s = max(0.0, batch_s - alone_s) / (batch - 1)
+    free_s, queues = [0.0] * count, [deque[int]() for _ in range(count)]
+    for index in sorted(range(len(due_s)), key=due_s.__getitem__):
+        worker = min(range(count), key=free_s.__getitem__)
+        queues[worker].append(index)
+        work_s = slower * prompts_s[index] + tokens[index] * batch_s / batch
+        free_s[worker] = max(free_s[worker], due_s[index]) + work_s
+    first_s, last_s = [0.0] * len(due_s), [0.0] * len(due_s)
+    for waiting in queues:
+        now_s, steps = 0.0, 0
+        running: list[tuple[int, int]] = []  # the step that makes the last token, and the request
+        while waiting or running:
+            if not running:
+                now_s = max(now_s, due_s[waiting[0]])
+            if waiting and due_s[waiting[0]] <= now_s:
+                index = waiting.popleft()
+                if prompts_s[index]:
+                    steps, now_s = steps + 1, now_s + slower * prompts_s[index] + more_s * len(running)
+                first_s[index] = now_s
+                heapq.heappush(running, (steps + tokens[index] - 1, index))
+            else:
+                step_s, taken = alone_s + more_s * (len(running) - 1), running[0][0] - steps
+                if waiting:
+                    taken = min(taken, math.ceil((due_s[waiting[0]] - now_s) / step_s))
+                steps, now_s = steps + taken, now_s + taken * step_s
+            while running and running[0][0] <= steps:
+                last_s[heapq.heappop(running)[1]] = now_s
+    return first_s, last_s
 
 
 @dataclass(frozen=True, slots=True)
