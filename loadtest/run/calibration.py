@@ -62,25 +62,20 @@ class Load(msgspec.Struct, frozen=True):
     unloaded: Unloaded | None = None
     notes: tuple[str, ...] = ()
 
-    @property
-    def _measured_text(self) -> str | None:
-        """What was measured, in one sentence; None if nothing was."""
-        found = self.unloaded
-        if found is None:
-            return None
-        return (
-            f"measured on this machine: TTFT {duration_text(found.median_ttft_s)}, "
-            f"TPOT {duration_text(found.median_tpot_s)} (medians of {len(found.input_tokens)} requests of "
-            f"{found.input_tokens[0]} to {found.input_tokens[-1]} tokens, one at a time; mean TTFT "
-            f"{duration_text(found.mean_ttft_s)}); {duration_text(found.median_batch_gap_s)} between tokens with "
-            f"{found.batch_sequences} sequences on a worker"
-        )
-
     def sentences(self, limits: Slo) -> list[str]:
         """Say what was measured, the rate, the limits, and where they come from."""
         rate = f"{self.rate:.3g} requests/s" if self.rate else "all requests at once"
-        measured = [text] if (text := self._measured_text) else []
-        return [*measured, f"rate: {rate}: {self.rate_source}", f"SLOs: {limits}: {self.slo_source}", *self.notes]
+        said = [f"rate: {rate}: {self.rate_source}", f"SLOs: {limits}: {self.slo_source}", *self.notes]
+        if (found := self.unloaded) is None:
+            return said
+        measured = (
+            f"measured on this machine: TTFT {duration_text(found.median_ttft_s)}, "
+            f"TPOT {duration_text(found.median_tpot_s)} (medians of {len(found.input_tokens)} requests of "
+            f"{found.input_tokens[0]} to {found.input_tokens[-1]} tokens, one at a time; mean TTFT "
+            f"{duration_text(found.mean_ttft_s)}); with {found.batch_sequences} at once on each worker "
+            f"{1 / found.prefill_token_s:.3g} prompt tokens/s and {duration_text(found.median_batch_gap_s)} a token"
+        )
+        return [measured, *said]
 
     def as_summary(self, limits: Slo) -> dict[str, Any]:
         """Return the content of `load` in summary.json."""
@@ -135,9 +130,7 @@ def most_rate(trace: Trace, unloaded: Unloaded, workers: Workers, slo: Slo) -> t
 
 
 def _prompts_s(trace: Trace, unloaded: Unloaded) -> list[float]:
-    """Return the seconds of prefill of each row, which are taken to be proportional to its tokens."""
-    token_s = unloaded.mean_ttft_s / statistics.fmean(unloaded.input_tokens)
-    return [row.input_tokens * token_s for row in trace.rows]
+    return [row.input_tokens * unloaded.prefill_token_s for row in trace.rows]
 
 
 def _attainment(trace: Trace, rate: float, unloaded: Unloaded, workers: Workers, slo: Slo) -> float:
@@ -162,13 +155,13 @@ def _served(
     """Simulate workers; return when the first and the last token of each answer come.
 
     A request goes to the worker that is free first. A step takes in at most one prompt, and makes a token of each
-    running answer. It grows by the same time with each answer, as it did up to the measured batch. A prompt of 0 s came
-    from another worker.
+    running answer, in the time of the measured batch or, beyond it, longer by the same time with each answer as up to
+    it. A prompt of 0 s came from another worker.
     """
     count, batch = max(1, int(workers)), unloaded.batch_sequences
     slower = count / workers
-    alone_s, batch_s = slower * unloaded.median_tpot_s, slower * unloaded.median_batch_gap_s
-    more_s = max(0.0, batch_s - alone_s) / (batch - 1)
+    batch_s = slower * unloaded.median_batch_gap_s
+    more_s = max(0.0, batch_s - slower * unloaded.median_tpot_s) / (batch - 1)
     free_s, queues = [0.0] * count, [deque[int]() for _ in range(count)]
     for index in sorted(range(len(due_s)), key=due_s.__getitem__):
         worker = min(range(count), key=free_s.__getitem__)
@@ -189,7 +182,7 @@ def _served(
                 first_s[index] = now_s
                 heapq.heappush(running, (steps + tokens[index] - 1, index))
             else:
-                step_s, taken = alone_s + more_s * (len(running) - 1), running[0][0] - steps
+                step_s, taken = batch_s + more_s * max(0, len(running) - batch), running[0][0] - steps
                 if waiting:
                     taken = min(taken, math.ceil((due_s[waiting[0]] - now_s) / step_s))
                 steps, now_s = steps + taken, now_s + taken * step_s

@@ -1,4 +1,4 @@
-"""Measures what a server takes for one request at a time, and for one step with several sequences.
+"""Measures what a server takes for one request at a time, and for a batch on every worker.
 
 Needed before the first round of a plan that leaves something to be measured. `ridgeline.loadtest.run.calibration` makes
 rate and limits of it.
@@ -9,8 +9,8 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import httpx
 import msgspec
@@ -33,10 +33,6 @@ SIZE_QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)
 LEAST_OUTPUT_TOKENS, MOST_OUTPUT_TOKENS = 8, 32
 WARM_UP_OUTPUT_TOKENS = 4
 BATCH_SEQUENCES = 8
-NOT_STREAMED = (
-    "the server sent no answer token by token, so nothing can be measured: give --rate, --slo-ttft-ms and "
-    "--slo-tpot-ms instead of auto"
-)
 
 
 class Unloaded(msgspec.Struct, frozen=True):
@@ -50,9 +46,10 @@ class Unloaded(msgspec.Struct, frozen=True):
     median_tpot_s: float
     batch_sequences: int
     """Sequences that each decoding worker had at once in the second measurement."""
+    prefill_token_s: float
+    """Seconds in which a worker took in a token of a prompt then: longer than alone where workers share a machine."""
     median_batch_gap_s: float
-    """Median gap between tokens while all of them were decoded."""
-    trace_mean_output_tokens: float
+    """Median over these sequences of the mean gap between their last tokens."""
     workers: dict[str, int]
     """Workers by pool, as the server publishes them; empty for a server that is not Ridgeline's."""
 
@@ -72,7 +69,7 @@ def sizes_of(plan: ReplayPlan) -> Trace:
 
 
 async def measure_unloaded(base_url: str, plan: ReplayPlan, console: Console, *, round_index: int) -> Unloaded:
-    """Warm up, send five requests of the trace's sizes one at a time, then several short ones at once.
+    """Warm up, send five requests of the trace's sizes one at a time, then a batch of the same sizes to each worker.
 
     No prompt of a round below `round_index` begins like one of these. Raises ServerError if a request fails or
     the server does not stream.
@@ -83,8 +80,8 @@ async def measure_unloaded(base_url: str, plan: ReplayPlan, console: Console, *,
         trace = fit_context(sizes_of(plan), card.max_model_len, card.least_prompt_tokens)
         bodies = await asyncio.to_thread(body_maker, trace, plan, card)
         inputs = _at_quantiles([row.input_tokens for row in trace.rows])
-        outputs = [row.output_tokens for row in trace.rows]
-        output_tokens = min(max(LEAST_OUTPUT_TOKENS, round(statistics.median(outputs))), MOST_OUTPUT_TOKENS)
+        median_tokens = round(statistics.median(row.output_tokens for row in trace.rows))
+        output_tokens = min(max(LEAST_OUTPUT_TOKENS, median_tokens), MOST_OUTPUT_TOKENS)
         if card.max_model_len is not None:
             inputs = [max(1, min(tokens, card.max_model_len - output_tokens)) for tokens in inputs]
         console.print(
@@ -93,7 +90,8 @@ async def measure_unloaded(base_url: str, plan: ReplayPlan, console: Console, *,
             highlight=False,
         )
         workers = await _workers(http)
-        together = BATCH_SEQUENCES * (workers.get("decode") or workers.get("colocated") or 1)
+        prefills, decodes = (workers.get(pool) or workers.get("colocated") or 1 for pool in ("prefill", "decode"))
+        together = BATCH_SEQUENCES * decodes
         progress = ReplayProgress("measuring", 1 + len(inputs) + together)
         sender = _Sender(client, bodies, round_index, plan.deadline_s, progress)
         async with shown(console, progress):
@@ -101,16 +99,19 @@ async def measure_unloaded(base_url: str, plan: ReplayPlan, console: Console, *,
             alone = [await sender.send(tokens, output_tokens) for tokens in inputs]
             ttfts_s = [record.ttft_s for record in alone if record.ttft_s is not None]
             tpots_s = [record.tpot_s for record in alone if record.tpot_s]
-            if not (ttfts_s and tpots_s):
-                raise ServerError(NOT_STREAMED)
-            # The first answer has to last until the last prompt is in, or they never are one batch.
-            batch_tokens = output_tokens + math.ceil(together * ttfts_s[0] / statistics.median(tpots_s))
+            # Answers last until the last prompt is in: their last tokens are those of a full batch.
+            prefills_s = together / prefills * statistics.fmean(ttfts_s)
+            batch_tokens = output_tokens + math.ceil(prefills_s / statistics.median(tpots_s or [math.inf]))
             if card.max_model_len is not None:
-                batch_tokens = min(batch_tokens, card.max_model_len - inputs[0])
-            batch = await asyncio.gather(*(sender.send(inputs[0], batch_tokens) for _ in range(together)))
-    gaps_s = _gaps_together_s(batch)
-    if not gaps_s:
-        raise ServerError(NOT_STREAMED)
+                batch_tokens = min(batch_tokens, card.max_model_len - inputs[-1])
+            sizes = list(itertools.islice(itertools.cycle(inputs), together))
+            batch = await asyncio.gather(*(sender.send(tokens, batch_tokens) for tokens in sizes))
+    gaps_s = [statistics.fmean(record.itls_s[-output_tokens:]) for record in batch if record.itls_s]
+    if not (tpots_s and gaps_s):
+        raise ServerError(
+            "the server sent no answer token by token, so nothing can be measured: give --rate, --slo-ttft-ms and "
+            "--slo-tpot-ms instead of auto"
+        )
     return Unloaded(
         input_tokens=tuple(inputs),
         output_tokens=output_tokens,
@@ -118,8 +119,8 @@ async def measure_unloaded(base_url: str, plan: ReplayPlan, console: Console, *,
         mean_ttft_s=statistics.fmean(ttfts_s),
         median_tpot_s=statistics.median(tpots_s),
         batch_sequences=BATCH_SEQUENCES,
+        prefill_token_s=prefills * max(record.ttft_s or 0.0 for record in batch) / sum(sizes),
         median_batch_gap_s=statistics.median(gaps_s),
-        trace_mean_output_tokens=statistics.fmean(outputs),
         workers=dict(workers),
     )
 
@@ -134,31 +135,19 @@ class _Sender:
     deadline_s: float
     progress: ReplayProgress
     sent: int = 0
-    start: float = field(default_factory=time.perf_counter)
 
     async def send(self, input_tokens: int, output_tokens: int) -> RequestRecord:
         body = self.bodies.warmup_body(self.sent, self.round_index, input_tokens, output_tokens)
         request = Completion(self.sent, 0.0, input_tokens, output_tokens, body)
         self.sent += 1
         self.progress.set_sent(self.sent)
-        record = await self.client.complete(request, self.start, self.deadline_s)
+        record = await self.client.complete(request, time.perf_counter(), self.deadline_s)
         self.progress.add(record)
         if not record.ok:
             raise ServerError(
                 f"a request of {input_tokens} tokens to the idle server failed while it was measured: {record.error}"
             )
         return record
-
-
-def _gaps_together_s(batch: Sequence[RequestRecord]) -> list[float]:
-    """Return the gaps between tokens while all requests were answered; all gaps if that was never so."""
-    begin_s = max(record.sent_s + (record.ttft_s or 0.0) for record in batch)
-    end_s = min(record.sent_s + (record.latency_s or 0.0) for record in batch)
-    gaps: list[tuple[float, float]] = []  # when it began, how long it lasted
-    for record in batch:
-        ends_s = itertools.accumulate(record.itls_s, initial=record.sent_s + (record.ttft_s or 0.0))
-        gaps += zip(ends_s, record.itls_s, strict=False)
-    return [gap_s for at_s, gap_s in gaps if begin_s <= at_s < end_s] or [gap_s for _, gap_s in gaps]
 
 
 def _at_quantiles(lengths: list[int]) -> list[int]:

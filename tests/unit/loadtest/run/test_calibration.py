@@ -28,14 +28,21 @@ CPU = Unloaded(
     mean_ttft_s=1.25,
     median_tpot_s=0.04,
     batch_sequences=8,
+    prefill_token_s=0.0025,
     median_batch_gap_s=0.054,
-    trace_mean_output_tokens=80.0,
     workers={"colocated": 2},
 )
 GPU = msgspec.structs.replace(
-    CPU, median_ttft_s=0.0071, mean_ttft_s=0.0083, median_tpot_s=0.0031, median_batch_gap_s=0.0034
+    CPU,
+    median_ttft_s=0.0071,
+    mean_ttft_s=0.0083,
+    prefill_token_s=1.6e-5,
+    median_tpot_s=0.0031,
+    median_batch_gap_s=0.0034,
 )
-SLOW = msgspec.structs.replace(CPU, median_ttft_s=21.0, mean_ttft_s=26.0, median_tpot_s=0.9, median_batch_gap_s=1.1)
+SLOW = msgspec.structs.replace(
+    CPU, median_ttft_s=21.0, mean_ttft_s=26.0, prefill_token_s=0.052, median_tpot_s=0.9, median_batch_gap_s=1.1
+)
 PAIR = Workers(prefill=1, decode=1)
 TRACE = Trace("t", tuple(TraceRow(2.0 * i, 500, 80) for i in range(200)))
 
@@ -76,7 +83,7 @@ def test_both_are_printed_with_their_source():
     plan, load = settle(ReplayPlan(rate="auto", slo="auto"), TRACE, CPU, PAIR)
     assert load.sentences(plan.slos) == [
         "measured on this machine: TTFT 1.00 s, TPOT 40 ms (medians of 5 requests of 128 to 1024 tokens, one at a "
-        "time; mean TTFT 1.25 s); 54 ms between tokens with 8 sequences on a worker",
+        "time; mean TTFT 1.25 s); with 8 at once on each worker 400 prompt tokens/s and 54 ms a token",
         "rate: 0.64 requests/s: 80% of what this server should hold: there 90% of this trace's requests meet the SLOs",
         "SLOs: TTFT <= 5000 ms and TPOT <= 100 ms: 5 times the unloaded median TTFT and 2.5 times the median TPOT",
     ]
@@ -92,7 +99,7 @@ def test_both_are_printed_with_their_source():
 
 
 ALL_EQUAL = msgspec.structs.replace(
-    CPU, input_tokens=(500,), mean_ttft_s=1.0, median_tpot_s=0.1, median_batch_gap_s=0.1, batch_sequences=8
+    CPU, input_tokens=(500,), prefill_token_s=0.002, median_tpot_s=0.1, median_batch_gap_s=0.1, batch_sequences=8
 )
 
 
