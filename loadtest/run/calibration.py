@@ -155,13 +155,13 @@ def _served(
     """Simulate workers; return when the first and the last token of each answer come.
 
     A request goes to the worker that is free first. A step takes in at most one prompt, and makes a token of each
-    running answer, in the time of the measured batch or, beyond it, longer by the same time with each answer as up to
-    it. A prompt of 0 s came from another worker.
+    running answer. It grows by the same time with each answer, as it did up to the measured batch. A prompt of 0 s came
+    from another worker.
     """
     count, batch = max(1, int(workers)), unloaded.batch_sequences
     slower = count / workers
-    batch_s = slower * unloaded.median_batch_gap_s
-    more_s = max(0.0, batch_s - slower * unloaded.median_tpot_s) / (batch - 1)
+    alone_s, batch_s = slower * unloaded.median_tpot_s, slower * unloaded.median_batch_gap_s
+    more_s = max(0.0, batch_s - alone_s) / (batch - 1)
     free_s, queues = [0.0] * count, [deque[int]() for _ in range(count)]
     for index in sorted(range(len(due_s)), key=due_s.__getitem__):
         worker = min(range(count), key=free_s.__getitem__)
@@ -182,7 +182,7 @@ def _served(
                 first_s[index] = now_s
                 heapq.heappush(running, (steps + tokens[index] - 1, index))
             else:
-                step_s, taken = batch_s + more_s * max(0, len(running) - batch), running[0][0] - steps
+                step_s, taken = alone_s + more_s * (len(running) - 1), running[0][0] - steps
                 if waiting:
                     taken = min(taken, math.ceil((due_s[waiting[0]] - now_s) / step_s))
                 steps, now_s = steps + taken, now_s + taken * step_s
