@@ -122,22 +122,19 @@ def most_rate(trace: Trace, unloaded: Unloaded, workers: Workers, slo: Slo) -> t
     The trace's own arrivals are simulated, since bursts queue where even arrivals would not. Where no rate meets the
     SLOs, it is the rate whose prompts alone fill the workers.
     """
-    fills = (workers.prefill or workers.replicas) / statistics.fmean(_prompts_s(trace, unloaded))
+    mean_prompt_s = unloaded.prefill_token_s * statistics.fmean(row.input_tokens for row in trace.rows)
+    fills = (workers.prefill or workers.replicas) / mean_prompt_s
     for rate in (fills * RATE_STEP**step for step in range(RATE_STEPS)):
         if _attainment(trace, rate, unloaded, workers, slo) >= HELD_ATTAINMENT:
             return rate, f"this server should hold: there {HELD_ATTAINMENT:.0%} of this trace's requests meet the SLOs"
     return fills, "fills the workers with prompts; no rate is expected to meet the SLOs"
 
 
-def _prompts_s(trace: Trace, unloaded: Unloaded) -> list[float]:
-    return [row.input_tokens * unloaded.prefill_token_s for row in trace.rows]
-
-
 def _attainment(trace: Trace, rate: float, unloaded: Unloaded, workers: Workers, slo: Slo) -> float:
     stretch = (trace.mean_rate or rate) / rate
     due_s = [stretch * (row.arrival_s + row.offset_s) for row in trace.rows]
     tokens = [row.output_tokens for row in trace.rows]
-    prompts_s = _prompts_s(trace, unloaded)
+    prompts_s = [row.input_tokens * unloaded.prefill_token_s for row in trace.rows]
     if workers.replicas:
         first_s, last_s = _served(due_s, prompts_s, tokens, workers.replicas, unloaded)
     else:

@@ -79,7 +79,8 @@ async def measure_unloaded(base_url: str, plan: ReplayPlan, console: Console, *,
         card = await served_model(http, servers, plan)
         trace = fit_context(sizes_of(plan), card.max_model_len, card.least_prompt_tokens)
         bodies = await asyncio.to_thread(body_maker, trace, plan, card)
-        inputs = _at_quantiles([row.input_tokens for row in trace.rows])
+        ordered = sorted(row.input_tokens for row in trace.rows)
+        inputs = [ordered[round(quantile * (len(ordered) - 1))] for quantile in SIZE_QUANTILES]
         median_tokens = round(statistics.median(row.output_tokens for row in trace.rows))
         output_tokens = min(max(LEAST_OUTPUT_TOKENS, median_tokens), MOST_OUTPUT_TOKENS)
         if card.max_model_len is not None:
@@ -150,17 +151,7 @@ class _Sender:
         return record
 
 
-def _at_quantiles(lengths: list[int]) -> list[int]:
-    ordered = sorted(lengths)
-    return [ordered[round(quantile * (len(ordered) - 1))] for quantile in SIZE_QUANTILES]
-
-
 async def _workers(http: httpx.AsyncClient) -> Mapping[str, int]:
     found = await scrape(http)
-    if found is None:
-        return {}
-    return {
-        dict(labels)["pool"]: round(value)
-        for (name, labels), value in found.gauges.items()
-        if name == "ridgeline_workers"
-    }
+    gauges = found.gauges.items() if found else ()
+    return {dict(labels)["pool"]: round(value) for (name, labels), value in gauges if name == "ridgeline_workers"}
