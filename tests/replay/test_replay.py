@@ -511,7 +511,7 @@ async def test_the_batch_is_measured_while_all_its_answers_run_however_late_the_
     sizes = [body["max_tokens"] for body in behaviour.bodies]
     assert sizes[:6] == [4, 8, 8, 8, 8, 8]
     assert len(sizes[6:]) == 16, "eight for each of two workers"
-    assert min(sizes[6:]) >= 16 * 0.1 / (2 * 0.01), "were all prompts done one after another"
+    assert min(sizes[6:]) >= 8 + 20, "eight prompts in turn take the time of 80 tokens, of fewer if those are slow"
 
 
 async def test_a_long_wait_for_the_measurement_or_the_warm_up_is_not_silent(monkeypatch):
