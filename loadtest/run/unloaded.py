@@ -47,7 +47,7 @@ class Unloaded(msgspec.Struct, frozen=True):
     batch_sequences: int
     """Sequences that each decoding worker had at once in the second measurement."""
     prefill_token_s: float
-    """Seconds in which a worker took in a token of a prompt then: longer than alone where workers share a machine."""
+    """Seconds in which a worker takes in a token of a prompt, alone or in the second measurement: the slower of both."""
     median_batch_gap_s: float
     """Median over these sequences of the mean gap between their last tokens."""
     workers: dict[str, int]
@@ -120,7 +120,9 @@ async def measure_unloaded(base_url: str, plan: ReplayPlan, console: Console, *,
         mean_ttft_s=statistics.fmean(ttfts_s),
         median_tpot_s=statistics.median(tpots_s),
         batch_sequences=BATCH_SEQUENCES,
-        prefill_token_s=prefills * max(record.ttft_s or 0.0 for record in batch) / sum(sizes),
+        prefill_token_s=max(
+            prefills * max(record.ttft_s or 0.0 for record in batch) / sum(sizes), sum(ttfts_s) / sum(inputs)
+        ),
         median_batch_gap_s=statistics.median(gaps_s),
         workers=dict(workers),
     )
