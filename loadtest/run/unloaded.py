@@ -47,7 +47,7 @@ class Unloaded(msgspec.Struct, frozen=True):
     batch_sequences: int
     """Sequences that each decoding worker had at once in the second measurement."""
     prefill_token_s: float
-    """Seconds in which a worker takes in a token of a prompt, alone or in the second measurement: the slower of both."""
+    """Seconds of prefill for a token of a prompt, alone or in the second measurement: the slower of both."""
     median_batch_gap_s: float
     """Median over these sequences of the mean gap between their last tokens."""
     workers: dict[str, int]
