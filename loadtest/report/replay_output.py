@@ -16,7 +16,7 @@ from ridgeline.loadtest.report.pools import (
 )
 from ridgeline.loadtest.report.record_table import write_replay_table
 from ridgeline.loadtest.report.summary import FORMULAS, summarise
-from ridgeline.loadtest.report.tables import print_replay
+from ridgeline.loadtest.report.tables import DASH, print_replay
 from ridgeline.loadtest.run.calibration import Load
 from ridgeline.loadtest.run.machine import describe_machine
 from ridgeline.loadtest.run.replay import ReplayResult
@@ -51,6 +51,7 @@ def report_replay(
     """Print the table; with `out`, write summary.json, records.jsonl and records.parquet there. Return the summary."""
     summary = replay_summary(result, plan, load)
     print_replay(summary, summary["formulas"], console)
+    console.print(f"{DASH}.", style="dim", highlight=False)
     for change in result.trace.notes:
         console.print(f"trace: {change}", style="dim", highlight=False, markup=False)
     if out is not None:
@@ -58,4 +59,6 @@ def report_replay(
         (out / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
         (out / "records.jsonl").write_bytes(b"".join(record.as_line() for record in result.records))
         write_replay_table(out / "records.parquet", result.records, result.trace.mean_rate, plan.slos)
+        files = "summary.json, records.jsonl and records.parquet"
+        console.print(f"wrote {files} in {out}", highlight=False, markup=False)
     return summary

@@ -17,17 +17,17 @@ FORMULAS = {
     "window": "seconds in which requests arrived, to the last arrival and one mean gap more, added over rounds",
     "request_throughput": "completed / window",
     "request_goodput": "requests that met every SLO / window",
-    "attainment": "requests that met every SLO / all requests, TTFT from the trace's time; a failed "
-    "request, or one with a wrong number of tokens, is a miss",
+    "attainment": "requests that met every SLO / all requests; a failed request, or one with a wrong number of tokens, "
+    "is a miss",
     "output_throughput": "output tokens of completed requests / window",
     "total_token_throughput": "input and output tokens of completed requests / window",
-    "ttft": "first streamed chunk - sending",
+    "ttft": "first streamed chunk - scheduled time of the request",
     "ttst": "second streamed chunk - first streamed chunk",
-    "tpot": "(latency - TTFT) / (output tokens - 1), a request; one of a single token has none, and meets any SLO",
+    "tpot": "(e2el - TTFT) / (output tokens - 1), a request; one of a single token has none, and meets any SLO",
     "itl": "gap between two streamed chunks, of all requests pooled",
     "gap": "largest gap between two streamed chunks of a request; one of a single chunk has none, and meets any SLO",
-    "e2el": "last streamed chunk - sending (the latency of TPOT)",
-    "send_lag": "sending - arrival in the trace",
+    "e2el": "last streamed chunk - scheduled time of the request",
+    "send_lag": "sending - scheduled time; part of TTFT and of e2el",
     "ci": "Wilson's 95 % interval of a share, of requests taken as independent",
 }
 
@@ -75,12 +75,12 @@ def summarise(records: Sequence[RequestRecord], window_s: float, slo: Slo) -> di
 def latency_series(done: Sequence[RequestRecord]) -> dict[str, list[float]]:
     """Return the latencies of finished requests in seconds, by vLLM bench's short names."""
     return {
-        "ttft": [record.ttft_s for record in done if record.ttft_s is not None],
+        "ttft": [ttft_s for record in done if (ttft_s := record.ttft_scheduled_s) is not None],
         "ttst": [ttst_s for record in done if (ttst_s := record.ttst_s) is not None],
         "tpot": [tpot_s for record in done if (tpot_s := record.tpot_s) is not None],
         "itl": [itl_s for record in done for itl_s in record.itls_s],
         "gap": [gap_s for record in done if (gap_s := record.largest_gap_s) is not None],
-        "e2el": [record.latency_s for record in done if record.latency_s is not None],
+        "e2el": [e2el_s for record in done if (e2el_s := record.e2el_s) is not None],
     }
 
 

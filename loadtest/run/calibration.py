@@ -3,10 +3,13 @@
 Pure arithmetic; `ridgeline.loadtest.run.unloaded` measures.
 
 Machines differ by a factor of ten, so a fixed load is too light for one and too heavy for the next, and fixed SLOs
-are met by all or by none. One prefill worker is saturated when a prompt arrives every mean TTFT.
+are met by all or by none.
 """
 
+import heapq
 import math
+import statistics
+from collections import deque
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,8 +24,9 @@ from ridgeline.loadtest.trace.trace import Trace
 
 RATE_SHARE = 0.8
 TTFT_FACTOR, TPOT_FACTOR = 5.0, 2.5
-MOST_TIMES_THE_BATCH = 8
-"""A step with more sequences than this many times the measured batch is not extrapolated to."""
+HELD_ATTAINMENT = 0.9
+RATE_STEP, RATE_STEPS = 0.95, 160
+"""The search for the highest rate goes down by 5 % to less than a thousandth."""
 LONG_ANSWER_QUANTILE = 0.9
 ROUND_ANSWERS = 2.0
 SHOWN_EXCESS = 0.25
@@ -64,25 +68,20 @@ class Load(msgspec.Struct, frozen=True):
     unloaded: Unloaded | None = None
     notes: tuple[str, ...] = ()
 
-    @property
-    def _measured_text(self) -> str | None:
-        """What was measured, in one sentence; None if nothing was."""
-        found = self.unloaded
-        if found is None:
-            return None
-        return (
-            f"measured on this machine: TTFT {duration_text(found.median_ttft_s)}, "
-            f"TPOT {duration_text(found.median_tpot_s)} (medians of {len(found.input_tokens)} requests of "
-            f"{found.input_tokens[0]} to {found.input_tokens[-1]} tokens, one at a time; mean TTFT "
-            f"{duration_text(found.mean_ttft_s)}); {duration_text(found.median_batch_gap_s)} between tokens with "
-            f"{found.batch_sequences} sequences on a worker"
-        )
-
     def sentences(self, limits: Slo) -> list[str]:
         """Say what was measured, the rate, the limits, and where they come from."""
         rate = f"{self.rate:.3g} requests/s" if self.rate else "all requests at once"
-        measured = [text] if (text := self._measured_text) else []
-        return [*measured, f"rate: {rate}: {self.rate_source}", f"SLOs: {limits}: {self.slo_source}", *self.notes]
+        said = [f"rate: {rate}: {self.rate_source}", f"SLOs: {limits}: {self.slo_source}", *self.notes]
+        if (found := self.unloaded) is None:
+            return said
+        measured = (
+            f"measured on this machine: TTFT {duration_text(found.median_ttft_s)}, "
+            f"TPOT {duration_text(found.median_tpot_s)} (medians of {len(found.input_tokens)} requests of "
+            f"{found.input_tokens[0]} to {found.input_tokens[-1]} tokens, one at a time; mean TTFT "
+            f"{duration_text(found.mean_ttft_s)}); with {found.batch_sequences} at once on each worker "
+            f"{1 / found.prefill_token_s:.3g} prompt tokens/s and {duration_text(found.median_batch_gap_s)} a token"
+        )
+        return [measured, *said]
 
     def as_summary(self, limits: Slo) -> dict[str, Any]:
         """Return the content of `load` in summary.json."""
@@ -111,10 +110,10 @@ def settle(plan: Plan, trace: Trace, unloaded: Unloaded, workers: Workers) -> tu
         )
         slo_source = f"{TTFT_FACTOR:g} times the unloaded median TTFT and {TPOT_FACTOR:g} times the median TPOT"
         changes = {"slo": None, "slo_ttft_ms": limits.ttft_ms, "slo_tpot_ms": limits.tpot_ms}
-        slo_source += ", any gap" if plan.slo_gap_ms is None else ", the largest gap as given"
+        slo_source += "" if plan.slo_gap_ms is None else ", the largest gap as given"
     rate, rate_source = trace.mean_rate, _given_rate_source(plan)
     if plan.rate == AUTO:
-        most, bound = most_rate(unloaded, workers, limits.tpot_ms / 1e3)
+        most, bound = most_rate(trace, unloaded, workers, limits)
         rate, rate_source = _three_digits(RATE_SHARE * most), f"{RATE_SHARE:.0%} of what {bound}"
     elif isinstance(plan.rate, float):
         rate = plan.rate
@@ -123,34 +122,76 @@ def settle(plan: Plan, trace: Trace, unloaded: Unloaded, workers: Workers) -> tu
     return plan.model_copy(update=changes), Load(rate, rate_source, slo_source, unloaded)
 
 
-def most_rate(unloaded: Unloaded, workers: Workers, tpot_limit_s: float) -> tuple[float, str]:
-    """Return the requests a second that saturate the workers, and a clause that names what is saturated."""
-    prompt_s = unloaded.mean_ttft_s
-    answer_s = unloaded.trace_mean_output_tokens * decode_token_s(unloaded, tpot_limit_s)
-    if workers.replicas:
-        each = f"{duration_text(prompt_s)} of prefill and {duration_text(answer_s)} of decode a request"
-        return workers.replicas / (prompt_s + answer_s), f"{counted(workers.replicas, 'replica')} can hold: {each}"
-    rates = {
-        f"{counted(workers.prefill, 'prefill worker')} can hold: a prompt takes {duration_text(prompt_s)} on average": (
-            workers.prefill / prompt_s
-        ),
-        f"{counted(workers.decode, 'decode worker')} can hold within the TPOT SLO: an answer takes "
-        f"{duration_text(answer_s)} of its time": workers.decode / answer_s,
-    }
-    bound = min(rates, key=rates.__getitem__)
-    return rates[bound], bound
+def most_rate(trace: Trace, unloaded: Unloaded, workers: Workers, slo: Slo) -> tuple[float, str]:
+    """Return the highest rate at which 90 % of the requests should meet the SLOs on TTFT and TPOT, and what it is.
 
-
-def decode_token_s(unloaded: Unloaded, tpot_limit_s: float) -> float:
-    """Return the worker seconds that one token costs in the largest batch whose steps stay within the limit.
-
-    Steps are taken to grow by the same time with each sequence, as they did up to the measured batch.
+    The trace's own arrivals are simulated, since bursts queue where even arrivals would not. Where no rate meets the
+    SLOs, it is the rate whose prompts alone fill the workers.
     """
-    alone_s, batch = unloaded.median_tpot_s, unloaded.batch_sequences
-    more_s = max(0.0, unloaded.median_batch_gap_s - alone_s) / (batch - 1)
-    most = float(batch * MOST_TIMES_THE_BATCH)
-    sequences = min(most, 1 + max(0.0, tpot_limit_s - alone_s) / more_s) if more_s else most
-    return (alone_s + more_s * (sequences - 1)) / sequences
+    mean_prompt_s = unloaded.prefill_token_s * statistics.fmean(row.input_tokens for row in trace.rows)
+    fills = (workers.prefill or workers.replicas) / mean_prompt_s
+    for rate in (fills * RATE_STEP**step for step in range(RATE_STEPS)):
+        if _attainment(trace, rate, unloaded, workers, slo) >= HELD_ATTAINMENT:
+            return rate, f"this server should hold: there {HELD_ATTAINMENT:.0%} of this trace's requests meet the SLOs"
+    return fills, "fills the workers with prompts; no rate is expected to meet the SLOs"
+
+
+def _attainment(trace: Trace, rate: float, unloaded: Unloaded, workers: Workers, slo: Slo) -> float:
+    stretch = (trace.mean_rate or rate) / rate
+    due_s = [stretch * (row.arrival_s + row.offset_s) for row in trace.rows]
+    tokens = [row.output_tokens for row in trace.rows]
+    prompts_s = [row.input_tokens * unloaded.prefill_token_s for row in trace.rows]
+    if workers.replicas:
+        first_s, last_s = _served(due_s, prompts_s, tokens, workers.replicas, unloaded)
+    else:
+        first_s, _ = _served(due_s, prompts_s, [1] * len(tokens), workers.prefill, unloaded)
+        _, last_s = _served(first_s, [0.0] * len(tokens), tokens, workers.decode, unloaded)
+    ttft_s, tpot_s, _ = slo.in_seconds()
+    answers = zip(due_s, first_s, last_s, tokens, strict=True)
+    met = [first - due <= ttft_s and last - first <= tpot_s * (count - 1) for due, first, last, count in answers]
+    return statistics.fmean(met)
+
+
+def _served(
+    due_s: list[float], prompts_s: list[float], tokens: list[int], workers: float, unloaded: Unloaded
+) -> tuple[list[float], list[float]]:
+    """Simulate workers; return when the first and the last token of each answer come.
+
+    A request goes to the worker that is free first. A step takes in at most one prompt, and makes a token of each
+    running answer. It grows by the same time with each answer, as it did up to the measured batch. A prompt of 0 s came
+    from another worker.
+    """
+    count, batch = max(1, int(workers)), unloaded.batch_sequences
+    slower = count / workers
+    alone_s, batch_s = slower * unloaded.median_tpot_s, slower * unloaded.median_batch_gap_s
+    more_s = max(0.0, batch_s - alone_s) / (batch - 1)
+    free_s, queues = [0.0] * count, [deque[int]() for _ in range(count)]
+    for index in sorted(range(len(due_s)), key=due_s.__getitem__):
+        worker = min(range(count), key=free_s.__getitem__)
+        queues[worker].append(index)
+        work_s = slower * prompts_s[index] + tokens[index] * batch_s / batch
+        free_s[worker] = max(free_s[worker], due_s[index]) + work_s
+    first_s, last_s = [0.0] * len(due_s), [0.0] * len(due_s)
+    for waiting in queues:
+        now_s, steps = 0.0, 0
+        running: list[tuple[int, int]] = []  # the step that makes the last token, and the request
+        while waiting or running:
+            if not running:
+                now_s = max(now_s, due_s[waiting[0]])
+            if waiting and due_s[waiting[0]] <= now_s:
+                index = waiting.popleft()
+                if prompts_s[index]:
+                    steps, now_s = steps + 1, now_s + slower * prompts_s[index] + more_s * len(running)
+                first_s[index] = now_s
+                heapq.heappush(running, (steps + tokens[index] - 1, index))
+            else:
+                step_s, taken = alone_s + more_s * (len(running) - 1), running[0][0] - steps
+                if waiting:
+                    taken = min(taken, math.ceil((due_s[waiting[0]] - now_s) / step_s))
+                steps, now_s = steps + taken, now_s + taken * step_s
+            while running and running[0][0] <= steps:
+                last_s[heapq.heappop(running)[1]] = now_s
+    return first_s, last_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -13,15 +14,15 @@ from ridgeline.loadtest.run.records import RequestRecord
 LINE_EVERY_S = 5.0
 
 
+@dataclass(slots=True)
 class ReplayProgress:
     """Counts that a replay updates and a display shows."""
 
-    def __init__(self, label: str, total: int) -> None:
-        self.label = label
-        self.total = total
-        self.sent = 0
-        self.finished = 0
-        self.failed = 0
+    label: str
+    total: int
+    sent: int | None = None
+    finished: int = 0
+    failed: int = 0
 
     def set_sent(self, requests: int) -> None:
         """Set the number of requests sent so far; the client tells it a few times a second."""
@@ -34,7 +35,9 @@ class ReplayProgress:
 
     @property
     def text(self) -> str:
-        """The requests in flight and failed, in words."""
+        """The requests in flight and failed, in words; before the first was sent, what happens instead."""
+        if self.sent is None:
+            return "warming up"
         failures = f", {self.failed} failed" if self.failed else ""
         return f"{max(0, self.sent - self.finished)} in flight{failures}"
 
@@ -71,15 +74,14 @@ async def _show_bar(console: Console, progress: ReplayProgress) -> None:
 
 async def _show_lines(console: Console, progress: ReplayProgress) -> None:
     start = time.perf_counter()
+
+    def print_line() -> None:
+        done = f"{progress.finished}/{progress.total} done, {progress.text}"
+        console.print(f"{progress.label}: {done}, {time.perf_counter() - start:.0f} s", highlight=False, markup=False)
+
     try:
         while True:
             await asyncio.sleep(LINE_EVERY_S)
-            _print_line(console, progress, start)
+            print_line()
     finally:
-        _print_line(console, progress, start)
-
-
-def _print_line(console: Console, progress: ReplayProgress, start: float) -> None:
-    elapsed_s = time.perf_counter() - start
-    done = f"{progress.finished}/{progress.total} done, {progress.text}"
-    console.print(f"{progress.label}: {done}, {elapsed_s:.0f} s", highlight=False, markup=False)
+        print_line()

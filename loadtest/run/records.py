@@ -8,7 +8,7 @@ import msgspec
 class RequestRecord(msgspec.Struct, frozen=True):
     """One request as its client saw it. Times are in seconds; those after `sent_s` count from when it was sent.
 
-    Limits are judged from when it should have been sent, so that a late client does not flatter the server.
+    The TTFT of figures and SLOs is `ttft_scheduled_s`, so that a late client does not flatter the server.
     """
 
     index: int
@@ -37,8 +37,13 @@ class RequestRecord(msgspec.Struct, frozen=True):
 
     @property
     def ttft_scheduled_s(self) -> float | None:
-        """TTFT from the time at which the trace has the request, as MLPerf's LoadGen counts it."""
+        """TTFT from the scheduled time, as MLPerf's LoadGen counts it."""
         return None if self.ttft_s is None else self.ttft_s + max(0.0, self.send_lag_s)
+
+    @property
+    def e2el_s(self) -> float | None:
+        """Seconds from the scheduled time to the last chunk."""
+        return None if self.latency_s is None else self.latency_s + max(0.0, self.send_lag_s)
 
     @property
     def ttst_s(self) -> float | None:

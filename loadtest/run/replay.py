@@ -108,22 +108,21 @@ async def run_replay(
         job = Job(
             first_url, servers.headers, plan.endpoint, plan.deadline_s, len(trace.rows), cores, others=tuple(others)
         )
-        async with client_process(job, completions(trace, bodies, round_index)) as client:
+        records: list[RequestRecord] = []
+        progress = ReplayProgress(label, len(trace.rows))
+
+        def take(record: RequestRecord) -> None:
+            records.append(record)
+            progress.add(record)
+            if record_file is not None:
+                record_file.add(record)
+
+        async with shown(console, progress), client_process(job, completions(trace, bodies, round_index)) as client:
             async with LoadClient(first_url, servers.headers, plan.endpoint, others) as warming:
                 for number in range(plan.warmup_requests):
                     await send_warm_up(warming, plan, bodies, trace, round_index, number, plan.warmup_requests)
             before = await scrape_settled(http, plan.settle_s) if servers.counted else None
-            records: list[RequestRecord] = []
-            progress = ReplayProgress(label, len(trace.rows))
-
-            def take(record: RequestRecord) -> None:
-                records.append(record)
-                progress.add(record)
-                if record_file is not None:
-                    record_file.add(record)
-
-            async with shown(console, progress):
-                load = await client.run(progress.set_sent, take)
+            load = await client.run(progress.set_sent, take)
         after = await scrape_settled(http, plan.settle_s) if servers.counted else None
     records.sort(key=lambda record: record.index)
     change = fleet_change(before, after) if before and after else None

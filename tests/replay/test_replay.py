@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import html
+import io
 import itertools
 import json
 import os
@@ -22,14 +23,14 @@ from ridgeline.cluster.commands import replay as replay_command_module
 from ridgeline.cluster.commands.replay import replay_command
 from ridgeline.loadtest.compare import compare
 from ridgeline.loadtest.errors import LoadTestError, NotDisaggregatedError, ServerError
-from ridgeline.loadtest.plan import ComparePlan, ReplayPlan
+from ridgeline.loadtest.plan import ComparePlan, ReplayPlan, Slo
 from ridgeline.loadtest.preparation import prepare
 from ridgeline.loadtest.report.replay_output import report_replay
 from ridgeline.loadtest.run import replay as replay_module
 from ridgeline.loadtest.run.calibration import Workers, given_load, most_rate
 from ridgeline.loadtest.run.records import RecordFile
 from ridgeline.loadtest.run.replay import ReplayResult, run_replay
-from ridgeline.loadtest.run.unloaded import Unloaded, measure_unloaded
+from ridgeline.loadtest.run.unloaded import Unloaded, measure_unloaded, sizes_of
 from ridgeline.loadtest.valid_rounds import new_runner
 from ridgeline.loadtest.variants import Deployments, Reached
 from tests.support.openai_server import Behaviour, running
@@ -480,8 +481,8 @@ async def test_compare_measures_once_before_round_one_and_both_variants_get_the_
     assert summary["plan"]["rate"] == load["rate"]
     assert summary["trace"]["mean_rate"] == pytest.approx(load["rate"])
     unloaded = msgspec.convert(load["unloaded"], Unloaded)
-    most, _ = most_rate(unloaded, Workers(prefill=2, decode=2), summary["slo"]["tpot_ms"] / 1e3)
-    assert load["rate"] == pytest.approx(0.8 * most, rel=0.01), "whichever pool was the slower one when measured"
+    most, _ = most_rate(sizes_of(plan), unloaded, Workers(prefill=2, decode=2), Slo(**summary["slo"]))
+    assert load["rate"] == pytest.approx(0.8 * most, rel=0.01), "by the workers of the split, not the replicas measured"
     assert summary["slo"]["ttft_ms"] == pytest.approx(5e3 * load["unloaded"]["median_ttft_s"], rel=0.01)
     assert summary["slo"]["tpot_ms"] == pytest.approx(2.5e3 * load["unloaded"]["median_tpot_s"], rel=0.01)
     assert [each["completed"] for each in summary["rounds"] if each["valid"]] == [10] * 2
@@ -501,6 +502,44 @@ async def test_a_running_server_is_measured_by_its_own_pools(console):
     assert unloaded.output_tokens == 8
     assert unloaded.mean_ttft_s >= 0.05
     assert unloaded.median_batch_gap_s >= 0.009
+
+
+async def test_the_batch_is_measured_while_all_its_answers_run_however_late_the_last_prompt_is(console):
+    behaviour = Behaviour(ttft_s=0.1, tpot_s=0.01, mode="colocated")
+    with running(behaviour) as url:
+        await measure_unloaded(url, _plan(rate="auto"), console, round_index=1)
+    sizes = [body["max_tokens"] for body in behaviour.bodies]
+    assert sizes[:6] == [4, 8, 8, 8, 8, 8]
+    assert len(sizes[6:]) == 16, "eight for each of two workers"
+    assert min(sizes[6:]) >= 8 + 20, "eight prompts in turn take the time of 80 tokens, of fewer if those are slow"
+
+
+async def test_a_long_wait_for_the_measurement_or_the_warm_up_is_not_silent(monkeypatch):
+    monkeypatch.setattr("ridgeline.loadtest.run.progress.LINE_EVERY_S", 0.02)
+    monkeypatch.setattr(replay_command_module, "check_client", lambda _: None)  # there is no tokenizer to load
+    console = Console(file=io.StringIO(), width=200)
+    with running(Behaviour(ttft_s=0.1, tpot_s=0.005)) as url:
+        await replay_command(url, _plan(slo="auto"), None, console)
+    text = console.file.getvalue()
+    assert [f"measuring: {done}/14 done, 1 in flight" in text for done in range(6)] == [True] * 6
+    assert "measuring: 14/14 done, 0 in flight" in text
+    assert "replay: 0/6 done, warming up" in text
+    assert "replay: 6/6 done, 0 in flight" in text
+
+
+async def test_a_replay_says_where_it_wrote_its_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(replay_command_module, "check_client", lambda _: None)  # there is no tokenizer to load
+    console = Console(file=io.StringIO(), width=200)
+    with running(Behaviour(ttft_s=0.01, tpot_s=0.001)) as url:
+        for folder in ("one", "one-2"):
+            await replay_command(url, _plan(), tmp_path / "one", console)
+            last = console.file.getvalue().splitlines()[-1]
+            assert last == f"wrote summary.json, records.jsonl and records.parquet in {tmp_path / folder}"
+            assert sorted(file.name for file in (tmp_path / folder).iterdir()) == [
+                "records.jsonl",
+                "records.parquet",
+                "summary.json",
+            ]
 
 
 async def test_prompts_that_fill_the_context_are_shortened_by_the_answer_that_is_measured(console):

@@ -85,7 +85,7 @@ def test_a_failed_request_meets_no_limits():
 
 def test_the_grid_is_made_of_unloaded_figures_else_of_quantiles_and_holds_the_comparisons_own_limits():
     pairs, own = _pairs({"a": (0.2, 0.1), "b": (1.0, 0.04)}), Slo(ttft_ms=777, tpot_ms=55)
-    unloaded = Unloaded((100,), 8, 0.1, 0.1, 0.02, 4, 0.03, 8.0, {})
+    unloaded = Unloaded((100,), 8, 0.1, 0.1, 0.02, 4, 0.001, 0.03, {})
     grid = grid_of(pairs, unloaded, own)
     assert grid is not None
     assert {150.0, 300.0, 777.0} <= set(grid.ttft_ms)

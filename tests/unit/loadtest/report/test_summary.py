@@ -41,6 +41,15 @@ def test_summary_reproduces_figures_worked_by_hand():
     assert 0 <= low < 0.4 < high <= 1
 
 
+def test_a_late_client_is_part_of_ttft_and_latency_in_figures_as_in_attainment():
+    late = a_record(0, 0.15, 0.04, sent_s=0.1)
+    figures = summarise([late], 10.0, SLO)
+    assert (figures["p50_ttft_ms"], figures["attainment"]) == (pytest.approx(250), 0)
+    assert figures["p50_e2el_ms"] == pytest.approx(100 + 150 + 400)
+    assert (figures["p50_tpot_ms"], figures["max_send_lag_ms"]) == (pytest.approx(40), pytest.approx(100))
+    assert figures["p50_tpot_ms"] == pytest.approx((figures["p50_e2el_ms"] - figures["p50_ttft_ms"]) / 10)
+
+
 def test_no_data_is_none_and_not_zero():
     figures = summarise([a_record(0, 0.1, 0.04, error="broken")], 1.0, SLO)
     assert figures["completed"] == 0
@@ -51,7 +60,7 @@ def test_no_data_is_none_and_not_zero():
 
 def test_every_row_of_the_table_but_the_counts_has_a_formula():
     assert all(formula_of(key, FORMULAS) for _, key, _ in ROWS if key != "completed")
-    assert formula_of("p90_tpot_ms", FORMULAS).startswith("(latency - TTFT) / (output tokens - 1)")
+    assert formula_of("p90_tpot_ms", FORMULAS).startswith("(e2el - TTFT) / (output tokens - 1)")
 
 
 def test_attainment_grows_as_the_limits_are_scaled():

@@ -53,7 +53,7 @@ def test_rounds_with_all_figures_and_with_none_are_of_the_schema(summary):
 
 def test_pools_and_the_load_of_a_measured_run_are_of_the_schema(summary):
     summary["variants"]["a"]["pools"] = describe_pools(counted(AFTER))
-    measured = Unloaded((10, 20), 8, 0.1, 0.1, 0.02, 8, 0.03, 12.0, {"prefill": 1})
+    measured = Unloaded((10, 20), 8, 0.1, 0.1, 0.02, 8, 0.01, 0.03, {"prefill": 1})
     summary["load"] = Load(1.0, "measured", "measured", measured).as_summary(PLAN.slos)
     assert schema_problems(summary) == []
 
