@@ -493,7 +493,6 @@ def cancel(
 @trace.command("inspect")
 def inspect_trace(
     file: Annotated[str, typer.Argument(help="a trace, as replay's --trace takes it", metavar="FILE")],
-    out: Annotated[Path | None, typer.Option(help="also write a page with plots: PAGE.html")] = None,
     limit: Annotated[int | None, typer.Option(help="first N requests only", min=1)] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="directory or hub name of a tokenizer, for traces that hold texts")
@@ -503,7 +502,7 @@ def inspect_trace(
     from ridgeline.cluster.commands.inspect_trace import inspect_file
 
     try:
-        inspect_file(file, tokenizer, limit, out, console)
+        inspect_file(file, tokenizer, limit, console)
     except LoadTestError as error:
         fail([str(error)])
 
@@ -562,8 +561,8 @@ def compare(
 def report(
     folders: Annotated[list[Path], typer.Argument(help="one run, or two to see them side by side", metavar="DIR...")],
     export: Annotated[
-        Literal["vllm-bench", "guidellm"] | None,
-        typer.Option(help="instead, write the valid rounds to DIR/FORMAT as that load generator writes its results"),
+        Literal["vllm-bench"] | None,
+        typer.Option(help="instead, write the valid rounds to DIR/FORMAT as `vllm bench serve` writes its results"),
     ] = None,
 ) -> None:
     """Write report.html of a finished comparison again, show two side by side, or export the rounds of one."""

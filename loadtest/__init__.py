@@ -17,6 +17,6 @@ statistics/      from pairs of rounds to an outcome
 slo_maps.py      what other SLOs would have said of the same requests
 saved.py         shows runs again from their folders
 report/          figures, sentences and page
-export/          rounds in the formats of other load generators
+export/          rounds in the format of another load generator
 errors.py        errors whose messages the command line prints
 """
