@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -492,7 +492,6 @@ def cancel(
 @trace.command("inspect")
 def inspect_trace(
     file: Annotated[str, typer.Argument(help="a trace, as replay's --trace takes it", metavar="FILE")],
-    out: Annotated[Path | None, typer.Option(help="also write a page with plots: PAGE.html")] = None,
     limit: Annotated[int | None, typer.Option(help="first N requests only", min=1)] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="directory or hub name of a tokenizer, for traces that hold texts")
@@ -502,7 +501,7 @@ def inspect_trace(
     from ridgeline.cluster.commands.inspect_trace import inspect_file
 
     try:
-        inspect_file(file, tokenizer, limit, out, console)
+        inspect_file(file, tokenizer, limit, console)
     except LoadTestError as error:
         fail([str(error)])
 
@@ -563,14 +562,15 @@ def compare(
 def report(
     folder: Annotated[Path, typer.Argument(help="the folder of a finished comparison", metavar="DIR")],
     export: Annotated[
-        bool, typer.Option("--export", help="instead, write each valid round to DIR/vllm-bench as vLLM's bench does")
-    ] = False,
+        Literal[vllm - bench] | None,
+        typer.Option(help="instead, write the valid rounds to DIR/FORMAT as `vllm bench serve` writes its results"),
+    ] = None,
 ) -> None:
     """Write report.html of a finished comparison again, or export its rounds."""
     from ridgeline.cluster.commands.report import report as report_run
 
     try:
-        report_run(folder, console, export=export)
+        report_run(folder, console, export)
     except LoadTestError as error:
         fail([str(error)])
 

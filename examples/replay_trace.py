@@ -31,8 +31,8 @@ async def main() -> None:
     plan = ReplayPlan(trace=options.trace, rate=options.rate, limit=options.limit)
     result = await run_replay(options.url, plan, Console())
 
-    figures = summarise(result.records, result.window_s, slo)
-    print(f"{figures['completed']} of {len(result.records)} requests completed in {result.duration_s:.1f} s")
+    figures = summarise(result.counted_records, result.window_s, slo)
+    print(f"{figures['completed']} of {len(result.counted_records)} requests completed in {result.duration_s:.1f} s")
     print(f"attainment of {slo}: {figures['attainment']:.0%}, goodput {figures['request_goodput']:.2f} requests/s")
     answered = [record for record in result.records if record.ttft_s is not None]
     if answered:

@@ -212,4 +212,5 @@ class _Pairs:
 
     def _counted(self, rate: float, result: ReplayResult) -> RoundCount:
         limits = self.prepared.plan.slos.in_seconds()
-        return RoundCount(rate, sum(record.meets(*limits) for record in result.records), len(result.records))
+        records = result.counted_records
+        return RoundCount(rate, sum(record.meets(*limits) for record in records), len(records))

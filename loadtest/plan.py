@@ -66,8 +66,8 @@ class ReplayPlan(BaseModel):
     """Fields that are no options, since they have one value."""
 
     trace: str = "demo"
-    """demo, a file of Azure, BurstGPT, Mooncake, Bailian, ShareGPT, WEKA, OpenTelemetry or sessions, or
-    poisson:rate=2,input=512,output=64,n=100"""
+    """demo, a file of Azure, BurstGPT, Mooncake, Bailian, ShareGPT, WEKA, AIPerf's DAG or sessions,
+    poisson:rate=2,input=512,output=64,n=100 or agentic:sessions=20,rate=0.2,turns=8"""
     time_scale: Positive = 1.0
     """multiply the gaps between arrivals"""
     rate: NumberOrAuto = None

@@ -4,6 +4,7 @@ bench/            measurements in addition to those of `ridgeline bench`
 changed_tests.py  the unit tests of what was changed, for `make check`
 child.py          a server in a process of its own
 chaos/            faults under load: what is lost, what stays behind
+demo_trace.py     writes the trace of `make demo`
 differential/     random requests to Ridgeline and to plain vLLM, compared
 docs/             programs that write documents
 front/            what the router can carry, with workers that need no engine

@@ -6,14 +6,28 @@ does not count, and TTFT is from sending. What a replay does not know is null, o
 
 import math
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from ridgeline.loadtest.export.round_head import RoundHead
 from ridgeline.loadtest.plan import Slo
 from ridgeline.loadtest.report.summary import PERCENTILES
 from ridgeline.loadtest.run.records import RequestRecord
+
+
+class RoundHead(msgspec.Struct, frozen=True):
+    """What a round's JSON says of the run."""
+
+    began: datetime
+    label: str
+    model: str | None
+    backend: str
+    rate: float | None
+    """Requests a second; None if all arrive at once."""
+    metadata: dict[str, str]
+    """Fields of ours, as `--metadata KEY=VALUE` adds them."""
 
 
 def vllm_bench_result(head: RoundHead, records: Sequence[RequestRecord], slo: Slo) -> dict[str, Any]:

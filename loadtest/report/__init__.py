@@ -9,6 +9,5 @@ tables.py         prints tables on the terminal
 plots.py          makes the plots of the page
 page.py           writes report.html
 record_table.py   writes records.parquet
-trace_page.py     writes the page of `ridgeline trace inspect`
 replay_output.py  writes and prints the result of `ridgeline replay`
 """

@@ -75,15 +75,12 @@ class _Measured(msgspec.Struct, frozen=True):
 
     def counts(self, limits_s: tuple[float, float, float]) -> dict[VariantLabel, list[RoundCount]]:
         """Count the requests within limits on TTFT, TPOT and the largest gap in each round of each variant."""
-        return {
-            label: [
-                RoundCount(
-                    self.rates[each.pair], sum(one.meets(*limits_s) for one in result.records), len(result.records)
-                )
-                for each, result in self.kept(side)
-            ]
-            for side, label in self.labels.items()
-        }
+
+        def count(each: Round, result: ReplayResult) -> RoundCount:
+            records = result.counted_records
+            return RoundCount(self.rates[each.pair], sum(one.meets(*limits_s) for one in records), len(records))
+
+        return {label: [count(*one) for one in self.kept(side)] for side, label in self.labels.items()}
 
     def judged(self, limits_s: tuple[float, float, float]) -> tuple[dict[VariantLabel, AttainmentCurve], Verdict]:
         """Return the curves of all variants and the verdict on them."""
@@ -190,7 +187,7 @@ def _points(measured: _Measured, side: Side) -> list[dict[str, Any]]:
         by_rate.setdefault(measured.rates[each.pair], []).append(result)
     points = []
     for rate, results in sorted(by_rate.items()):
-        records = [record for result in results for record in result.records]
+        records = [record for result in results for record in result.counted_records]
         figures = summarise(records, sum(result.window_s for result in results), measured.slo)
         points.append({"rate": rate, "rounds": len(results), **{name: figures[name] for name in POINT_FIGURES}})
     return points
@@ -199,7 +196,7 @@ def _points(measured: _Measured, side: Side) -> list[dict[str, Any]]:
 def _served(measured: _Measured, side: Side, mode: str) -> dict[str, Any]:
     """Return what the server of a variant said of itself over all its valid rounds; little if it counts nothing."""
     results = [result for _, result in measured.kept(side)]
-    records = list(chain.from_iterable(result.records for result in results))
+    records = list(chain.from_iterable(result.counted_records for result in results))
     figures = summarise(records, sum(result.window_s for result in results), measured.slo)
     counted = [result.metrics for result in results if result.metrics is not None]
     delta = add_up(counted)
@@ -228,7 +225,7 @@ def _pauses(measured: _Measured, held: Mapping[VariantLabel, MaxGoodputRate]) ->
     found = dict.fromkeys(held, 0.0)
     for each, result in measured.kept():
         if measured.rates[each.pair] <= limit:
-            gaps_s = [gap_s for one in result.records if one.ok and (gap_s := one.largest_gap_s) is not None]
+            gaps_s = [gap_s for one in result.counted_records if one.ok and (gap_s := one.largest_gap_s) is not None]
             label = measured.labels[each.side]
             found[label] = max([found[label], *gaps_s])
     # Answers of one token have no pauses.
@@ -240,7 +237,7 @@ def _map(
 ) -> dict[str, Any] | None:
     """Return the map over SLOs, per device where the devices of all variants are known; None without SLOs to show."""
     kept = measured.kept()
-    grid = grid_of([record for _, result in kept for record in result.records], load.unloaded, plan.slos)
+    grid = grid_of([record for _, result in kept for record in result.counted_records], load.unloaded, plan.slos)
     if grid is None:
         return None
     owned = {side: one for side in measured.labels if (one := devices.get(side)) is not None}
@@ -250,7 +247,7 @@ def _map(
     at_rates: dict[str, list[tuple[float, Sequence[RequestRecord]]]] = {side: [] for side in measured.labels}
     for each, result in kept:
         share = owned[each.side].count if is_per_device else 1
-        at_rates[each.side].append((measured.rates[each.pair] / share, result.records))
+        at_rates[each.side].append((measured.rates[each.pair] / share, result.counted_records))
     labels: dict[str, str] = {str(side): label for side, label in measured.labels.items()}
     found = rate_map(at_rates, labels, grid, plan.attainment, plan.deadline_s, unit, undisturbed_pairs(measured.rounds))
     return dict(msgspec.to_builtins(found))

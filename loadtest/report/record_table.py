@@ -35,6 +35,7 @@ COLUMNS: dict[str, Any] = {
     "finish_reason": pl.String,
     "status": pl.Int64,
     "error": pl.String,
+    "in_window": pl.Boolean,
 }
 """`valid` and `rate`, in requests/s, are those of the round; `met_slos` judges as the run did."""
 

@@ -24,7 +24,7 @@ from ridgeline.loadtest.run.replay import ReplayResult
 
 def replay_summary(result: ReplayResult, plan: ReplayPlan, load: Load) -> dict[str, Any]:
     """Return the summary: vLLM bench's names at the top; pools and stages only if the server publishes them."""
-    summary = summarise(result.records, result.window_s, plan.slos)
+    summary = summarise(result.counted_records, result.window_s, plan.slos)
     if result.metrics is not None:
         summary |= {
             "disaggregated_fraction": disaggregated_fraction(result.metrics),
@@ -33,7 +33,7 @@ def replay_summary(result: ReplayResult, plan: ReplayPlan, load: Load) -> dict[s
             "recomputes": recomputes(result.metrics),
         }
     return summary | {
-        "offered_rate": len(result.records) / result.window_s if result.trace.mean_rate else None,
+        "offered_rate": len(result.counted_records) / result.window_s if result.trace.mean_rate else None,
         "client": msgspec.to_builtins(result.client),
         "warnings": result.warnings,
         "trace": {"name": result.trace.name, "requests": len(result.trace.rows), "changes": result.trace.notes},

@@ -61,7 +61,7 @@ def undisturbed_pairs(rounds: Sequence[Round]) -> int:
 
 def round_summary(each: Round, rate: float, label: VariantLabel, slo: Slo) -> dict[str, Any]:
     """Return what summary.json says of a round, which was to have this mean rate in requests/s."""
-    records = each.result.records if each.result else ()
+    records = each.result.counted_records if each.result else ()
     met = sum(record.meets(*slo.in_seconds()) for record in records)
     summary: dict[str, Any] = {
         "round": each.number,

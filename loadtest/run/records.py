@@ -1,5 +1,6 @@
 """The record of one request, which is one line of records.jsonl."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -24,6 +25,8 @@ class RequestRecord(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
     status: int | None = None
     error: str | None = None
+    in_window: bool = True
+    """Whether it was due while new sessions began. Later ones meet a load that falls, so figures leave them out."""
 
     @property
     def ok(self) -> bool:
@@ -79,6 +82,11 @@ class RequestRecord(msgspec.Struct, frozen=True):
             "tpot_s": self.tpot_s,
         }
         return msgspec.json.encode(labels | msgspec.to_builtins(self) | derived) + b"\n"
+
+
+def counted(records: Iterable[RequestRecord]) -> tuple[RequestRecord, ...]:
+    """Return the records that figures and attainment are made of: without those that were due after the window."""
+    return tuple(record for record in records if record.in_window)
 
 
 class RecordFile:

@@ -20,7 +20,7 @@ from ridgeline.loadtest.run.client.process import ClientLoad, Job
 from ridgeline.loadtest.run.client.stream import Completion, Endpoint, LoadClient, encode_body
 from ridgeline.loadtest.run.machine import parse_cores
 from ridgeline.loadtest.run.progress import ReplayProgress, shown
-from ridgeline.loadtest.run.records import RecordFile, RequestRecord
+from ridgeline.loadtest.run.records import RecordFile, RequestRecord, counted
 from ridgeline.loadtest.run.server import ModelCard, Servers, as_servers, served_model
 from ridgeline.loadtest.run.server_metrics import MetricsDelta, difference, fleet_change, scrape_settled
 from ridgeline.loadtest.trace.prompts import PromptMaker, TextWindows, load_text_tokens, load_tokenizer, prompt_text
@@ -56,6 +56,11 @@ class ReplayResult:
     """What the sending took of the client's own process."""
 
     @property
+    def counted_records(self) -> tuple[RequestRecord, ...]:
+        """Those that figures and attainment are made of: without requests that were due after the window."""
+        return counted(self.records)
+
+    @property
     def p99_send_lag_s(self) -> float:
         """The 99th percentile of how late requests were sent, in seconds."""
         return float(np.percentile([record.send_lag_s for record in self.records], 99))
@@ -69,9 +74,11 @@ class ReplayResult:
     def window_s(self) -> float:
         """Seconds in which requests arrived: to the last arrival and one mean gap more, or all if they came at once.
 
-        A later turn of a session arrives when it is due, which the trace alone does not say.
+        A later turn of a session arrives when it is due, which the trace alone does not say. Those that were due after
+        the last session had begun are not counted.
         """
-        last_s, requests = max(record.scheduled_s for record in self.records), len(self.records)
+        due_s = [record.scheduled_s for record in counted(self.records)]
+        last_s, requests = max(due_s), len(due_s)
         return last_s * requests / (requests - 1) if self.trace.mean_rate and last_s else self.duration_s
 
 
@@ -175,14 +182,10 @@ def body_maker(trace: Trace, plan: ReplayPlan, card: ModelCard, ordinals_per_rou
 
 def completions(trace: Trace, bodies: BodyMaker, round_index: int) -> Iterator[Completion]:
     """Yield the requests of a round in the trace's order, with their bodies."""
-    last_turns: dict[str, int] = {}
     for index, row in enumerate(trace.rows):
         body = bodies.body(trace, index, round_index)
-        after = last_turns.get(row.session) if row.session is not None else None
-        if row.session is not None:
-            last_turns[row.session] = index
         due_s = row.arrival_s + row.offset_s
-        yield Completion(index, due_s, row.input_tokens, row.output_tokens, body, after, row.think_s)
+        yield Completion(index, due_s, row.input_tokens, row.output_tokens, body, row.after, row.think_s)
 
 
 async def send_warm_up(

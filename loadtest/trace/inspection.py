@@ -1,36 +1,63 @@
-"""Describes a trace before anything is sent: lengths, arrivals, burstiness, and what a prefix cache could reuse."""
+"""Describes a trace before anything is sent: lengths, arrivals, sessions, and what a prefix cache could reuse."""
 
 import math
+import statistics
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import polars as pl
 
-from ridgeline.loadtest.trace.poisson import GENERATED, poisson_rows
+from ridgeline.loadtest.trace.generated import generated_trace, is_generated
 from ridgeline.loadtest.trace.readers import path_of
 from ridgeline.loadtest.trace.reading.known_formats import read_file
-from ridgeline.loadtest.trace.reading.request_table import RequestTable
+from ridgeline.loadtest.trace.reading.request_table import SCHEMA, RequestTable
 
 LENGTHS = {"prompt tokens": "input_tokens", "output tokens": "output_tokens"}
-POINTS = 200
-"""Of the curves on a page."""
 LEAST_WINDOWS = 10
 """Of which an index of dispersion says something."""
 SECOND_S, MINUTE_S = 1.0, 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class LengthFigures:
-    """The lengths of all prompts, or of all outputs."""
+class Spread:
+    """Numbers of one kind, such as the lengths of all prompts."""
 
-    mean: float
-    total: int
-    quantiles: tuple[float, ...]
-    """At POINTS + 1 levels, evenly spaced from the least to the largest."""
+    values: pl.Series
+
+    @property
+    def mean(self) -> float:
+        """Their mean."""
+        return self.total / len(self.values)
+
+    @property
+    def total(self) -> float:
+        """Their sum."""
+        return float(self.values.sum())
 
     def at(self, level: float) -> float:
         """Return the quantile at a level between 0 and 1."""
-        return self.quantiles[round(level * POINTS)]
+        return float(self.values.quantile(level, "higher") or 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFigures:
+    """How the requests of sessions follow one another."""
+
+    requests: Spread
+    """Of each session."""
+    forks: int
+    """Answers after which several requests begin at once."""
+    widest: int
+    """Most requests that begin so."""
+    joins: int
+    """Requests that wait for several answers."""
+    delays_s: Spread
+    """Seconds between the last answer that a later turn waits for and the turn."""
+    first_tokens: float
+    """Median of the first prompts of sessions that have a second turn."""
+    largest_tokens: float
+    """Median of the largest prompts of their conversations, without those of sub-agents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +73,6 @@ class ArrivalFigures:
     """Standard deviation of the gaps over their mean; 1 for a Poisson process."""
     dispersion: Mapping[float, float | None]
     """Variance of the arrivals in a window over their mean, by the window's seconds; 1 for a Poisson process."""
-    rates: tuple[tuple[float, float], ...]
-    """Seconds since the first arrival, and requests per second from there on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +82,9 @@ class TraceFigures:
     name: str
     format: str
     requests: int
-    sessions: int
-    lengths: Mapping[str, LengthFigures]
+    sessions: SessionFigures | None
+    """None if no request is of a session."""
+    lengths: Mapping[str, Spread]
     arrivals: ArrivalFigures
     reuse: float | None
     """Share of prompt tokens that earlier prompts began with; None if the trace does not say."""
@@ -74,8 +100,8 @@ def inspect_trace(name: str, tokenizer: str | None = None, limit: int | None = N
         name=name,
         format=table.format,
         requests=rows.height,
-        sessions=rows["session"].drop_nulls().n_unique() if "session" in rows.columns else 0,
-        lengths={title: _lengths(rows[column]) for title, column in LENGTHS.items()},
+        sessions=_sessions(rows) if "session" in rows.columns else None,
+        lengths={title: Spread(rows[column]) for title, column in LENGTHS.items()},
         arrivals=_arrivals(_starts_s(rows)),
         reuse=_reuse(rows, table.block_tokens),
         block_tokens=table.block_tokens,
@@ -84,17 +110,37 @@ def inspect_trace(name: str, tokenizer: str | None = None, limit: int | None = N
 
 
 def _table_of(name: str, tokenizer: str | None, limit: int | None) -> RequestTable:
-    if not name.startswith(GENERATED):
+    if not is_generated(name):
         return read_file(path_of(name), tokenizer, limit)
-    columns = [(row.arrival_s, row.input_tokens, row.output_tokens) for row in poisson_rows(name)]
-    schema = ["arrival_s", *LENGTHS.values()]
-    return RequestTable("generated", pl.DataFrame(columns, schema=schema, orient="row"))
+    trace = generated_trace(name)
+    columns = {column: kind for column, kind in SCHEMA.items() if column != "line"}
+    rows = pl.DataFrame([astuple(row) for row in trace.rows], schema=columns, orient="row")
+    return RequestTable("generated", rows, trace.prefix_block_tokens)
 
 
-def _lengths(tokens: pl.Series) -> LengthFigures:
-    ordered, total = tokens.sort(), int(tokens.sum())
-    levels = (math.ceil(point * (len(ordered) - 1) / POINTS) for point in range(POINTS + 1))
-    return LengthFigures(total / len(ordered), total, tuple(ordered[level] for level in levels))
+def _sessions(rows: pl.DataFrame) -> SessionFigures | None:
+    of_sessions = rows.filter(pl.col("session").is_not_null())
+    if of_sessions.is_empty():
+        return None
+    inputs, after_of = rows["input_tokens"].to_list(), rows["after"].to_list()
+    children = Counter(after[0] for after in after_of if len(after) == 1)
+    begins: list[int] = []
+    """Where the conversation of each row begins."""
+    grown: dict[int, int] = {}
+    for place, (after, fresh) in enumerate(zip(after_of, rows["fresh"], strict=True)):
+        begin = begins[after[0]] if after and not fresh else place
+        begins.append(begin)
+        if begin != place and not after_of[begin]:
+            grown[begin] = max(grown.get(begin, 0), inputs[place])
+    return SessionFigures(
+        requests=Spread(of_sessions["session"].value_counts()["count"]),
+        forks=sum(count > 1 for count in children.values()),
+        widest=max(children.values(), default=0),
+        joins=int((rows["after"].list.len() > 1).sum()),
+        delays_s=Spread(rows.filter(pl.col("after").list.len() > 0, ~pl.col("fresh"))["think_s"]),
+        first_tokens=statistics.median(inputs[place] for place in grown) if grown else 0.0,
+        largest_tokens=statistics.median(grown.values()) if grown else 0.0,
+    )
 
 
 def _starts_s(rows: pl.DataFrame) -> pl.Series:
@@ -107,14 +153,12 @@ def _starts_s(rows: pl.DataFrame) -> pl.Series:
 def _arrivals(starts_s: pl.Series) -> ArrivalFigures:
     duration_s = float(starts_s[-1] - starts_s[0])
     gaps_s = starts_s.diff().drop_nulls()
-    window_s = duration_s / POINTS
     return ArrivalFigures(
         duration_s=duration_s,
         mean_rate=(len(starts_s) - 1) / duration_s if duration_s else None,
         peak_rate=max(_counts(starts_s, SECOND_S).values()),
         cv_of_gaps=_variation(gaps_s),
         dispersion={each_s: _dispersion(starts_s, each_s) for each_s in (SECOND_S, MINUTE_S)},
-        rates=tuple((at * window_s, count / window_s) for at, count in _all_counts(starts_s, window_s)),
     )
 
 
@@ -129,15 +173,6 @@ def _counts(starts_s: pl.Series, window_s: float) -> dict[int, int]:
     """Return the arrivals in each window that has some."""
     windows = (starts_s / window_s).floor().cast(pl.Int64).alias("window")
     return dict(windows.value_counts().iter_rows())
-
-
-def _all_counts(starts_s: pl.Series, window_s: float) -> list[tuple[int, int]]:
-    """Return the arrivals in each of the POINTS windows of the trace; the last arrival is in the last of them."""
-    if not window_s:
-        return []
-    counts = _counts(starts_s, window_s)
-    counts[POINTS - 1] = counts.get(POINTS - 1, 0) + counts.pop(POINTS, 0)
-    return [(window, counts.get(window, 0)) for window in range(POINTS)]
 
 
 def _dispersion(starts_s: pl.Series, window_s: float) -> float | None:
@@ -159,13 +194,11 @@ def _reuse(rows: pl.DataFrame, block_tokens: int) -> float | None:
     if not says.to_series().any():
         return None
     seen: set[int] = set()
-    prompts: dict[str, int] = {}
+    prompts: list[int] = []
     reused = 0
-    for tokens, blocks, session in rows.select("input_tokens", "prefix_ids", "session").iter_rows():
-        before = prompts.get(session, 0) if session is not None else 0
+    for tokens, blocks, after, fresh in rows.select("input_tokens", "prefix_ids", "after", "fresh").iter_rows():
         known = next((place for place, block in enumerate(blocks) if block not in seen), len(blocks))
-        reused += before or min(tokens, known * block_tokens)
+        reused += min(tokens, prompts[after[0]] if after and not fresh else known * block_tokens)
         seen.update(blocks)
-        if session is not None:
-            prompts[session] = tokens
+        prompts.append(tokens)
     return reused / float(rows["input_tokens"].sum())

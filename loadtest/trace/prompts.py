@@ -94,37 +94,27 @@ class PromptMaker:
         self._windows = windows
         self._trace = trace
         self._shared_ids = most_id + 1 if any(row.prefix_ids for row in trace.rows) else 0
-        self._turns: dict[str, list[int]] = {}
-        for index, row in enumerate(trace.rows):
-            if row.session is not None:
-                self._turns.setdefault(row.session, []).append(index)
         self._round_ordinals = ordinals_per_round or self._shared_ids + len(trace.rows) + warmup_requests
 
     def prompt(self, index: int, round_index: int) -> list[int]:
-        """Return the prompt of the trace's row `index`: shared blocks where the row names them, then its own window.
+        """Return the prompt of the trace's row `index`: that of the row it continues, then shared blocks, then its own.
 
-        All turns of a session have one window, so each prompt begins with the one before it. Where the conversation has
-        an answer, the prompt has the text of the window: what a model will say is not known before.
+        Each row has a window of its own, for what it adds and for its answer, so rows that continue one row differ from
+        there on. An answer is text of the window: what a model will say is not known before.
         """
         base = round_index * self._round_ordinals
-        row = self._trace.rows[index]
-        if row.session is not None:
-            return self._conversation(row.session, index, base)
-        prompt = self._shared_blocks(row, base, row.input_tokens)
-        own_tokens = row.input_tokens - len(prompt)
-        return prompt + self._windows.window(base + self._shared_ids + index, own_tokens)
-
-    def _conversation(self, session: str, index: int, base: int) -> list[int]:
-        """Return the session's window, with the shared blocks of each turn where the tokens that it adds begin."""
-        turns, tokens = self._turns[session], self._trace.rows[index].input_tokens
-        prompt = self._windows.window(base + self._shared_ids + turns[0], tokens)
-        begins = 0
-        for turn in turns[: turns.index(index) + 1]:
+        turns: list[int] = []
+        at: int | None = index
+        while at is not None:
+            turns.append(at)
+            at = self._trace.rows[at].continues
+        prompt: list[int] = []
+        for turn in reversed(turns):
             row = self._trace.rows[turn]
-            blocks = self._shared_blocks(row, base, row.input_tokens - begins)
-            prompt[begins : begins + len(blocks)] = blocks
-            begins = row.input_tokens + row.output_tokens
-        return prompt[:tokens]
+            blocks = self._shared_blocks(row, base, row.input_tokens - len(prompt))
+            own_tokens = row.input_tokens + row.output_tokens - len(prompt) - len(blocks)
+            prompt += blocks + self._windows.window(base + self._shared_ids + turn, max(0, own_tokens))
+        return prompt[: self._trace.rows[index].input_tokens]
 
     def warmup_prompt(self, number: int, round_index: int, tokens: int) -> list[int]:
         """Return a prompt whose beginning no request of any round shares."""

@@ -2,8 +2,9 @@
 
 import functools
 from pathlib import Path
+from typing import Any
 
-from ridgeline.loadtest.trace.poisson import GENERATED, poisson_rows
+from ridgeline.loadtest.trace.generated import generated_trace, is_generated
 from ridgeline.loadtest.trace.reading.known_formats import read_file
 from ridgeline.loadtest.trace.trace import DEMO_FILE, Trace, TraceRow, tick_of
 
@@ -16,8 +17,8 @@ def load_trace(name: str, tokenizer: str | None = None, limit: int | None = None
 
     With a `limit` no more of the file is read than so many requests take.
     """
-    if name.startswith(GENERATED):
-        return Trace(name, tuple(poisson_rows(name)))
+    if is_generated(name):
+        return generated_trace(name)
     path = path_of(name)
     try:
         changed = path.stat()
@@ -36,20 +37,12 @@ def path_of(name: str) -> Path:
 def _load(name: str, path: Path, _mark: tuple[int, int], tokenizer: str | None, limit: int | None) -> Trace:
     """Read a file, once for all the rounds of a comparison."""
     table = read_file(path, tokenizer, limit, MOST_ROWS)
-    rows = tuple(_row(**columns) for columns in table.rows.iter_rows(named=True))
+    rows = tuple(TraceRow(**_as_tuples(columns)) for columns in table.rows.iter_rows(named=True))
     return Trace(name, rows, table.block_tokens, (*table.notes, *table.drop_notes, *_tick_notes(rows)))
 
 
-def _row(
-    arrival_s: float,
-    input_tokens: int,
-    output_tokens: int,
-    prefix_ids: list[int] | None = None,
-    session: str | None = None,
-    think_s: float = 0.0,
-    offset_s: float = 0.0,
-) -> TraceRow:
-    return TraceRow(arrival_s, input_tokens, output_tokens, tuple(prefix_ids or ()), session, think_s, offset_s)
+def _as_tuples(columns: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in columns.items()}
 
 
 def _tick_notes(rows: tuple[TraceRow, ...]) -> tuple[str, ...]:

@@ -4,11 +4,12 @@ Nothing is dropped or cut silently: each change leaves a note, and the notes are
 """
 
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 
 from ridgeline.loadtest.errors import TraceError
 from ridgeline.loadtest.plan import ReplayPlan
-from ridgeline.loadtest.trace.trace import Trace, TraceRow, tick_of
+from ridgeline.loadtest.trace.trace import Trace, TraceRow, in_order, tick_of
 
 MIN_BLOCK_TOKENS = 16
 
@@ -28,11 +29,11 @@ def shape_trace(trace: Trace, plan: ReplayPlan) -> Trace:
     shaped = _jitter(shaped, plan.jitter_s, plan.seed)
     shaped = _scale_lengths(shaped, plan.length_scale)
     shaped = _drop_long(shaped, plan)
-    shaped = _keep(shaped, shaped.rows[: plan.limit], f"limit {plan.limit}")
+    shaped = _keep(shaped, range(len(shaped.rows))[: plan.limit], f"limit {plan.limit}")
     shaped = _clip_long(shaped, plan)
     shaped = _scale_time(shaped, plan)
     if plan.duration_s is not None:
-        kept = tuple(row for row in shaped.rows if row.arrival_s <= plan.duration_s)
+        kept = [place for place, row in enumerate(shaped.rows) if row.arrival_s <= plan.duration_s]
         shaped = _keep(shaped, kept, f"duration {plan.duration_s:g} s")
     if not shaped.rows:
         raise TraceError(f"nothing of the trace '{trace.name}' is left after these cuts: {'; '.join(shaped.notes)}")
@@ -42,6 +43,7 @@ def shape_trace(trace: Trace, plan: ReplayPlan) -> Trace:
 def fit_context(trace: Trace, max_model_tokens: int | None, least_prompt_tokens: int = 1) -> Trace:
     """Lengthen prompts to the server's shortest, then drop requests that the model cannot hold: it would refuse them.
 
+    A session whose context grows beyond the model's limit ends there, as an agent's does that has no room left.
     Raises TraceError if none is left.
     """
     short = sum(row.input_tokens < least_prompt_tokens for row in trace.rows)
@@ -51,7 +53,7 @@ def fit_context(trace: Trace, max_model_tokens: int | None, least_prompt_tokens:
         trace = _noted(trace, rows, f"{short} of {len(rows)} prompts {reason}")
     if max_model_tokens is None:
         return trace
-    kept = tuple(row for row in trace.rows if row.input_tokens + row.output_tokens <= max_model_tokens)
+    kept = [place for place, row in enumerate(trace.rows) if row.input_tokens + row.output_tokens <= max_model_tokens]
     reason = f"longer than the model's {max_model_tokens} tokens; scale lengths or clip inputs to keep them"
     fitted = _keep(trace, kept, reason)
     if not fitted.rows:
@@ -63,9 +65,24 @@ def _noted(trace: Trace, rows: tuple[TraceRow, ...], note: str) -> Trace:
     return replace(trace, rows=rows, notes=(*trace.notes, note))
 
 
-def _keep(trace: Trace, kept: tuple[TraceRow, ...], reason: str) -> Trace:
-    dropped = len(trace.rows) - len(kept)
-    return _noted(trace, kept, f"{dropped} of {len(trace.rows)} requests dropped: {reason}") if dropped else trace
+def _keep(trace: Trace, kept: Iterable[int], reason: str) -> Trace:
+    """Keep the rows at these places, but none whose first in `after` is left out: its session or sub-agent ends there.
+
+    A row that waits for sub-agents that end early is sent when they have ended.
+    """
+    left: set[int] = set()
+    for place in kept:
+        after = trace.rows[place].after
+        if not after or after[0] in left:
+            left.add(place)
+    dropped = len(trace.rows) - len(left)
+    if not dropped:
+        return trace
+    note = f"{dropped} of {len(trace.rows)} requests dropped: {reason}"
+    of_sessions = {row.session for place, row in enumerate(trace.rows) if place not in left} - {None}
+    if of_sessions:
+        note += f"; {len(of_sessions)} sessions end early or are left out"
+    return _noted(trace, in_order(trace.rows, sorted(left)), note)
 
 
 def _spread_ticks(trace: Trace, plan: ReplayPlan) -> Trace:
@@ -91,12 +108,9 @@ def _delayed(trace: Trace, most_s: float, seed: int) -> tuple[TraceRow, ...]:
         if row.session is not None:
             delay_s = by_session.setdefault(row.session, delay_s)
         moved.append(replace(row, arrival_s=row.arrival_s + delay_s))
-    moved.sort(key=lambda row: row.arrival_s)
-    return _from_zero(moved)
-
-
-def _from_zero(rows: list[TraceRow]) -> tuple[TraceRow, ...]:
-    return tuple(replace(row, arrival_s=row.arrival_s - rows[0].arrival_s) for row in rows)
+    first_s = min(row.arrival_s for row in moved)
+    moved = [replace(row, arrival_s=row.arrival_s - first_s) for row in moved]
+    return in_order(moved, sorted(range(len(moved)), key=lambda place: moved[place].arrival_s))
 
 
 def _scale_lengths(trace: Trace, scale: float) -> Trace:
@@ -131,7 +145,9 @@ def _bounds_text(plan: ReplayPlan) -> str:
 def _drop_long(trace: Trace, plan: ReplayPlan) -> Trace:
     if plan.too_long != "drop":
         return trace
-    return _keep(trace, tuple(row for row in trace.rows if not _is_long(row, _bounds(plan))), _bounds_text(plan))
+    bounds = _bounds(plan)
+    kept = [place for place, row in enumerate(trace.rows) if not _is_long(row, bounds)]
+    return _keep(trace, kept, _bounds_text(plan))
 
 
 def _clip_long(trace: Trace, plan: ReplayPlan) -> Trace:

@@ -5,12 +5,11 @@ One realisation of the arrivals, sent again and again, would say how a server ta
 
 from dataclasses import replace
 
-from ridgeline.loadtest.errors import TraceError
 from ridgeline.loadtest.plan import ComparePlan, ReplayPlan
-from ridgeline.loadtest.trace.poisson import GENERATED
+from ridgeline.loadtest.trace.generated import is_generated, seed_of
 from ridgeline.loadtest.trace.readers import load_trace
 from ridgeline.loadtest.trace.shape import fit_context, shape_trace
-from ridgeline.loadtest.trace.trace import Trace
+from ridgeline.loadtest.trace.trace import Trace, in_order
 
 MOST_TIMES_LONGER = 4
 """A round at a higher rate has at most so many times the requests of one at the first rate."""
@@ -45,10 +44,13 @@ class PairTraces:
 
     def _window(self, pair: int, window: int, requests: int) -> Trace:
         if self._is_generated:
-            return self._shaped(pair, requests)
+            made = requests
+            while len((shaped := self._shaped(pair, made)).rows) < requests:
+                made *= 2  # contexts that grow beyond the model's limit end sessions early
+            return replace(shaped, rows=in_order(shaped.rows, range(requests)))
         shaped = self._shaped(pair)
         first = min(window * self.requests, len(shaped.rows) - requests)
-        rows = shaped.rows[first : first + requests]
+        rows = in_order(shaped.rows, range(first, first + requests))
         start_s = rows[0].arrival_s
         moved = tuple(replace(row, arrival_s=row.arrival_s - start_s) for row in rows)
         return replace(shaped, rows=moved)
@@ -65,14 +67,14 @@ class PairTraces:
 
     @property
     def _is_generated(self) -> bool:
-        return self._plan.trace.startswith(GENERATED)
+        return is_generated(self._plan.trace)
 
     def _shaped(self, pair: int, requests: int | None = None) -> Trace:
         plan = self._plan.model_copy(update={"seed": self._plan.seed + pair})
         if self._is_generated:
             number = "" if requests is None else f",n={requests}"
             plan = plan if requests is None else plan.model_copy(update={"limit": None})
-            read = load_trace(f"{plan.trace}{number},seed={_seed_of(plan.trace) + pair}")
+            read = load_trace(f"{plan.trace}{number},seed={seed_of(plan.trace) + pair}")
         else:
             read = load_trace(plan.trace, plan.tokenizer)
             plan = plan.model_copy(update={"limit": None})
@@ -85,12 +87,3 @@ def _requests_of_a_round(whole: Trace, plan: ComparePlan) -> int:
     seconds = plan.round_s if plan.limit is None else None
     in_time = round(whole.mean_rate * seconds) + 1 if whole.mean_rate and seconds else None
     return min(len(whole.rows), *(most for most in (plan.limit, in_time) if most))
-
-
-def _seed_of(spec: str) -> int:
-    """Return the seed that a generated trace names; 0 without one."""
-    items = dict(item.partition("=")[::2] for item in spec.removeprefix(GENERATED).split(","))
-    try:
-        return int(float(items.get("seed", 0)))
-    except ValueError as error:
-        raise TraceError(f"the trace '{spec}' is not understood: {error}") from error

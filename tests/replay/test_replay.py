@@ -169,7 +169,7 @@ async def test_a_turn_leaves_after_the_answer_before_it_and_the_think_time(conso
 
     result = await _replay(Behaviour(ttft_s=0.001, faults={1: "refuse"}), console, **plan)
     assert [record.ok for record in result.records] == [True, False, False]
-    assert result.records[2].error == "not sent: an earlier turn of its session failed"
+    assert result.records[2].error == "not sent: a request that it waits for failed"
 
 
 async def test_a_turn_with_a_time_of_its_own_leaves_no_earlier(console, tmp_path):

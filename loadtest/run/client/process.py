@@ -10,11 +10,13 @@ It imports neither numpy nor httpx, to start quickly.
 
 import asyncio
 import gc
+import math
 import os
 import struct
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 import uvloop
@@ -123,14 +125,33 @@ async def run() -> None:
         os._exit(1)  # nobody is left to tell anything to
 
 
+@dataclass(slots=True)
+class _Later:
+    """A request that has to wait for the answers to others."""
+
+    request: Completion
+    answers: int
+    """How many of them are still to come."""
+    due_s: float
+    """What is known of when it is due, in seconds since the start."""
+    failed: bool = False
+
+
 class _Sending:
     """One replay under way."""
 
     def __init__(self, job: Job, requests: Sequence[Completion], writer: asyncio.StreamWriter) -> None:
         self._job = job
         self._writer = writer
-        self._first = [request for request in requests if request.after is None]
-        self._next_turns = {request.after: request for request in requests if request.after is not None}
+        self._first = [request for request in requests if not request.after]
+        self._later: dict[int, list[_Later]] = {}
+        for request in requests:
+            later = _Later(request, len(request.after), request.scheduled_s)
+            for index in request.after:
+                self._later.setdefault(index, []).append(later)
+        last_s = max((request.scheduled_s for request in self._first), default=0.0)
+        self._window_s = last_s or math.inf
+        """Until then new sessions begin; if they all begin at once, no request is out of the window."""
         self._sent = 0
         self._start = 0.0
 
@@ -144,7 +165,7 @@ class _Sending:
                 async with asyncio.TaskGroup() as group:
                     for request in self._first:
                         await self._wait_until(request.scheduled_s)
-                        group.create_task(self._send_session(client, request))
+                        group.create_task(self._send(client, group, request, request.scheduled_s))
             finally:
                 for helper in helpers:
                     helper.cancel()
@@ -163,21 +184,24 @@ class _Sending:
                 niceness=os.nice(0),
             )
 
-    async def _send_session(self, client: LoadClient, request: Completion | None) -> None:
-        """Send one request, and then each turn that waits for the answer of the one before it."""
-        due_s, failed = request.scheduled_s if request else 0.0, False
-        while request is not None:
-            self._sent += 1
-            if failed:
-                record = not_sent(request, due_s, "not sent: an earlier turn of its session failed")
-            else:
-                await self._wait_until(due_s)
-                record = await client.complete(request, self._start, self._job.deadline_s, due_s)
-            failed = not record.ok
-            self._tell(record)
-            request = self._next_turns.get(request.index)
-            if request is not None and not failed:
-                due_s = max(request.scheduled_s, time.perf_counter() - self._start + request.think_s)
+    async def _send(
+        self, client: LoadClient, group: asyncio.TaskGroup, request: Completion, due_s: float, failed: bool = False
+    ) -> None:
+        """Send a request, unless one that it waited for failed; then begin those that had to wait for its answer."""
+        self._sent += 1
+        if failed:
+            record = not_sent(request, due_s, "not sent: a request that it waits for failed")
+        else:
+            await self._wait_until(due_s)
+            record = await client.complete(request, self._start, self._job.deadline_s, due_s)
+        self._tell(msgspec.structs.replace(record, in_window=due_s <= self._window_s))
+        answered_s = time.perf_counter() - self._start if record.ok else record.sent_s + (record.latency_s or 0.0)
+        for later in self._later.get(request.index, ()):
+            later.answers -= 1
+            later.failed |= not record.ok
+            later.due_s = max(later.due_s, answered_s + later.request.think_s)
+            if not later.answers:
+                group.create_task(self._send(client, group, later.request, later.due_s, later.failed))
 
     def _tell(self, record: RequestRecord) -> None:
         self._writer.write(frame(RequestEnded(record)))

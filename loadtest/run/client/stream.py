@@ -63,7 +63,7 @@ class _RequestError(Exception):
 class Completion(msgspec.Struct, frozen=True):
     """A request ready to send: its encoded body, and what its record will say about it.
 
-    With `after`, it is sent `think_s` after the answer to the request of that index, and not before `scheduled_s`.
+    It is sent `think_s` after the last answer to the requests in `after`, by their index, and not before `scheduled_s`.
     """
 
     index: int
@@ -71,7 +71,7 @@ class Completion(msgspec.Struct, frozen=True):
     input_tokens: int
     output_tokens: int
     body: bytes
-    after: int | None = None
+    after: tuple[int, ...] = ()
     think_s: float = 0.0
 
 

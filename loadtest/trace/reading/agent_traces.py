@@ -1,33 +1,44 @@
-"""Reads WEKA's agentic traces: a conversation of a coding agent in each JSON object, with hashes of its blocks."""
+"""Reads WEKA's agentic traces: a conversation of a coding agent in each JSON object, with hashes of its blocks.
 
-from collections.abc import Iterator
+Format: `docs/trace_replay_tester.md` of callanjfox/kv-cache-tester, and `docs/tutorials/weka-trace.md` of
+ai-dynamo/aiperf. As both replay it: the calls of an agent follow one another; a subagent begins after the call before
+it, beside others that do; the agent's next call waits for all of them.
+"""
+
+from collections import Counter
 
 import msgspec
 
 from ridgeline.loadtest.errors import TraceError
-from ridgeline.loadtest.trace.reading.json_documents import documents
 from ridgeline.loadtest.trace.reading.request_table import (
+    NO_TIMES,
     HashNumbers,
     ReadRequest,
     RequestTable,
     checked_table,
     frame_of,
+    poisson_arrivals,
 )
 from ridgeline.loadtest.trace.reading.trace_file import TraceFile
 
 USUAL_BLOCK_TOKENS = 64
 LOCAL = "local"
 """The scope of hashes that mean something in their own conversation only."""
+EMPTY = "calls of 0 tokens, so they had failed when recorded"
 
 
 class _Call(msgspec.Struct):
-    """A call of a model, or of a subagent that makes calls of its own."""
+    """A call of a model at `t` seconds, or a subagent that makes calls of its own."""
 
     t: float
     kind: str = msgspec.field(name="type", default="n")
     inputs: int = msgspec.field(name="in", default=0)
     outputs: int = msgspec.field(name="out", default=0)
     hash_ids: tuple[int | str, ...] | None = None
+    api_time: float | None = None
+    """Seconds that the answer took."""
+    think_time: float | None = None
+    """Seconds that the client waited before it, such as for a tool."""
     requests: "list[_Call]" = []
 
 
@@ -39,19 +50,18 @@ class _AgentTrace(msgspec.Struct):
 
 
 def read_agent_traces(file: TraceFile, most_rows: int) -> RequestTable:
-    """Read each call as a request at its time; all conversations begin at once. Raises TraceError."""
+    """Read each conversation as a session, each call as one of its requests. Raises TraceError."""
     numbers = HashNumbers()
     found: list[ReadRequest] = []
-    conversations, block_sizes = 0, set()
-    for number, each in documents(file, _AgentTrace):
+    dropped: Counter[str] = Counter()
+    block_sizes = set()
+    for (number, each), arrival_s in zip(file.documents(_AgentTrace), poisson_arrivals(), strict=False):
         if each.block_size < 1:
             raise TraceError(f"{file.where(number)}: block_size is {each.block_size}: a block has 1 token or more")
-        conversations += 1
         block_sizes.add(each.block_size)
-        scope = (each.id, number) if each.hash_id_scope == LOCAL else ()
-        for call, at_s in _calls(each.requests, 0.0):
-            hashes = numbers.numbered((*scope, block) for block in call.hash_ids or ())
-            found.append(ReadRequest(number, at_s, call.inputs, call.outputs, hashes))
+        scope = (each.id, number, arrival_s) if each.hash_id_scope == LOCAL else ()
+        began = ReadRequest(number, arrival_s, 0, 0, session=f"{each.id}, line {number}, {arrival_s}")
+        _Conversation(found, numbers, scope, began, dropped).add(each.requests, None)
         if len(found) >= most_rows:
             break
     if len(block_sizes) > 1:
@@ -59,23 +69,45 @@ def read_agent_traces(file: TraceFile, most_rows: int) -> RequestTable:
             f"{file.path}: conversations with blocks of {', '.join(map(str, sorted(block_sizes)))} tokens: "
             "put those of each size in a file of their own"
         )
-    note = f"{conversations} conversations, which all begin at once: their times count from their own starts"
-    notes = (note,) if conversations > 1 else ()
     block_tokens = block_sizes.pop() if block_sizes else USUAL_BLOCK_TOKENS
-    return checked_table(
-        file, "WEKA agentic JSON", frame_of(file, found[:most_rows]), block_tokens=block_tokens, notes=notes
-    )
+    rows = frame_of(file, found[:most_rows])
+    return checked_table(file, "WEKA agentic JSON", rows, block_tokens=block_tokens, dropped=dropped, notes=(NO_TIMES,))
 
 
-def _calls(calls: list[_Call], began_s: float) -> Iterator[tuple[_Call, float]]:
-    """Yield each call with its time. A subagent's times count from its own start, or from the conversation's.
+class _Conversation:
+    """Adds the calls of one conversation to those that were found."""
 
-    Both are written; times below that of the subagent's start can only be the first.
-    """
-    for call in calls:
-        at_s = began_s + call.t
-        if call.kind != "subagent":
-            yield call, at_s
-        elif call.requests:
-            is_relative = min(each.t for each in call.requests) < call.t
-            yield from _calls(call.requests, at_s if is_relative else began_s)
+    def __init__(
+        self,
+        found: list[ReadRequest],
+        numbers: HashNumbers,
+        scope: tuple[object, ...],
+        began: ReadRequest,
+        dropped: Counter[str],
+    ) -> None:
+        self._found, self._numbers, self._scope, self._began, self._dropped = found, numbers, scope, began, dropped
+
+    def add(self, calls: list[_Call], spawner: int | None) -> list[int]:
+        """Add the calls of an agent that begins after the request `spawner`; return those that end it."""
+        last, ended_s = spawner, None
+        joined: list[int] = []
+        for call in calls:
+            if call.kind == "subagent":
+                joined += self.add(call.requests, last)
+                continue
+            if min(call.inputs, call.outputs) < 1:
+                self._dropped[EMPTY] += 1
+                continue
+            waited_s = 0.0 if ended_s is None or joined else call.t - ended_s
+            self._found.append(
+                self._began._replace(
+                    input_tokens=call.inputs,
+                    output_tokens=call.outputs,
+                    prefix_ids=self._numbers.numbered((*self._scope, block) for block in call.hash_ids or ()),
+                    think_s=max(0.0, waited_s if call.think_time is None else call.think_time),
+                    after=(*(() if last is None else (last,)), *joined),
+                    fresh=call.hash_ids is not None or last is spawner,
+                )
+            )
+            last, joined, ended_s = len(self._found) - 1, [], call.t + (call.api_time or 0.0)
+        return joined + ([last] if last is not None and last != spawner else [])

@@ -1,11 +1,14 @@
-"""Reads JSON lines that have lengths: Mooncake, Bailian, and sessions as AIPerf writes them."""
+"""Reads JSON lines that have lengths: Mooncake, Bailian, and sessions as AIPerf writes them.
+
+Formats: Mooncake's FAST25 traces; for `session_id` and `delay`, `docs/benchmark-modes/trace-replay.md` of
+ai-dynamo/aiperf.
+"""
 
 from collections.abc import Iterator
-from typing import TypeVar
 
 import msgspec
 
-from ridgeline.loadtest.errors import MALFORMED, TraceError
+from ridgeline.loadtest.errors import TraceError
 from ridgeline.loadtest.trace.reading.request_table import (
     HashNumbers,
     ReadRequest,
@@ -20,78 +23,58 @@ from ridgeline.loadtest.trace.trace import MOONCAKE_BLOCK_TOKENS
 BAILIAN_BLOCK_TOKENS = 16
 MOST_DELAY_S = 86_400
 """No rate and no time scale shortens a delay: a run waits for a turn as long as its line says."""
-Hashes = tuple[int | str, ...] | None
-_Line = TypeVar("_Line")
 
 
-class _MooncakeLine(msgspec.Struct):
+class _Line(msgspec.Struct):
     """A request, or a turn of a session: then the lengths are those that the turn adds."""
 
     input_length: int
     output_length: int
     timestamp: float | None = None
-    hash_ids: Hashes = None
+    hash_ids: tuple[int | str, ...] | None = None
     session_id: str | int | None = None
     delay: float | None = None
+    chat_id: int | str | None = None
+    """Of Bailian, whose times are seconds. Its length is that of the whole prompt, also in a later turn of a chat."""
 
 
-class _BailianLine(msgspec.Struct):
-    """A request of Qwen's traces. Its length is that of the whole prompt, also in a later turn of a chat."""
-
-    chat_id: int | str
-    timestamp: float
-    input_length: int
-    output_length: int
-    hash_ids: Hashes = None
-
-
-def read_mooncake(file: TraceFile, most_rows: int) -> RequestTable:
-    """Read requests with times in milliseconds, and sessions, a turn a line. Raises TraceError."""
-    rows = frame_of(file, _Sessions(file).requests(most_rows))
-    block_tokens, note = block_tokens_of(rows, MOONCAKE_BLOCK_TOKENS)
-    notes = [note] if note else []
-    if block_tokens == BAILIAN_BLOCK_TOKENS and ((1e3 * rows["arrival_s"]) % 1 > 0).any():
-        notes.append("times were taken for milliseconds; with these blocks and fractions they may be seconds")
+def read_requests(file: TraceFile, most_rows: int, *, is_bailian: bool) -> RequestTable:
+    """Read requests and sessions, a turn a line; times are milliseconds, or Bailian's seconds. Raises TraceError."""
+    rows = frame_of(file, _Sessions(file, 1.0 if is_bailian else 1e3).requests(most_rows))
+    usual_tokens = BAILIAN_BLOCK_TOKENS if is_bailian else MOONCAKE_BLOCK_TOKENS
+    block_tokens, note = block_tokens_of(rows, usual_tokens)
+    notes = (note,) if note else ()
     name = "sessions JSONL" if rows["session"].is_not_null().any() else "Mooncake JSONL"
-    return checked_table(file, name, rows, block_tokens=block_tokens, notes=tuple(notes))
-
-
-def read_bailian(file: TraceFile, most_rows: int) -> RequestTable:
-    """Read Qwen's traces of Bailian: times in seconds, hashes of 16 tokens. Raises TraceError.
-
-    A later turn of a chat has a time and the hashes of its whole prompt, so it is a request of its own.
-    """
-    numbers = HashNumbers()
-
-    def requests() -> Iterator[ReadRequest]:
-        for number, each in _decoded(file, _BailianLine, most_rows):
-            hashes = numbers.numbered(each.hash_ids or ())
-            yield ReadRequest(number, each.timestamp, each.input_length, each.output_length, hashes)
-
-    rows = frame_of(file, requests())
-    block_tokens, note = block_tokens_of(rows, BAILIAN_BLOCK_TOKENS)
-    return checked_table(file, "Bailian JSONL", rows, block_tokens=block_tokens, notes=(note,) if note else ())
+    return checked_table(file, "Bailian JSONL" if is_bailian else name, rows, block_tokens=block_tokens, notes=notes)
 
 
 class _Sessions:
-    """Reads lines in order, and knows the last turn of each session."""
+    """Reads lines in order, and knows the last turn of each session and its place."""
 
-    def __init__(self, file: TraceFile) -> None:
-        self._file = file
+    def __init__(self, file: TraceFile, units_per_s: float) -> None:
+        self._file, self._units_per_s = file, units_per_s
         self._numbers = HashNumbers()
-        self._last: dict[str, ReadRequest] = {}
+        self._last: dict[str, tuple[int, ReadRequest]] = {}
 
     def requests(self, most_rows: int) -> Iterator[ReadRequest]:
-        for number, line in _decoded(self._file, _MooncakeLine, most_rows):
+        for place, (number, line) in enumerate(self._file.documents(_Line, most_rows)):
             hashes = self._numbers.numbered(line.hash_ids or ())
             if line.session_id is not None:
-                yield self._turn(number, line, str(line.session_id), hashes)
+                turn = self._turn(number, line, str(line.session_id), hashes)
+                self._last[str(line.session_id)] = place, turn
+                yield turn
             elif line.timestamp is None:
                 raise TraceError(f"{self._file.where(number)}: no timestamp: give one, in milliseconds")
             else:
-                yield ReadRequest(number, line.timestamp / 1e3, line.input_length, line.output_length, hashes)
+                yield self._first(number, line, hashes, line.timestamp)
 
-    def _turn(self, number: int, line: _MooncakeLine, session: str, hashes: tuple[int, ...]) -> ReadRequest:
+    def _first(
+        self, number: int, line: _Line, hashes: tuple[int, ...], timestamp: float, session: str | None = None
+    ) -> ReadRequest:
+        at_s = timestamp / self._units_per_s
+        return ReadRequest(number, at_s, line.input_length, line.output_length, hashes, session)
+
+    def _turn(self, number: int, line: _Line, session: str, hashes: tuple[int, ...]) -> ReadRequest:
         """Return a turn, whose prompt is the conversation so far, answers included, and its own tokens."""
         where, delay_ms = self._file.where(number), line.delay or 0.0
         if line.input_length < 1 or line.output_length < 1 or delay_ms < 0:
@@ -100,33 +83,20 @@ class _Sessions:
             raise TraceError(
                 f"{where}: a delay of {delay_ms / 1e3:g} s: give milliseconds, of a day ({1000 * MOST_DELAY_S}) at most"
             )
-        before = self._last.get(session)
-        if before is None:
+        if session not in self._last:
             if line.timestamp is None:
                 raise TraceError(f"{where}: the first turn of session {session} needs a timestamp, in milliseconds")
-            turn = ReadRequest(
-                number, line.timestamp / 1e3, line.input_length, line.output_length, hashes, session=session
-            )
-        else:
-            offset_s = 0.0 if line.timestamp is None else line.timestamp / 1e3 - before.arrival_s
-            if offset_s < before.offset_s and line.timestamp is not None:
-                raise TraceError(f"{where}: this turn of session {session} is earlier than the one before: sort them")
-            turn = before._replace(
-                line=number,
-                input_tokens=before.input_tokens + before.output_tokens + line.input_length,
-                output_tokens=line.output_length,
-                prefix_ids=hashes,
-                think_s=delay_ms / 1e3,
-                offset_s=max(offset_s, before.offset_s),
-            )
-        self._last[session] = turn
-        return turn
-
-
-def _decoded(file: TraceFile, kind: type[_Line], most_rows: int) -> Iterator[tuple[int, _Line]]:
-    decoder = msgspec.json.Decoder(kind)
-    for number, line in file.numbered_lines(most_rows):
-        try:
-            yield number, decoder.decode(line)
-        except MALFORMED as error:
-            raise TraceError(f"{file.where(number)}: {error}: mend or remove the line") from error
+            return self._first(number, line, hashes, line.timestamp, session)
+        place, before = self._last[session]
+        offset_s = 0.0 if line.timestamp is None else line.timestamp / self._units_per_s - before.arrival_s
+        if offset_s < before.offset_s and line.timestamp is not None:
+            raise TraceError(f"{where}: this turn of session {session} is earlier than the one before: sort them")
+        return before._replace(
+            line=number,
+            input_tokens=before.input_tokens + before.output_tokens + line.input_length,
+            output_tokens=line.output_length,
+            prefix_ids=hashes,
+            think_s=delay_ms / 1e3,
+            offset_s=max(offset_s, before.offset_s),
+            after=(place,),
+        )

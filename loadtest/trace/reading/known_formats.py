@@ -5,11 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from ridgeline.loadtest.errors import TraceError
-from ridgeline.loadtest.trace.reading import csv_columns
 from ridgeline.loadtest.trace.reading.agent_traces import read_agent_traces
-from ridgeline.loadtest.trace.reading.csv_columns import find_table, read_csv
-from ridgeline.loadtest.trace.reading.json_requests import read_bailian, read_mooncake
-from ridgeline.loadtest.trace.reading.otel_spans import read_otel_spans
+from ridgeline.loadtest.trace.reading.conversation_trees import read_conversation_trees
+from ridgeline.loadtest.trace.reading.csv_columns import FORMATS as CSV_FORMATS
+from ridgeline.loadtest.trace.reading.csv_columns import read_csv
+from ridgeline.loadtest.trace.reading.json_requests import read_requests
 from ridgeline.loadtest.trace.reading.request_table import RequestTable
 from ridgeline.loadtest.trace.reading.sharegpt import read_sharegpt
 from ridgeline.loadtest.trace.reading.trace_file import TraceFile, open_trace
@@ -23,13 +23,13 @@ KEY = re.compile(r'"(\w+)"\s*:')
 KEYS_OF_LINES = frozenset({"timestamp", "input_length", "output_length", "session_id", "chat_id"})
 SHOWN_CHARACTERS = 60
 FORMATS = (
-    *(f"{each.name} (columns {each.header})" for each in csv_columns.FORMATS),
+    *(f"{name} (columns {','.join(columns)})" for name, columns in CSV_FORMATS.items()),
     "Mooncake JSONL (objects with timestamp, input_length, output_length)",
     "Bailian JSONL (the same with chat_id)",
     "sessions JSONL (the same with session_id)",
     "ShareGPT JSON (objects with conversations)",
-    "WEKA agentic JSON (objects with requests and block_size)",
-    "OpenTelemetry spans (objects with resourceSpans)",
+    "WEKA agentic JSON (objects with requests)",
+    "AIPerf DAG JSONL (objects with session_id and turns)",
 )
 
 
@@ -54,10 +54,10 @@ def _read(file: TraceFile, tokenizer: str | None, limit: int | None, most_rows: 
         raise TraceError(f"{file.path} holds no request: it is empty")
     if file.text[0] in "[{":
         return _read_json(file, tokenizer, limit, most_rows)
-    table = find_table(file)
+    table = read_csv(file, most_rows)
     if table is None:
         raise _unknown(file)
-    return read_csv(table, most_rows)
+    return table
 
 
 def _read_json(file: TraceFile, tokenizer: str | None, limit: int | None, most_rows: int) -> RequestTable:
@@ -66,19 +66,13 @@ def _read_json(file: TraceFile, tokenizer: str | None, limit: int | None, most_r
     keys = set(KEY.findall(file.text if file.is_one_document else first))
     if "conversations" in keys:
         return read_sharegpt(file, tokenizer, most_rows if limit is None else limit)
-    if "resourceSpans" in keys:
-        return read_otel_spans(file, most_rows)
+    if "turns" in keys:
+        return read_conversation_trees(file, tokenizer, most_rows)
     if "requests" in keys and "input_length" not in keys:
         return read_agent_traces(file, most_rows)
     if not keys & KEYS_OF_LINES:
         raise _unknown(file)
-    if file.text[0] == "[":
-        raise TraceError(f"{file.where(1)}: an array of requests: write one a line, for instance by jq -c '.[]'")
-    if first.strip() == "{":
-        raise TraceError(f"{file.where(1)}: a request over several lines: write one a line, for instance by jq -c .")
-    if "chat_id" in keys:
-        return read_bailian(file, most_rows)
-    return read_mooncake(file, most_rows)
+    return read_requests(file, most_rows, is_bailian="chat_id" in keys)
 
 
 def _unknown(file: TraceFile) -> TraceError:

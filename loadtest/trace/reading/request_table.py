@@ -1,5 +1,6 @@
 """What was read of a file, in columns: checked, sorted by arrival, with what was left out counted by reason."""
 
+import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from ridgeline.loadtest.trace.trace import MOONCAKE_BLOCK_TOKENS
 
 NO_OUTPUT = "0 output tokens, so they had failed when recorded"
 NO_PROMPT = "0 prompt tokens"
+NO_TIMES = "conversations have no times: they begin as a Poisson process of 1 a second; --rate changes that"
 MOST_TOKENS = 2**53
 """The largest whole number up to which floating point has all."""
 MOST_SPAN_S = 10 * 365 * 86_400.0
@@ -27,12 +29,17 @@ SCHEMA: Mapping[str, pl.DataType] = {
     "session": pl.String(),
     "think_s": pl.Float64(),
     "offset_s": pl.Float64(),
+    "after": pl.List(pl.UInt32()),
+    "fresh": pl.Boolean(),
 }
 """All columns that a table may have; that of a CSV has times and lengths only."""
 
 
 class ReadRequest(NamedTuple):
-    """One request as a reader of JSON yields it, in the order of SCHEMA."""
+    """One request as a reader of JSON yields it, in the order of SCHEMA.
+
+    `after` names requests by their place among those that the reader yields, which are before this one.
+    """
 
     line: int
     arrival_s: float
@@ -42,6 +49,8 @@ class ReadRequest(NamedTuple):
     session: str | None = None
     think_s: float = 0.0
     offset_s: float = 0.0
+    after: tuple[int, ...] = ()
+    fresh: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +91,14 @@ class HashNumbers:
         return tuple(self._numbers.setdefault(each, len(self._numbers)) for each in hashes)
 
 
+def poisson_arrivals() -> Iterator[float]:
+    """Yield the arrivals that NO_TIMES tells of, in seconds."""
+    source, arrival_s = random.Random(0), 0.0
+    while True:
+        yield arrival_s
+        arrival_s += source.expovariate(1.0)
+
+
 def frame_of(file: TraceFile, requests: Iterable[ReadRequest]) -> pl.DataFrame:
     """Return requests as columns. Raises TraceError for lengths that cannot be."""
     return pl.DataFrame(list(_possible(file, requests)), schema=dict(SCHEMA), orient="row")
@@ -105,8 +122,12 @@ def checked_table(
     dropped: Mapping[str, int] | None = None,
     notes: tuple[str, ...] = (),
 ) -> RequestTable:
-    """Leave out and count requests of 0 tokens, and sort by arrival. Raises TraceError if none is left."""
+    """Leave out and count requests of 0 tokens, and sort by arrival. Raises TraceError if none is left.
+
+    Requests of sessions have tokens: their readers see to that.
+    """
     reasons = Counter(dropped or {})
+    rows = rows.with_row_index("place")
     for reason, column in ((NO_OUTPUT, "output_tokens"), (NO_PROMPT, "input_tokens")):
         kept = rows.filter(pl.col(column) > 0)
         reasons[reason] += rows.height - kept.height
@@ -119,7 +140,11 @@ def checked_table(
         rows = rows.sort("arrival_s", maintain_order=True)
     _refuse_absurd_span(file, rows)
     notes = (*notes, *_hash_notes(file, rows, block_tokens))
-    rows = rows.drop("line", strict=False).with_columns(pl.col("arrival_s") - rows["arrival_s"][0])
+    if "after" in rows.columns and (rows["after"].list.len() > 0).any():
+        places = {place: now for now, place in enumerate(rows["place"])}
+        after = [[places[each] for each in before] for before in rows["after"]]
+        rows = rows.with_columns(pl.Series("after", after, SCHEMA["after"]))
+    rows = rows.drop("line", "place", strict=False).with_columns(pl.col("arrival_s") - rows["arrival_s"][0])
     return RequestTable(name, rows, block_tokens, dict(reasons), notes)
 
 

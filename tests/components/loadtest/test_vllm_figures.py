@@ -6,8 +6,7 @@ import pytest
 from vllm.benchmarks.lib.endpoint_request_func import RequestFuncOutput
 from vllm.benchmarks.serve import calculate_metrics
 
-from ridgeline.loadtest.export.round_head import RoundHead
-from ridgeline.loadtest.export.vllm_bench import vllm_bench_result
+from ridgeline.loadtest.export.vllm_bench import RoundHead, vllm_bench_result
 from ridgeline.loadtest.plan import Slo
 from tests.support.load_records import a_record
 

@@ -1,4 +1,4 @@
-"""`ridgeline trace inspect`: what it prints and writes."""
+"""`ridgeline trace inspect`: what it prints."""
 
 import io
 
@@ -8,7 +8,6 @@ from typer.testing import CliRunner
 
 from ridgeline.cluster.cli import app
 from ridgeline.cluster.commands.inspect_trace import inspect_file
-from ridgeline.loadtest.errors import LoadTestError
 
 BURST = "Timestamp,Model,Request tokens,Response tokens\n"
 
@@ -20,9 +19,9 @@ def trace(tmp_path):
     return str(path)
 
 
-def printed(name, out=None, **options) -> str:
+def printed(name, **options) -> str:
     console = Console(file=io.StringIO(), width=140)
-    inspect_file(name, options.get("tokenizer"), options.get("limit"), out, console)
+    inspect_file(name, options.get("tokenizer"), options.get("limit"), console)
     return console.file.getvalue()
 
 
@@ -33,21 +32,6 @@ def test_it_says_what_a_trace_is_in_a_screen(trace):
     assert "note: 1 of 4 requests dropped: 0 output tokens" in said
     assert "note: 1 of 4 requests dropped: 0 prompt tokens" in said
     assert len(said.splitlines()) <= 25
-
-
-def test_it_writes_a_page_that_opens_offline(trace, tmp_path):
-    page = tmp_path / "page.html"
-    assert f"wrote {page}" in printed(trace, page)
-    written = page.read_text()
-    for part in ("trace &lt;1&gt;.csv: BurstGPT CSV", "Lengths", "Arrivals", "prefix reuse", "requests dropped"):
-        assert part in written
-    assert "trace <1>" not in written
-    assert 'src="http' not in written
-
-
-def test_a_page_that_cannot_be_written_is_named(trace, tmp_path):
-    with pytest.raises(LoadTestError, match=r"--out .* cannot be written: No such file or directory"):
-        printed(trace, tmp_path / "nowhere" / "page.html")
 
 
 def test_the_command_ends_with_a_sentence_for_what_it_cannot_read(tmp_path):

@@ -16,8 +16,7 @@ from rich.console import Console
 
 from ridgeline.cluster.commands.report import report
 from ridgeline.loadtest.errors import LoadTestError
-from ridgeline.loadtest.export.round_head import RoundHead
-from ridgeline.loadtest.export.vllm_bench import vllm_bench_result
+from ridgeline.loadtest.export.vllm_bench import RoundHead, vllm_bench_result
 from ridgeline.loadtest.plan import Slo
 from ridgeline.loadtest.run.records import RecordFile
 from tests.support.load_records import a_record

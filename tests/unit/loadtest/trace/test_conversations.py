@@ -46,7 +46,7 @@ def test_sharegpt_is_the_first_exchange_of_each_conversation_in_the_models_own_t
     trace = load_trace(_file(tmp_path, json.dumps(SHAREGPT)), "words")
     assert [(row.input_tokens, row.output_tokens) for row in trace.rows] == [(5, 4), (4, 6)]
     assert trace.rows[0].arrival_s == 0 < trace.rows[1].arrival_s
-    assert "which have no times" in trace.notes[0]
+    assert "have no times" in trace.notes[0]
     assert shape_trace(trace, ReplayPlan(rate=4.0)).mean_rate == pytest.approx(4)
 
 
@@ -59,8 +59,8 @@ def test_sessions_grow_by_question_and_answer_and_keep_their_think_times(tmp_pat
     trace = load_trace(_file(tmp_path, SESSIONS))
     assert trace.rows == (
         TraceRow(0.0, 30, 5, session="a"),
-        TraceRow(0.0, 45, 7, session="a", think_s=2.5),
-        TraceRow(0.0, 72, 8, session="a"),
+        TraceRow(0.0, 45, 7, session="a", think_s=2.5, after=(0,)),
+        TraceRow(0.0, 72, 8, session="a", after=(1,)),
         TraceRow(0.5, 40, 6, session="b"),
     )
 
@@ -70,7 +70,7 @@ def test_a_turn_is_sent_after_the_answer_before_it_and_its_prompt_begins_with_th
     maker = PromptMaker(TextWindows(tuple(range(500)), seed=3), trace, 0)
     bodies = SimpleNamespace(body=lambda _, index, round_index: b"")
     made = list(completions(trace, bodies, 0))
-    assert [(each.after, each.think_s) for each in made] == [(None, 0.0), (0, 2.5), (1, 0.0), (None, 0.0)]
+    assert [(each.after, each.think_s) for each in made] == [((), 0.0), ((0,), 2.5), ((1,), 0.0), ((), 0.0)]
     first, second, third, other = (maker.prompt(index, 0) for index in range(4))
     assert second[: len(first)] == first
     assert third[: len(second)] == second

@@ -10,11 +10,11 @@ from pydantic import ValidationError
 
 from ridgeline.loadtest.errors import TraceError
 from ridgeline.loadtest.plan import ComparePlan, ReplayPlan
-from ridgeline.loadtest.trace import demo
 from ridgeline.loadtest.trace.prompts import TEXT_FILE, PromptMaker, TextWindows
 from ridgeline.loadtest.trace.readers import load_trace
 from ridgeline.loadtest.trace.shape import fit_context, shape_trace
 from ridgeline.loadtest.trace.trace import Trace, TraceRow
+from tools.demo_trace import write_demo_trace
 
 MOONCAKE = """{"timestamp": 27000, "input_length": 1100, "output_length": 500, "hash_ids": [0, 1, 2]}
 {"timestamp": 30000, "input_length": 600, "output_length": 20, "hash_ids": [0, 9]}
@@ -49,7 +49,7 @@ def test_a_wrong_poisson_specification_is_refused(spec):
 
 def test_the_demo_trace_is_what_its_generator_writes_and_within_bounds(tmp_path):
     written = tmp_path / "demo.jsonl"
-    demo.write_demo_trace(written)
+    write_demo_trace(written)
     assert load_trace(str(written)).rows == load_trace("demo").rows
     rows = load_trace("demo").rows
     assert len(rows) == 200

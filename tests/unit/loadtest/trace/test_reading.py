@@ -3,7 +3,6 @@
 import gzip
 import json
 
-import polars as pl
 import pytest
 
 from ridgeline.loadtest.errors import TraceError
@@ -11,6 +10,7 @@ from ridgeline.loadtest.plan import ReplayPlan
 from ridgeline.loadtest.trace.prompts import PromptMaker, TextWindows
 from ridgeline.loadtest.trace.readers import load_trace
 from ridgeline.loadtest.trace.reading import sharegpt
+from ridgeline.loadtest.trace.reading.request_table import NO_TIMES
 from ridgeline.loadtest.trace.shape import rows_wanted, shape_trace
 from ridgeline.loadtest.trace.trace import TraceRow
 
@@ -41,16 +41,6 @@ def chat(number, at, tokens, out=5, **more) -> dict:
 def talk(*texts) -> dict:
     speakers = ("human", "gpt") * len(texts)
     return {"conversations": [{"from": who, "value": text} for who, text in zip(speakers, texts, strict=False)]}
-
-
-def span(at_ns, **tokens) -> dict:
-    attributes = [{"key": f"gen_ai.usage.{key}", "value": {"intValue": str(count)}} for key, count in tokens.items()]
-    other = {"key": "gen_ai.system", "value": {"stringValue": "vllm"}}
-    return {"name": "chat", "startTimeUnixNano": str(at_ns), "attributes": [other, *attributes]}
-
-
-def spans(*found) -> dict:
-    return {"resourceSpans": [{"scopeSpans": [{"spans": list(found)}]}]}
 
 
 def agent(*calls, **more) -> dict:
@@ -93,27 +83,19 @@ READ = {
     "a zone of hours only": (f"{HEAD}{DAY}0+02,10,5\n{DAY}1+00,20,6\n", [(0.0, 10, 5), (7201.0, 20, 6)]),
     "Z is UTC": (f"{HEAD}2024-05-10T00:00:00Z,10,5\n2024-05-10T02:00:01.5+02:00,20,6\n", [(0, 10, 5), (1.5, 20, 6)]),
     "a space before the zone": (f"{HEAD}{DAY}0 +00:00,10,5\n{DAY}1 +00:00,20,6\n", [(0.0, 10, 5), (1.0, 20, 6)]),
-    "small letters": (f"{HEAD}2024-05-10t00:00:00z,10,5\n2024-05-10t00:00:01z,20,6\n", [(0.0, 10, 5), (1.0, 20, 6)]),
-    "the word UTC": (f"{HEAD}{DAY}0 UTC,10,5\n{DAY}1 UTC,20,6\n", [(0.0, 10, 5), (1.0, 20, 6)]),
     "mixed digits": (
         f"{HEAD}{DAY}0.5,1,1\n{DAY}0.25,2,2\n{DAY}1.1234567,3,3\n{DAY}2,4,4\n",
         [(0.0, 2, 2), (0.25, 1, 1), (0.873456, 3, 3), (1.75, 4, 4)],
     ),
     "nine digits": (f"{HEAD}{DAY}0.000001001,1,1\n{DAY}0.000003009,2,2\n", [(0.0, 1, 1), (2e-6, 2, 2)]),
-    "a decimal comma in quotes": (f'{HEAD}"{DAY}0,5",1,1\n"{DAY}1,75",2,2\n', [(0.0, 1, 1), (1.25, 2, 2)]),
-    "minutes without seconds": (f"{HEAD}2024-05-10 00:00,1,1\n2024-05-10 00:02,2,2\n", [(0.0, 1, 1), (120.0, 2, 2)]),
     "the end of a year": (
         f"{HEAD}2023-12-31 23:59:59.5,1,1\n2024-01-01 00:00:00.5,2,2\n",
         [(0.0, 1, 1), (1.0, 2, 2)],
     ),
     "a leap day": (f"{HEAD}2024-02-29 00:00:00,1,1\n2024-03-01 00:00:00,2,2\n", [(0.0, 1, 1), (86400.0, 2, 2)]),
     "seconds since 1970": (f"{HEAD}1715299200.5,10,5\n1715299202,20,6\n", [(0.0, 10, 5), (1.5, 20, 6)]),
-    "milliseconds since 1970": (f"{HEAD}1715299200500,10,5\n1715299202000,20,6\n", [(0.0, 10, 5), (1.5, 20, 6)]),
-    "microseconds since 1970": (f"{HEAD}1715299200500000,10,5\n1715299202000000,20,6\n", [(0, 10, 5), (1.5, 20, 6)]),
-    "nanoseconds since 1970": (
-        f"{HEAD}1715299200500000000,10,5\n1715299202000000000,20,6\n",
-        [(0.0, 10, 5), (1.5, 20, 6)],
-    ),
+    "an array of requests": (json.dumps([line(), line(2000, 20, 6)]), PLAIN_ROWS),
+    "a request over several lines": (json.dumps(line(), indent=1), ONE),
     "negative seconds": (f"{HEAD}-3,10,5\n-1.5,20,6\n", [(0.0, 10, 5), (1.5, 20, 6)]),
     "seconds with an exponent": (f"{BURST}1e3,m,10,5,15,x\n1001,m,20,6,26,x\n", [(0.0, 10, 5), (1.0, 20, 6)]),
     "BurstGPT with dates": (f"{BURST}{DAY}1,m,10,5,15,x\n{DAY}3,m,20,6,26,x\n", PLAIN_ROWS),
@@ -135,17 +117,8 @@ READ = {
     "byte order mark, BurstGPT": ("\ufeff" + BURST_TWO, BURST_ROWS),
     "byte order mark, Mooncake": ("\ufeff" + MOONCAKE, MOONCAKE_ROWS),
     "byte order mark, Bailian": ("\ufeff" + BAILIAN, BAILIAN_ROWS),
-    "UTF-16 as PowerShell writes it": (AZURE.encode("utf-16"), AZURE_ROWS),
-    "UTF-16, big end first": (("\ufeff" + AZURE).encode("utf-16-be"), AZURE_ROWS),
-    "UTF-16 without a mark": (AZURE.encode("utf-16-le"), AZURE_ROWS),
-    "UTF-16 without a mark, big end first": (AZURE.encode("utf-16-be"), AZURE_ROWS),
-    "UTF-16 with CRLF": (AZURE.replace("\n", "\r\n").encode("utf-16"), AZURE_ROWS),
-    "UTF-16, Mooncake": (MOONCAKE.encode("utf-16"), MOONCAKE_ROWS),
-    "UTF-32": (AZURE.encode("utf-32"), AZURE_ROWS),
     "CRLF, CSV": (PLAIN.replace("\n", "\r\n"), PLAIN_ROWS),
     "CRLF, Mooncake": (MOONCAKE.replace("\n", "\r\n"), MOONCAKE_ROWS),
-    "carriage returns only, CSV": (PLAIN.replace("\n", "\r"), PLAIN_ROWS),
-    "carriage returns only, Mooncake": (MOONCAKE.replace("\n", "\r"), MOONCAKE_ROWS),
     "no end of the last line, CSV": (PLAIN.rstrip(), PLAIN_ROWS),
     "no end of the last line, Mooncake": (MOONCAKE.rstrip(), MOONCAKE_ROWS),
     "gzip, Azure": (gzip.compress(AZURE.encode()), AZURE_ROWS),
@@ -154,23 +127,14 @@ READ = {
     "gzip, Bailian": (gzip.compress(BAILIAN.encode()), BAILIAN_ROWS),
     "gzip of two parts": (gzip.compress(HEAD.encode()) + gzip.compress(PLAIN[len(HEAD) :].encode()), PLAIN_ROWS),
     "gzip with a byte order mark": (gzip.compress(("\ufeff" + PLAIN).encode()), PLAIN_ROWS),
-    "gzip of UTF-16": (gzip.compress(AZURE.encode("utf-16")), AZURE_ROWS),
-    "gzip with carriage returns only": (gzip.compress(PLAIN.replace("\n", "\r").encode()), PLAIN_ROWS),
     # T9, T11: columns
     "quoted cells": ('"TIMESTAMP","ContextTokens","GeneratedTokens"\n' + f'"{DAY}1","10","5"\n', ONE),
     "another order": (f"ContextTokens,GeneratedTokens,TIMESTAMP\n10,5,{DAY}1\n20,6,{DAY}3\n", PLAIN_ROWS),
     "the index of pandas": (f",{HEAD}0,{DAY}1,10,5\n1,{DAY}3,20,6\n", PLAIN_ROWS),
-    "semicolons": (PLAIN.replace(",", ";"), PLAIN_ROWS),
-    "tabs": (PLAIN.replace(",", "\t"), PLAIN_ROWS),
-    "bars": (PLAIN.replace(",", "|"), PLAIN_ROWS),
-    "tabs and spaces in names": (BURST_TWO.replace(",", "\t"), BURST_ROWS),
     "empty lines before the header": ("\n\n" + PLAIN, PLAIN_ROWS),
     "empty lines between rows": (PLAIN.replace("\n", "\n\n"), PLAIN_ROWS),
     "empty lines with CRLF": (PLAIN.replace("\n", "\r\n\r\n"), PLAIN_ROWS),
     "lines of spaces": (PLAIN + "   \n", PLAIN_ROWS),
-    "a header in lower case": (PLAIN.lower(), PLAIN_ROWS),
-    "BurstGPT's header in lower case": (BURST_TWO.replace(BURST, BURST.lower()), BURST_ROWS),
-    "a header with underscores": (BURST_TWO.replace(BURST, BURST.replace(" tokens", "_tokens")), BURST_ROWS),
     "columns beside the known": (f"{HEAD.strip()},note\n{DAY}1,10,5,x\n{DAY}3,20,6,\n", PLAIN_ROWS),
     "rows twice": (f"{HEAD}{DAY}1,10,5\n{DAY}1,10,5\n", [(0.0, 10, 5), (0.0, 10, 5)]),
     "rows in disorder": (f"{HEAD}{DAY}3,20,6\n{DAY}1,10,5\n", PLAIN_ROWS),
@@ -222,15 +186,15 @@ READ = {
             line(1000, 30, 5, session_id="a"),
             {"session_id": "a", "delay": 2500, "input_length": 10, "output_length": 7},
         ),
-        [TraceRow(0.0, 30, 5, session="a"), TraceRow(0.0, 45, 7, session="a", think_s=2.5)],
+        [TraceRow(0.0, 30, 5, session="a"), TraceRow(0.0, 45, 7, session="a", think_s=2.5, after=(0,))],
     ),
     "a later turn with a time of its own is not sent before": (
         lines(line(0, 30, 5, session_id="a"), line(60_000, 10, 7, session_id="a")),
-        [TraceRow(0.0, 30, 5, session="a"), TraceRow(0.0, 45, 7, session="a", offset_s=60.0)],
+        [TraceRow(0.0, 30, 5, session="a"), TraceRow(0.0, 45, 7, session="a", offset_s=60.0, after=(0,))],
     ),
     "a later turn may have both time and delay": (
         lines(line(500, 30, 5, session_id="a"), line(1500, 10, 7, session_id="a", delay=250)),
-        [TraceRow(0.0, 30, 5, session="a"), TraceRow(0.0, 45, 7, session="a", think_s=0.25, offset_s=1.0)],
+        [TraceRow(0.0, 30, 5, session="a"), TraceRow(0.0, 45, 7, session="a", think_s=0.25, offset_s=1.0, after=(0,))],
     ),
     "a session's hashes are kept": (
         lines(line(0, 600, 5, session_id="a", hash_ids=[8, 9]), line(9, 512, 5, session_id="b", hash_ids=[8])),
@@ -242,54 +206,11 @@ READ = {
         [TraceRow(0.0, 10, 5), TraceRow(1.0, 20, 6), TraceRow(2.0, 30, 7, session="a")],
     ),
     # WEKA
-    "WEKA's calls are requests at their times": (
-        lines(agent(call(0.0, 128, 9, [1, 2]), call(2.5, 192, 5, [1, 2, 3]))),
-        [(0.0, 128, 9, (0, 1)), (2.5, 192, 5, (0, 1, 2))],
-    ),
-    "WEKA as one object over lines": (
-        json.dumps(agent(call(0.0, 128, 9, [1, 2])), indent=1),
-        [(0.0, 128, 9, (0, 1))],
-    ),
-    "WEKA's local hashes mean nothing in another conversation": (
-        lines(agent(call(0.0, 64, 9, [1])), agent(call(1.0, 64, 5, [1]), id="two")),
-        [(0.0, 64, 9, (0,)), (1.0, 64, 5, (1,))],
-    ),
-    "WEKA's global hashes are shared": (
-        lines(
-            agent(call(0.0, 64, 9, [1]), hash_id_scope="global"), agent(call(1.0, 64, 5, [1]), hash_id_scope="global")
-        ),
-        [(0.0, 64, 9, (0,)), (1.0, 64, 5, (0,))],
-    ),
-    "WEKA's subagents with times of their own": (
-        lines(agent(call(1.0, 64, 9), {"t": 5.0, "type": "subagent", "requests": [call(0.5, 32, 5)]})),
-        [(0.0, 64, 9), (4.5, 32, 5)],
-    ),
-    "WEKA's subagents with the conversation's times": (
-        lines(agent(call(1.0, 64, 9), {"t": 5.0, "type": "subagent", "requests": [call(5.5, 32, 5)]})),
-        [(0.0, 64, 9), (4.5, 32, 5)],
-    ),
-    # OpenTelemetry
-    "OpenTelemetry's spans": (
-        lines(
-            spans(
-                span(10**18, input_tokens=10, output_tokens=5),
-                span(10**18 + 2 * 10**9, input_tokens=20, output_tokens=6),
-            )
-        ),
-        PLAIN_ROWS,
-    ),
-    "OpenTelemetry's former names": (lines(spans(span(5, prompt_tokens=10, completion_tokens=5))), ONE),
-    "OpenTelemetry over lines": (json.dumps(spans(span(5, input_tokens=10, output_tokens=5)), indent=2), ONE),
-    "OpenTelemetry, an export a line": (
-        lines(*(spans(span(at * 10**9, input_tokens=10 * at, output_tokens=5)) for at in (1, 2))),
-        [(0.0, 10, 5), (1.0, 20, 5)],
-    ),
 }
 
 NOTED = {
     "0 output tokens are told": (f"{BURST}1,m,3,0,3,C\n5,m,10,5,15,C\n", "1 of 2 requests dropped: 0 output tokens"),
     "0 prompt tokens are told": (f"{BURST}1,m,0,9,9,C\n5,m,10,5,15,C\n", "1 of 2 requests dropped: 0 prompt tokens"),
-    "milliseconds since 1970 are told": (f"{HEAD}1715299200500,10,5\n", "times were taken for milliseconds since 1970"),
     "too few hashes are told": (
         lines(line(0, 2000, 8, hash_ids=[1]), line(0, 20, 3, hash_ids=[1, 2, 3])),
         "2 of 2 requests have not the hash_ids of their length, at 512 tokens each: line 1 has 1 for 2000 tokens",
@@ -302,71 +223,53 @@ NOTED = {
         lines(line(61.114, 521, hash_ids=[*range(33)]), line(70, 33, hash_ids=[1, 2, 3])),
         "blocks of 16 tokens, as lengths and hash_ids agree on; 512 is usual",
     ),
-    "seconds under Mooncake's keys are told": (
-        lines(line(61.114, 521, hash_ids=[*range(33)]), line(70, 33, hash_ids=[1, 2, 3])),
-        "they may be seconds",
-    ),
-    "conversations that begin at once are told": (
-        lines(agent(call(0, 64, 9)), agent(call(0, 64, 9))),
-        "2 conversations, which all begin at once",
-    ),
-    "spans that call no model are told": (
-        lines(spans(span(1), span(5, input_tokens=10, output_tokens=5))),
-        "1 of 2 requests dropped: spans without gen_ai.usage",
-    ),
     "ticks are told": (lines(*(line(3000 * (i // 8)) for i in range(40))), "ticks of about 3.00 s"),
 }
 
 REFUSED = {
     # T6
-    "nan as a time": (f"{BURST}nan,ChatGPT,472,18,490,C\n", 2, "Timestamp is 'nan', which is not a time"),
-    "nan as a later time": (BURST_TWO + "nan,ChatGPT,472,18,490,C\n", 4, "Timestamp is 'nan', which is not a time"),
-    "inf as a time": (BURST_TWO + "inf,ChatGPT,472,18,490,C\n", 4, "Timestamp is 'inf', which is not a time"),
-    "-inf as a time": (BURST_TWO + "-inf,ChatGPT,472,18,490,C\n", 4, "which is not a time"),
-    "nan as tokens": (BURST_TWO + "50,ChatGPT,nan,18,490,C\n", 4, "both must be whole numbers"),
-    "inf as tokens": (f"{HEAD}{DAY}1,inf,5\n", 2, "both must be whole numbers"),
+    "nan as a time": (f"{BURST}nan,ChatGPT,472,18,490,C\n", 2, "mend or remove the row"),
+    "nan as a later time": (BURST_TWO + "nan,ChatGPT,472,18,490,C\n", 4, "mend or remove the row"),
+    "inf as a time": (BURST_TWO + "inf,ChatGPT,472,18,490,C\n", 4, "mend or remove the row"),
+    "-inf as a time": (BURST_TWO + "-inf,ChatGPT,472,18,490,C\n", 4, "mend or remove the row"),
+    "nan as tokens": (BURST_TWO + "50,ChatGPT,nan,18,490,C\n", 4, "mend or remove the row"),
+    "inf as tokens": (f"{HEAD}{DAY}1,inf,5\n", 2, "mend or remove the row"),
     "NaN in JSON": (MOONCAKE + '{"timestamp":NaN,"input_length":1,"output_length":1}\n', 3, "JSON is malformed"),
     "Infinity in JSON": ('{"timestamp":Infinity,"input_length":1,"output_length":1}\n', 1, "JSON is malformed"),
     "a number too large for JSON": ('{"timestamp":1e999,"input_length":1,"output_length":1}\n', 1, "out of range"),
     # T7
-    "a cell of 200,000 digits, Azure": (HEAD + "9" * 200_000 + ",10,5\n", 2, "which is not a time"),
-    "a later cell of 200,000 digits, Azure": (PLAIN + "9" * 200_000 + ",10,5\n", 4, "which is not a time"),
-    "a cell of 200,000 digits, BurstGPT": (BURST_TWO + "9" * 200_000 + ",m,10,5,15,C\n", 4, "which is not a time"),
-    "tokens of 200,000 digits": (f"{HEAD}{DAY}1,{'9' * 200_000},5\n", 2, "both must be whole numbers"),
+    "a cell of 200,000 digits, Azure": (HEAD + "9" * 200_000 + ",10,5\n", 2, "mend or remove the row"),
+    "a later cell of 200,000 digits, Azure": (PLAIN + "9" * 200_000 + ",10,5\n", 4, "mend or remove the row"),
+    "a cell of 200,000 digits, BurstGPT": (BURST_TWO + "9" * 200_000 + ",m,10,5,15,C\n", 4, "mend or remove the row"),
+    "tokens of 200,000 digits": (f"{HEAD}{DAY}1,{'9' * 200_000},5\n", 2, "mend or remove the row"),
     # Cells
-    "words as tokens": (PLAIN + f"{DAY}5,many,3\n", 4, "'many' and '3': both must be whole numbers"),
-    "a part of a token": (PLAIN + f"{DAY}5,1.5,3\n", 4, "'1.5' and '3': both must be whole numbers"),
-    "a comma for thousands": (PLAIN + f"{DAY}5,1,234,3\n", 4, "4 cells, but the header names 3 columns"),
-    "negative tokens, CSV": (PLAIN + f"{DAY}5,-7,3\n", 4, "both must be whole numbers, of 0 or more"),
+    "words as tokens": (PLAIN + f"{DAY}5,many,3\n", 4, "mend or remove the row"),
+    "a part of a token": (PLAIN + f"{DAY}5,1.5,3\n", 4, "mend or remove the row"),
+    "a comma for thousands": (PLAIN + f"{DAY}5,1,234,3\n", None, "mend the file"),
+    "negative tokens, CSV": (PLAIN + f"{DAY}5,-7,3\n", 4, "mend or remove the row"),
     "negative tokens, JSON": (MOONCAKE + lines(line(0, 9, -3)), 3, "a negative length"),
-    "tokens beyond 2^53": (f"{HEAD}{DAY}1,1{'0' * 20},5\n", 2, "both must be whole numbers"),
+    "tokens beyond 2^53": (f"{HEAD}{DAY}1,1{'0' * 20},5\n", 2, "mend or remove the row"),
     "tokens beyond 2^53 in JSON": (lines(line(0, 10**17)), 1, "a length of more than 2^53 tokens"),
-    "a missing cell": (PLAIN + f"{DAY}5,5\n", 4, "no GeneratedTokens: the row is cut off or lacks a cell"),
-    "an empty cell": (PLAIN + f"{DAY}5,,5\n", 4, "no ContextTokens"),
-    "a quoted empty cell": (PLAIN + f'{DAY}5,"",5\n', 4, "no ContextTokens"),
-    "a last line that is cut off": (PLAIN + "2024-05-10 00:0", 4, "no ContextTokens: the row is cut off"),
-    "NUL in a number": (PLAIN + f"{DAY}5,1\0,5\n", 4, "both must be whole numbers"),
-    "NUL in a time": (PLAIN + f"{DAY}\0,1,5\n", 4, "which is not a time"),
-    "hexadecimal tokens": (PLAIN + f"{DAY}5,0x10,5\n", 4, "both must be whole numbers"),
-    "a time that is a word": (PLAIN + "yesterday,1,5\n", 4, "'yesterday', which is not a time such as 2024-05-10"),
-    "the 30th of February": (PLAIN + "2024-02-30 00:00:00,1,5\n", 4, "which is not a time"),
-    "the day before the month": (f"{HEAD}10/05/2024 00:00,1,5\n", 2, "which is not a time such as 2024-05-10"),
-    "a date without a time": (f"{HEAD}2024-05-10,1,5\n", 2, "which is not a time"),
-    "a zone in one row only": (PLAIN + f"{DAY}5+00:00,1,5\n", 4, "with a time zone, but the first row's is without a"),
-    "no zone in one row only": (AZURE + f"{DAY}9,1,5\n", 4, "without a time zone, but the first row's is with a time"),
-    "a number among dates": (PLAIN + "1715299200,1,5\n", 4, "as a number, but the first row's is without a time zone"),
-    "a line after empty lines": ("\n\n" + PLAIN + f"\n{DAY}5,x,5\n", 7, "both must be whole numbers"),
-    "a line after an end of line in quotes": (f'{BURST}5,m,10,5,15,"a\nb"\n6,m,x,5,15,C\n', 4, "whole numbers"),
-    "a quote that is never closed": (PLAIN + f'"{DAY}5,1,5\n', 4, "a quote that is never closed"),
-    "a column twice": ("TIMESTAMP,ContextTokens,ContextTokens,GeneratedTokens\n1,2,3,4\n", 1, "names a column twice"),
-    "a column twice but for capitals": ("timestamp,TIMESTAMP,ContextTokens,GeneratedTokens\n1,2,3,4\n", 1, "twice"),
-    "a header repeated in the middle": (PLAIN + HEAD, 4, "'TIMESTAMP', which is not a time"),
-    "a gzip file's line": (gzip.compress(f"{PLAIN}{DAY}5,x,5\n".encode()), 4, "both must be whole numbers"),
-    "a UTF-16 file's line": (f"{PLAIN}{DAY}5,x,5\n".encode("utf-16"), 4, "both must be whole numbers"),
-    "too many cells beside the known": (f"{BURST_TWO}6,m,1,234,18,490,C\n", 4, "7 cells, but the header names 6"),
-    "too many empty cells": (BURST_TWO + "6,m,1,2,3,C,,\n", 4, "8 cells, but the header names 6 columns"),
-    "a last line that is cut off within a number": (BURST_TWO + "50,m,10,1", 4, "fewer cells than the 6"),
-    "a quote inside a cell": (BURST_TWO + '6,m"x,1,2,3,C\n', 4, "a quote inside a cell"),
+    "a missing cell": (PLAIN + f"{DAY}5,5\n", 4, "mend or remove the row"),
+    "an empty cell": (PLAIN + f"{DAY}5,,5\n", 4, "mend or remove the row"),
+    "a quoted empty cell": (PLAIN + f'{DAY}5,"",5\n', 4, "mend or remove the row"),
+    "a last line that is cut off": (PLAIN + "2024-05-10 00:0", 4, "mend or remove the row"),
+    "NUL in a number": (PLAIN + f"{DAY}5,1\0,5\n", 4, "mend or remove the row"),
+    "NUL in a time": (PLAIN + f"{DAY}\0,1,5\n", 4, "mend or remove the row"),
+    "hexadecimal tokens": (PLAIN + f"{DAY}5,0x10,5\n", 4, "mend or remove the row"),
+    "a time that is a word": (PLAIN + "yesterday,1,5\n", 4, "mend or remove the row"),
+    "the 30th of February": (PLAIN + "2024-02-30 00:00:00,1,5\n", 4, "mend or remove the row"),
+    "the day before the month": (f"{HEAD}10/05/2024 00:00,1,5\n", 2, "mend or remove the row"),
+    "a date without a time": (f"{HEAD}2024-05-10,1,5\n", 2, "mend or remove the row"),
+    "a zone in one row only": (PLAIN + f"{DAY}5+00:00,1,5\n", 4, "mend or remove the row"),
+    "no zone in one row only": (AZURE + f"{DAY}9,1,5\n", 4, "mend or remove the row"),
+    "a number among dates": (PLAIN + "1715299200,1,5\n", 4, "mend or remove the row"),
+    "a quote that is never closed": (PLAIN + f'"{DAY}5,1,5\n', None, "could not parse"),
+    "a header repeated in the middle": (PLAIN + HEAD, 4, "mend or remove the row"),
+    "a gzip file's line": (gzip.compress(f"{PLAIN}{DAY}5,x,5\n".encode()), 4, "mend or remove the row"),
+    "too many cells beside the known": (f"{BURST_TWO}6,m,1,234,18,490,C\n", None, "mend the file"),
+    "too many empty cells": (BURST_TWO + "6,m,1,2,3,C,,\n", None, "mend the file"),
+    "a quote inside a cell": (BURST_TWO + '6,m"x,1,2,3,C\n', None, "mend the file"),
     "seconds and milliseconds": (
         f"{BURST}5,m,1,1,2,C\n1715299200500,m,1,1,2,C\n",
         None,
@@ -387,12 +290,11 @@ REFUSED = {
         1,
         "recursion",
     ),
-    "a span of 10^23 tokens": (lines(spans(span(1, input_tokens=10**23, output_tokens=5))), 1, "more than 2^53 tokens"),
     # Files
     "an empty file": ("", None, "holds no request: it is empty"),
     "a file of empty lines": ("\n\n  \n", None, "holds no request: it is empty"),
     "a file with a byte order mark alone": ("\ufeff", None, "holds no request: it is empty"),
-    "a header alone": (HEAD, None, "holds no request: it has a header and nothing else"),
+    "a header alone": (HEAD, None, "holds no request"),
     "a header and empty lines": (HEAD + "\n\n", None, "holds no request"),
     "rows that had all failed": (f"{HEAD}{DAY}1,10,0\n", None, "holds no request (1 dropped: 0 output tokens"),
     "no header": (PLAIN[len(HEAD) :], 1, "begins none of the formats that are read: Azure CSV (columns TIMESTAMP"),
@@ -409,6 +311,11 @@ REFUSED = {
     "a gzip file that is cut off": (gzip.compress(AZURE.encode())[:-20], None, "is a damaged gzip file"),
     "a gzip file that is altered": (gzip.compress(AZURE.encode())[:20] + b"\0" * 20, None, "is a damaged gzip file"),
     "Parquet": (b"PAR1....", None, "is a Parquet file: write it as CSV"),
+    "Zstandard": (b"\x28\xb5\x2f\xfd....", None, "compressed by zstd: unpack it, or compress it by gzip"),
+    "UTF-16": (AZURE.encode("utf-16"), 1, "begins none of the formats that are read"),
+    "semicolons": (PLAIN.replace(",", ";"), 1, "begins none of the formats that are read"),
+    "milliseconds since 1970": (f"{HEAD}1715299200500,10,5\n", None, "TIMESTAMP is not in seconds"),
+    "OpenTelemetry's spans": ('{"resourceSpans": []}\n', 1, "begins none of the formats that are read"),
     "zip or Excel": (b"PK\x03\x04....", None, "a zip archive or an Excel file"),
     "bzip2": (b"BZh91AY", None, "compressed by bzip2: unpack it"),
     "xz": (b"\xfd7zXZ\0", None, "compressed by xz: unpack it"),
@@ -426,9 +333,6 @@ REFUSED = {
     "hashes with fractions": (MOONCAKE + lines(line(hash_ids=[0.5])), 3, "at `$.hash_ids[0]`"),
     "NUL between lines": (MOONCAKE + "\0\n", 3, "JSON is malformed"),
     "a list among lines": (MOONCAKE + "[1]\n", 3, "Expected `object`, got `array`"),
-    "an array of turns": (json.dumps([{"session_id": 1, "delay": 5}]), 1, "write one a line, for instance by jq"),
-    "an array of requests": (json.dumps([line(), line()]), 1, "write one a line, for instance by jq"),
-    "a request over several lines": (json.dumps(line(), indent=1), 1, "write one a line, for instance by jq -c ."),
     "a Bailian line without a time": (
         BAILIAN + lines({"chat_id": 1, "input_length": 1, "output_length": 1}),
         3,
@@ -457,7 +361,7 @@ REFUSED = {
         2,
         "this turn of session a is earlier than the one before: sort them",
     ),
-    # WEKA and OpenTelemetry
+    # WEKA
     "blocks of two sizes": (
         lines(agent(call(0, 64, 9)), agent(call(0, 64, 9), block_size=16)),
         None,
@@ -465,8 +369,6 @@ REFUSED = {
     ),
     "a WEKA call without a time": (lines(agent({"type": "n", "in": 1, "out": 1})), 1, "missing required field `t`"),
     "a WEKA object that is cut off": (json.dumps(agent(call(0, 64, 9)), indent=1)[:-9], 14, "truncated"),
-    "a span of strange tokens": (lines(spans(span(1, input_tokens="x", output_tokens=5))), 1, "invalid literal"),
-    "spans that all call no model": (lines(spans(span(1))), None, "holds no request (1 dropped: spans without"),
 }
 
 
@@ -493,7 +395,8 @@ def assert_rows(found, expected):
     assert [row.arrival_s for row in found] == pytest.approx([row.arrival_s for row in wanted], abs=1e-9)
     plain = [(row.input_tokens, row.output_tokens, row.prefix_ids, row.session) for row in found]
     assert plain == [(row.input_tokens, row.output_tokens, row.prefix_ids, row.session) for row in wanted]
-    assert [(row.think_s, row.offset_s) for row in found] == [(row.think_s, row.offset_s) for row in wanted]
+    later = [(row.think_s, row.offset_s, row.after, row.fresh) for row in found]
+    assert later == [(row.think_s, row.offset_s, row.after, row.fresh) for row in wanted]
 
 
 @pytest.mark.parametrize("sentence", READ)
@@ -519,23 +422,6 @@ def test_a_file_is_refused_with_its_line_and_the_cause(tmp_path, sentence):
     assert len(str(caught.value)) < 1000
 
 
-@pytest.mark.parametrize("sentence", [each for each in READ if isinstance(READ[each][0], str)][::4])
-def test_the_same_is_read_from_zstandard(tmp_path, sentence):
-    content, expected = READ[sentence]
-    frame = pl.DataFrame({"line": content.rstrip("\n").split("\n")})
-    frame.write_csv(
-        tmp_path / "trace", include_header=False, quote_style="never", compression="zstd", check_extension=False
-    )
-    assert (tmp_path / "trace").read_bytes().startswith(b"\x28\xb5\x2f\xfd")
-    assert_rows(load_trace(str(tmp_path / "trace")).rows, expected)
-
-
-@pytest.mark.parametrize("content", [b"\x28\xb5\x2f\xfd", b"\x28\xb5\x2f\xfd" + b"x" * 50])
-def test_a_damaged_zstandard_file_is_refused(tmp_path, content):
-    with pytest.raises(TraceError, match="trace"):
-        load_trace(a_file(tmp_path, content))
-
-
 def test_a_folder_is_refused(tmp_path):
     with pytest.raises(TraceError, match="cannot be read: Is a directory"):
         load_trace(str(tmp_path))
@@ -554,16 +440,15 @@ def test_a_file_name_with_an_asterisk_is_no_pattern(tmp_path):
         json.dumps(TALKS, indent=1),
         "\ufeff" + json.dumps(TALKS),
         lines(*TALKS),
-        lines(*TALKS).encode("utf-16"),
         gzip.compress(json.dumps(TALKS).encode()),
         gzip.compress(lines(*TALKS).encode()),
     ],
-    ids=["array", "array over lines", "byte order mark", "JSONL", "UTF-16", "gzip", "gzip of JSONL"],
+    ids=["array", "array over lines", "byte order mark", "JSONL", "gzip", "gzip of JSONL"],
 )
 def test_sharegpt_is_read_as_an_array_and_as_lines(tmp_path, words_are_tokens, content):
     trace = load_trace(a_file(tmp_path, content), "words")
     assert [(row.input_tokens, row.output_tokens) for row in trace.rows] == TALK_SIZES
-    assert trace.notes == ("first exchanges of conversations, which have no times: Poisson arrivals of 1 request/s",)
+    assert trace.notes == (NO_TIMES,)
 
 
 @pytest.mark.parametrize("as_lines", [False, True])
@@ -651,20 +536,6 @@ def test_a_limit_reads_no_more_of_a_large_file_than_it_takes(tmp_path):
     trace = load_trace(name, limit=rows_wanted(plan))
     assert "no more than the first 30,000 rows of the file were read" in trace.notes
     assert_rows(shape_trace(trace, plan).rows, [(float(second), 10, 5 + second % 3) for second in range(7)])
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        json.dumps(spans(*(span(at, input_tokens=10, output_tokens=5) for at in range(30_010)))),
-        json.dumps(agent(*(call(float(at), 10, 5) for at in range(30_010)))),
-    ],
-    ids=["spans", "calls"],
-)
-def test_a_note_of_the_rows_that_were_read_is_true_of_formats_whose_objects_hold_many(tmp_path, content):
-    trace = load_trace(a_file(tmp_path, content), limit=7)
-    assert "no more than the first 30,000 rows of the file were read" in trace.notes
-    assert len(trace.rows) == 30_000
 
 
 def test_a_limit_reads_all_sessions_since_their_later_turns_may_be_anywhere(tmp_path):

@@ -1,4 +1,4 @@
-"""Writes data/demo.jsonl, the synthetic trace that `make demo` replays. Run it with `python -m loadtest.trace.demo`.
+"""Writes data/demo.jsonl, the synthetic trace that `make demo` replays. Run it with `python -m tools.demo_trace`.
 
 Lengths follow quantiles of the Azure conversation trace (2023), halved and clipped so that two CPU cores can serve
 them. Draws are stratified within each block of requests, so that any beginning of the trace follows the distribution as
