@@ -146,10 +146,10 @@ def _room(pool: PoolState) -> Iterator[Bottleneck]:
         waits = f"{_times(pool.preemptions or 0, 'preemption')}"
     if _from(pool.preemptions, 1) or (_from(pool.kv_used, FULL_FROM) and _waits(pool)):
         used = "" if pool.kv_used is None else f"{pool.kv_used:.0%} in use, "
-        said = f"{pool.pool} is short of KV blocks: {used}{waits}: give it more KV memory or one worker more."
+        said = f"{pool.pool.capitalize()} is short of KV blocks: {used}{waits}: give it more KV memory or one worker more."
         yield Bottleneck("kv_blocks", said, pool.pool, "kv_memory")
     elif _from(pool.places_used, FULL_FROM) and _waits(pool):
-        said = f"{pool.pool} is short of places: {pool.running:.0f} of {pool.places:.0f} run, {waits}: "
+        said = f"{pool.pool.capitalize()} is short of places: {pool.running:.0f} of {pool.places:.0f} run, {waits}: "
         yield Bottleneck("places", f"{said}raise max_num_seqs.", pool.pool, "max_num_seqs")
 
 
@@ -170,7 +170,7 @@ def _steps(pool: PoolState, state: FleetState) -> Iterator[Bottleneck]:
     then = f": add one {pool.pool} worker"
     if giver is not None:
         then = f"; {_idles(giver)}: move one {giver.pool} worker to {pool.pool}"
-    said = f"{pool.pool} is short of {name}: {used}{then}."
+    said = f"{pool.pool.capitalize()} is short of {name}: {used}{then}."
     yield Bottleneck(resource, said, pool.pool, change, giver.pool if giver else None)
 
 
@@ -190,8 +190,8 @@ def _link(state: FleetState) -> Iterator[Bottleneck]:
 
 def _queue(pool: PoolState) -> Iterator[Bottleneck]:
     if _waits(pool) and pool.busy is not None and pool.busy < BUSY_FROM:
-        said = f"{pool.pool} has a queue: {pool.waiting:.0f} wait while it is busy {pool.busy:.0%}: its limits on "
-        yield Bottleneck("queue", f"{said}sequences and promised KV blocks hold them back.", pool.pool)
+        said = f"{pool.pool.capitalize()} has a queue: {pool.waiting:.0f} wait while it is busy {pool.busy:.0%}: its limits on "
+        yield Bottleneck("queue", f"{said}sequences or KV blocks hold them back.", pool.pool)
 
 
 def _nothing(state: FleetState) -> Bottleneck:

@@ -69,6 +69,10 @@ class MetricsDelta:
         """Return the sum of a counter over all labels not given."""
         return _total(self.counters, name, labels)
 
+    def has(self, name: str) -> bool:
+        """Return whether the server publishes a counter of this name."""
+        return any(sample == name for sample, _ in self.counters)
+
     def level(self, name: str, **labels: str) -> float | None:
         """Return the mean of a gauge over the samples that match; None if there is none."""
         values = self._levels(name, labels)
@@ -79,11 +83,10 @@ class MetricsDelta:
         values = self._levels(name, labels)
         return sum(values) if values else None
 
-    def mean_sum(self, name: str, **labels: str) -> float | None:
-        """Return the sum of a gauge's means over the samples that match; None if its level was not read."""
+    def levels_of(self, name: str, **labels: str) -> list[Level]:
+        """Return the levels of a gauge's samples that match; empty if they were not read."""
         wanted = set(labels.items())
-        means = [level.mean for (sample, found), level in self.levels.items() if sample == name and wanted <= found]
-        return sum(means) if means else None
+        return [level for (sample, found), level in self.levels.items() if sample == name and wanted <= found]
 
     def _levels(self, name: str, labels: Mapping[str, str]) -> list[float]:
         wanted = set(labels.items())
