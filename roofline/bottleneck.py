@@ -62,6 +62,11 @@ class PoolState:
     """Sequences that lost their KV blocks to others."""
 
     @property
+    def title(self) -> str:
+        """Its name at the beginning of a sentence."""
+        return self.pool.capitalize()
+
+    @property
     def places_used(self) -> float | None:
         """Share of its places in use."""
         return self.running / self.places if self.running is not None and self.places else None
@@ -143,13 +148,13 @@ def _router(state: FleetState) -> Iterator[Bottleneck]:
 def _room(pool: PoolState) -> Iterator[Bottleneck]:
     waits = f"{pool.waiting or 0:.0f} wait"
     if _from(pool.preemptions, 1):
-        waits = f"{_times(pool.preemptions or 0, 'preemption')}"
+        waits = f"{pool.preemptions:.0f} preempted"
     if _from(pool.preemptions, 1) or (_from(pool.kv_used, FULL_FROM) and _waits(pool)):
         used = "" if pool.kv_used is None else f"{pool.kv_used:.0%} in use, "
-        said = f"{pool.pool.capitalize()} is short of KV blocks: {used}{waits}: give it more KV memory or one worker more."
+        said = f"{pool.title} is short of KV blocks: {used}{waits}: give it more KV memory or one worker more."
         yield Bottleneck("kv_blocks", said, pool.pool, "kv_memory")
     elif _from(pool.places_used, FULL_FROM) and _waits(pool):
-        said = f"{pool.pool.capitalize()} is short of places: {pool.running:.0f} of {pool.places:.0f} run, {waits}: "
+        said = f"{pool.title} is short of places: {pool.running:.0f} of {pool.places:.0f} run, {waits}: "
         yield Bottleneck("places", f"{said}raise max_num_seqs.", pool.pool, "max_num_seqs")
 
 
@@ -170,7 +175,7 @@ def _steps(pool: PoolState, state: FleetState) -> Iterator[Bottleneck]:
     then = f": add one {pool.pool} worker"
     if giver is not None:
         then = f"; {_idles(giver)}: move one {giver.pool} worker to {pool.pool}"
-    said = f"{pool.pool.capitalize()} is short of {name}: {used}{then}."
+    said = f"{pool.title} is short of {name}: {used}{then}."
     yield Bottleneck(resource, said, pool.pool, change, giver.pool if giver else None)
 
 
@@ -190,8 +195,8 @@ def _link(state: FleetState) -> Iterator[Bottleneck]:
 
 def _queue(pool: PoolState) -> Iterator[Bottleneck]:
     if _waits(pool) and pool.busy is not None and pool.busy < BUSY_FROM:
-        said = f"{pool.pool.capitalize()} has a queue: {pool.waiting:.0f} wait while it is busy {pool.busy:.0%}: its limits on "
-        yield Bottleneck("queue", f"{said}sequences or KV blocks hold them back.", pool.pool)
+        said = f"{pool.title} has a queue: {pool.waiting:.0f} wait while it is busy {pool.busy:.0%}: its limits "
+        yield Bottleneck("queue", f"{said}on sequences or KV blocks hold them back.", pool.pool)
 
 
 def _nothing(state: FleetState) -> Bottleneck:
@@ -261,7 +266,3 @@ def _waits(pool: PoolState) -> bool:
 
 def _from(figure: float | None, limit: float) -> bool:
     return figure is not None and figure >= limit
-
-
-def _times(count: float, noun: str) -> str:
-    return f"{count:.0f} {noun}{'' if count == 1 else 's'}"

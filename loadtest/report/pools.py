@@ -324,7 +324,7 @@ class RouterShare:
             for name, share in (("TTFT", self.ttft), ("ITL", self.itl))
             if share is not None and share > NOTICED
         ]
-        cores = "" if self.cpu_cores is None else f" and {self.cpu_cores:.1f} cores"
+        cores = "" if self.cpu_cores is None else f"; the router uses {self.cpu_cores:.2f} cores"
         return f"Router and network take {' and '.join(shares)}{cores}." if shares else ""
 
 

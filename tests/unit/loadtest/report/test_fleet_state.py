@@ -185,7 +185,7 @@ def test_the_router_takes_what_is_neither_queue_nor_engine():
     share = router_share(seen(LATENCIES), mean_ttft_s=1.0, mean_latency_s=2.0)
     assert (share.ttft, share.ttft_at_most) == (pytest.approx(0.1 + 0.2), pytest.approx(0.4))
     assert (share.itl, share.cpu_cores) == (pytest.approx(0.25), 0.7)
-    assert share.sentence == "Router and network take 30% of TTFT and 25% of ITL and 0.7 cores."
+    assert share.sentence == "Router and network take 30% of TTFT and 25% of ITL; the router uses 0.70 cores."
     assert replace(share, ttft=0.1, itl=None).sentence == ""
 
 
