@@ -23,6 +23,9 @@ BOUND_FROM = 0.5
 BUSY_FROM = 0.8
 """The share of its time in steps, or of a link's in transfers, from which it counts as full: `autoscale.up_use`.
 Waiting grows as 1 / (1 - use), to five times the service time at 0.8 (M/M/1 queue)."""
+QUEUED_FROM = 0.62
+"""The share of its time in steps from which a queue needs no other cause: one waits on average in an M/M/1 queue, with
+Poisson arrivals, at a use of (sqrt(5) - 1) / 2, and with several workers at a higher one."""
 IDLE_TO = 0.3
 """The use up to which a pool that decodes can lose a worker: `autoscale.down_use`. Its busy share is no reserve: one
 sequence keeps an engine as busy as a full batch does."""
@@ -159,7 +162,8 @@ def _room(pool: PoolState) -> Iterator[Bottleneck]:
 
 
 def _steps(pool: PoolState, state: FleetState) -> Iterator[Bottleneck]:
-    if not _from(pool.busy, BUSY_FROM) or not (_waits(pool) or _missed(pool, state)):
+    waits, missed = _waits(pool), _missed(pool, state)
+    if not (waits or missed) or not _from(pool.busy, QUEUED_FROM if waits and missed else BUSY_FROM):
         return
     resource: Resource = "time"
     use = "steps fill it, at less than half of either peak" if pool.mfu is not None and pool.mbu is not None else ""
@@ -194,7 +198,7 @@ def _link(state: FleetState) -> Iterator[Bottleneck]:
 
 
 def _queue(pool: PoolState) -> Iterator[Bottleneck]:
-    if _waits(pool) and pool.busy is not None and pool.busy < BUSY_FROM:
+    if _waits(pool) and pool.busy is not None and pool.busy < QUEUED_FROM:
         said = f"{pool.title} has a queue: {pool.waiting:.0f} wait while it is busy {pool.busy:.0%}: its limits "
         yield Bottleneck("queue", f"{said}on sequences or KV blocks hold them back.", pool.pool)
 

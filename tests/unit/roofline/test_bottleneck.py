@@ -53,6 +53,14 @@ CASES = [
         "add_worker",
         None,
     ),
+    (
+        pools(replace(PREFILL, busy=0.7, waiting=2), DECODE, ttft_attainment=0.5),
+        "compute",
+        "prefill",
+        "add_worker",
+        None,
+    ),
+    (pools(replace(PREFILL, busy=0.7, waiting=2), DECODE), "nothing", None, "none", None),
     (pools(replace(PREFILL, waiting=2), DECODE), "queue", "prefill", "none", None),
     (pools(replace(PREFILL, workers=2, busy=0.39), DECODE), "nothing", None, "fewer_workers", "prefill"),
     (pools(PREFILL, DECODE), "nothing", None, "none", None),
@@ -140,7 +148,7 @@ def test_no_sentence_names_what_is_not_short_or_a_change_that_its_figures_contra
             assert waits
         case "bandwidth" | "compute" | "time":
             mfu, mbu = pool.mfu or 0, pool.mbu or 0
-            assert pool.busy >= rule.BUSY_FROM
+            assert pool.busy >= (rule.QUEUED_FROM if waits and missed else rule.BUSY_FROM)
             assert waits or missed
             assert found.resource != "bandwidth" or mbu >= max(mfu, rule.BOUND_FROM)
             assert found.resource != "compute" or mfu >= max(mbu, rule.BOUND_FROM)
@@ -149,11 +157,10 @@ def test_no_sentence_names_what_is_not_short_or_a_change_that_its_figures_contra
             assert state.link_busy >= rule.BUSY_FROM
         case "queue":
             assert waits
-            assert pool.busy < rule.BUSY_FROM
+            assert pool.busy < rule.QUEUED_FROM
         case _:
-            assert state.requests == 0 or not any(
-                (each.waiting or 0) >= 1 and each.busy is not None for each in state.pools
-            )
+            held = (each for each in state.pools if (each.waiting or 0) >= rule.WAITING_FROM and each.busy is not None)
+            assert state.requests == 0 or all(rule.QUEUED_FROM <= each.busy < rule.BUSY_FROM for each in held)
     if found.giver is not None:
         giver = by_name[found.giver]
         assert giver is not pool
