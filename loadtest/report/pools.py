@@ -289,7 +289,8 @@ def split_fraction(deltas: Mapping[str, MetricsDelta]) -> float | None:
     """Return the share of the work that really went through both pools; None if the servers do not say.
 
     Ridgeline: of finished requests. llm-d: of its router's decisions (`llm_d_epp_disagg_decision_total`). vLLM: of the
-    prompt tokens of servers that decode, those whose KV came from another server.
+    prompt tokens of servers that decode, those whose KV was at another server, by the share of NIXL's transfers that
+    did not fail; vLLM counts these tokens before it fetches them (`vllm/v1/core/sched/scheduler.py`).
     """
     for delta in deltas.values():
         if (own := disaggregated_fraction(delta)) is not None:
@@ -299,7 +300,15 @@ def split_fraction(deltas: Mapping[str, MetricsDelta]) -> float | None:
                 split = [kind for kind in delta.label_values(name, "decision_type") if kind.endswith("prefill-decode")]
                 return sum(delta.total(name, decision_type=kind) for kind in split) / decisions
     decoding = [deltas[url] for url, role in roles_of(deltas).items() if role != "prefill"]
-    came = sum(delta.total(_BY_SOURCE, source="external_kv_transfer") for delta in decoding)
+    came, done, failed = (
+        sum(delta.total(name, **labels) for delta in decoding)
+        for name, labels in (
+            (_BY_SOURCE, {"source": "external_kv_transfer"}),
+            ("vllm:nixl_xfer_time_seconds_count", {}),
+            ("vllm:nixl_num_failed_transfers_total", {}),
+        )
+    )
+    came *= done / (done + failed) if failed else 1.0
     return ratio(came, sum(delta.total(_BY_SOURCE) for delta in decoding))
 
 

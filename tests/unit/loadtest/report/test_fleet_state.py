@@ -130,8 +130,10 @@ def test_sglangs_engines_say_their_role():
     assert bottleneck(fleet_state({URL: delta})).resource == "kv_blocks"
 
 
-def vllm_pd(generated, local, moved):
+def vllm_pd(generated, local, moved, done=9, failed=0):
     return seen(f"""
+        vllm:nixl_xfer_time_seconds_count {done}
+        vllm:nixl_num_failed_transfers_total {failed}
         vllm:request_success_total{{finished_reason="length"}} 10
         vllm:generation_tokens_total {generated}
         vllm:prompt_tokens_by_source_total{{source="local_compute"}} {local}
@@ -151,6 +153,7 @@ def decided(name):
     [
         ({URL: seen(OWN, GAUGES)}, 1.0),
         ({URL: vllm_pd(10, 5000, 0), OTHER: vllm_pd(640, 500, 4500)}, 0.9),
+        ({URL: vllm_pd(10, 5000, 0), OTHER: vllm_pd(640, 500, 4500, 6, 3)}, pytest.approx(0.6)),
         ({URL: vllm_pd(640, 5000, 0), OTHER: vllm_pd(640, 5000, 0)}, 0.0),
         ({URL: decided("llm_d_epp_disagg_decision_total")}, 0.75),
         ({URL: decided("llm_d_inference_scheduler_disagg_decision_total")}, 0.75),
