@@ -562,7 +562,7 @@ def compare(
 def report(
     folder: Annotated[Path, typer.Argument(help="the folder of a finished comparison", metavar="DIR")],
     export: Annotated[
-        Literal[vllm - bench] | None,
+        Literal["vllm-bench"] | None,
         typer.Option(help="instead, write the valid rounds to DIR/FORMAT as `vllm bench serve` writes its results"),
     ] = None,
 ) -> None:

@@ -1,7 +1,7 @@
 """FLOPs and bytes of one engine step, from the model's sizes and the requests in the batch.
 
 The engine calls `StepCostModel.step` once per scheduler step, on its hot path, for each pool's arithmetic intensity,
-MFU and MBU; `ridgeline.roofline.table` calls it with example batches. Both use the same formulas.
+MFU and MBU; `ridgeline.roofline.analysis` calls it with example batches. Both use the same formulas.
 
 For a step with segments (c new tokens, p already computed), T = sum of c, on a model with L layers, q query heads
 of dimension d (sources: PaLM appendix B for FLOPs, the vLLM and FlashAttention papers for KV traffic):

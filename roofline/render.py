@@ -9,10 +9,15 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from ridgeline.roofline.analysis import decode_floor_s, ridge_batch, sequences_that_fit
+from ridgeline.roofline.analysis import (
+    DECODE_CONTEXT_TOKENS,
+    RooflineRow,
+    decode_floor_s,
+    ridge_batch,
+    sequences_that_fit,
+)
 from ridgeline.roofline.hardware import Hardware
 from ridgeline.roofline.model_shape import ModelShape
-from ridgeline.roofline.table import DECODE_CONTEXT_TOKENS, RooflineRow
 
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _LEGEND = (

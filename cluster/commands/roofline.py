@@ -8,12 +8,12 @@ from ridgeline.cluster.config.models import RidgelineConfig
 from ridgeline.cluster.doctor.checks import resolve_dtype
 from ridgeline.cluster.model_store import DEFAULT_MODEL_NAME, prepare_model
 from ridgeline.cluster.user_folders import cache_folder
+from ridgeline.roofline.analysis import roofline_table
 from ridgeline.roofline.calibration import load_or_calibrate_host
 from ridgeline.roofline.hardware import hardware_by_name
 from ridgeline.roofline.model_shape import load_model_shape
 from ridgeline.roofline.quantisation import dtype_bytes
 from ridgeline.roofline.render import render, to_json
-from ridgeline.roofline.table import roofline_table
 
 
 def show(console: Console, model: str, hardware_name: str, dtype: str, cores: int, *, as_json: bool) -> None:

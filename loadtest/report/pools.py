@@ -1,16 +1,18 @@
 """What each pool of workers did in a run, from the server's counters: intensity, MFU, MBU, stages.
 
-Peaks are per worker, as the server publishes them; a pool's busy seconds are summed over its workers.
+Peaks are per worker, as the server publishes them; a pool's busy seconds are summed over its workers. `fleet_state`
+makes of it what `ridgeline.roofline.bottleneck` judges, also of what vLLM and SGLang publish.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ridgeline.loadtest.run.server_metrics import MetricsDelta
+from ridgeline.roofline.bottleneck import BOUND_FROM, FleetState, PoolState
 
 STEP_KINDS = ("prefill", "decode", "mixed")
-BOUND_FROM = 0.5
-"""The share of a peak from which a step counts as bound by it."""
+BYTE_KINDS = ("weights", "kv_read", "kv_write")
 FIRST_TOKEN_STAGES = ("preprocess", "queue", "prefill")
 ELSEWHERE = "elsewhere"
 STAGES = ("preprocess", "queue", "prefill", "handoff_wait", "wire", "decode_queue", "decode")
@@ -43,12 +45,8 @@ def describe_pools(delta: MetricsDelta) -> dict[str, dict[str, Any]]:
 
 def stage_seconds(delta: MetricsDelta) -> dict[str, float]:
     """Return mean seconds by stage, in the order a request passes them; stages without requests are left out."""
-    means = {}
-    for stage in STAGES:
-        count = delta.total("ridgeline_stage_seconds_count", stage=stage)
-        if count:
-            means[stage] = delta.total("ridgeline_stage_seconds_sum", stage=stage) / count
-    return means
+    means = {stage: _mean_seconds(delta, "ridgeline_stage_seconds", stage=stage) for stage in STAGES}
+    return {stage: mean_s for stage, mean_s in means.items() if mean_s is not None}
 
 
 def latency_parts(
@@ -90,40 +88,50 @@ def recomputes(delta: MetricsDelta) -> dict[str, float]:
 
 
 def _pool(delta: MetricsDelta, pool: str) -> dict[str, Any]:
-    flops = delta.total("ridgeline_flops_total", pool=pool)
-    bytes_moved = delta.total("ridgeline_bytes_total", pool=pool)
-    busy_s = delta.total("ridgeline_busy_seconds_total", pool=pool)
-    peak_flops = delta.level("ridgeline_peak_flops", pool=pool)
-    peak_bytes = delta.level("ridgeline_peak_bytes_per_second", pool=pool)
+    peaks = (
+        delta.level("ridgeline_peak_flops", pool=pool),
+        delta.level("ridgeline_peak_bytes_per_second", pool=pool),
+    )
     workers = delta.level("ridgeline_workers", pool=pool)
     wall_s = workers * delta.wall_s if workers else None
-    kinds = _step_kinds(delta, pool, peak_flops, peak_bytes)
+    each = {kind: _steps(delta, peaks, pool=pool, step=kind) for kind in STEP_KINDS}
+    kinds = {kind: one for kind, one in each.items() if one["arithmetic_intensity"] and one["busy_seconds"]}
     longest = max(kinds.values(), key=lambda kind: kind["busy_seconds"], default=None)
-    mfu, mbu = ratio(ratio(flops, busy_s), peak_flops), ratio(ratio(bytes_moved, busy_s), peak_bytes)
-    return {
-        "bound": longest["bound"] if longest else bound(mfu, mbu),
+    steps = _steps(delta, peaks, pool=pool)
+    moved = delta.total("ridgeline_bytes_total", pool=pool)
+    return steps | {
+        "bound": (longest or steps)["bound"],
         "roof_seconds": _sum(kind["roof_seconds"] for kind in kinds.values()),
         "step_kinds": kinds,
-        "arithmetic_intensity": ratio(flops, bytes_moved),
-        "ridge": ratio(peak_flops, peak_bytes),
-        "mfu": mfu,
-        "mfu_wall": ratio(ratio(flops, wall_s), peak_flops),
-        "mbu": mbu,
-        "mbu_wall": ratio(ratio(bytes_moved, wall_s), peak_bytes),
-        "busy_fraction": ratio(busy_s, wall_s),
+        "ridge": ratio(*peaks),
+        "mfu_wall": ratio(ratio(steps["flops"], wall_s), peaks[0]),
+        "mbu_wall": ratio(ratio(moved, wall_s), peaks[1]),
+        "busy_fraction": ratio(steps["busy_seconds"], wall_s),
         "workers": workers,
-        "flops": flops,
-        "bytes": {
-            kind: delta.total("ridgeline_bytes_total", pool=pool, kind=kind)
-            for kind in ("weights", "kv_read", "kv_write")
-        },
-        "busy_seconds": busy_s,
-        "steps": delta.total("ridgeline_steps_total", pool=pool),
+        "bytes": {kind: delta.total("ridgeline_bytes_total", pool=pool, kind=kind) for kind in BYTE_KINDS},
         "kv_transfer_bytes": delta.total("ridgeline_kv_transfer_bytes_total", pool=pool),
-        "peak_flops": peak_flops,
-        "peak_bytes_per_second": peak_bytes,
+        "peak_flops": peaks[0],
+        "peak_bytes_per_second": peaks[1],
         "hardware": delta.gauge_label("ridgeline_hardware_info", "hardware", pool=pool),
         "peaks_source": delta.gauge_label("ridgeline_hardware_info", "source", pool=pool),
+    }
+
+
+def _steps(delta: MetricsDelta, peaks: tuple[float | None, float | None], **labels: str) -> dict[str, Any]:
+    """Return the figures of the steps with these labels."""
+    flops = delta.total("ridgeline_flops_total", **labels)
+    moved = delta.total("ridgeline_bytes_total", **labels)
+    busy_s = delta.total("ridgeline_busy_seconds_total", **labels)
+    mfu, mbu = ratio(ratio(flops, busy_s), peaks[0]), ratio(ratio(moved, busy_s), peaks[1])
+    return {
+        "arithmetic_intensity": ratio(flops, moved),
+        "bound": bound(mfu, mbu),
+        "busy_seconds": busy_s,
+        "steps": delta.total("ridgeline_steps_total", **labels),
+        "roof_seconds": max(flops / peaks[0], moved / peaks[1]) if peaks[0] and peaks[1] else None,
+        "flops": flops,
+        "mfu": mfu,
+        "mbu": mbu,
     }
 
 
@@ -136,30 +144,6 @@ def bound(mfu: float | None, mbu: float | None) -> str | None:
     return "compute" if mfu >= mbu else "memory"
 
 
-def _step_kinds(
-    delta: MetricsDelta, pool: str, peak_flops: float | None, peak_bytes: float | None
-) -> dict[str, dict[str, Any]]:
-    found = {}
-    for kind in STEP_KINDS:
-        flops = delta.total("ridgeline_flops_total", pool=pool, step=kind)
-        bytes_moved = delta.total("ridgeline_bytes_total", pool=pool, step=kind)
-        busy_s = delta.total("ridgeline_busy_seconds_total", pool=pool, step=kind)
-        if not (flops and bytes_moved and busy_s):
-            continue
-        mfu, mbu = ratio(flops / busy_s, peak_flops), ratio(bytes_moved / busy_s, peak_bytes)
-        found[kind] = {
-            "arithmetic_intensity": flops / bytes_moved,
-            "bound": bound(mfu, mbu),
-            "busy_seconds": busy_s,
-            "steps": delta.total("ridgeline_steps_total", pool=pool, step=kind),
-            "roof_seconds": max(flops / peak_flops, bytes_moved / peak_bytes) if peak_flops and peak_bytes else None,
-            "flops": flops,
-            "mfu": mfu,
-            "mbu": mbu,
-        }
-    return found
-
-
 def _sum(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) if known else None
@@ -168,3 +152,209 @@ def _sum(values: Iterable[float | None]) -> float | None:
 def ratio(above: float | None, below: float | None) -> float | None:
     """Return the quotient; None if either figure is None or the divisor is 0."""
     return above / below if above is not None and below else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Engine:
+    """Names of an engine's series: what it runs, what waits for room, the share of its KV in use, lost sequences."""
+
+    running: str
+    waiting: tuple[str, dict[str, str]]
+    kv_used: str
+    preemptions: str
+
+
+_ENGINES = (
+    _Engine(
+        "vllm:num_requests_running",
+        ("vllm:num_requests_waiting_by_reason", {"reason": "capacity"}),  # the others wait for KV transfers
+        "vllm:kv_cache_usage_perc",
+        "vllm:num_preemptions_total",
+    ),
+    _Engine(
+        "sglang:num_running_reqs",
+        ("sglang:num_queue_reqs", {}),
+        "sglang:token_usage",
+        "sglang:num_retracted_requests_total",
+    ),
+)
+_FINISHED = ("vllm:request_success_total", "sglang:num_requests_total")
+_BY_SOURCE = "vllm:prompt_tokens_by_source_total"
+"""Of vLLM, by where the KV of prompt tokens came from; the sources add up to all prompt tokens."""
+
+
+def fleet_state(
+    deltas: Mapping[str, MetricsDelta], ttft_attainment: float | None = None, tpot_attainment: float | None = None
+) -> FleetState:
+    """Return what `ridgeline.roofline.bottleneck.bottleneck` judges, from what the servers at these URLs counted.
+
+    It knows the pools of a Ridgeline server, and engines of vLLM and SGLang; levels only if they were read meanwhile.
+    """
+    own = next((delta for delta in deltas.values() if delta.label_values("ridgeline_busy_seconds_total", "pool")), None)
+    if own is None:
+        finished = [delta.total(name) for delta in deltas.values() for name in _FINISHED if delta.has(name)]
+        pools = tuple(_foreign_pools(deltas))
+        return FleetState(pools, sum(finished) if finished else None, ttft_attainment, tpot_attainment)
+    stages, receivers = stage_seconds(own), own.level("ridgeline_workers", pool="decode")
+    events, tokens = own.total("ridgeline_text_events_total"), own.total("ridgeline_text_tokens_total")
+    return FleetState(
+        tuple(_pool_state(own, pool, figures) for pool, figures in describe_pools(own).items()),
+        own.total("ridgeline_requests_total", outcome="finished"),
+        ttft_attainment,
+        tpot_attainment,
+        ratio(own.total("ridgeline_link_seconds_total"), receivers and receivers * own.wall_s),
+        stages.get("handoff_wait"),
+        stages.get("wire"),
+        _cores(own),
+        ratio(tokens, events) if events >= EVENTS_PER_S * own.wall_s else None,
+    )
+
+
+def _cores(delta: MetricsDelta) -> float | None:
+    name = "process_cpu_seconds_total"
+    return ratio(delta.total(name), delta.wall_s) if delta.has(name) else None
+
+
+def _pool_state(delta: MetricsDelta, pool: str, figures: Mapping[str, Any]) -> PoolState:
+    steps = max(figures["step_kinds"].values(), key=lambda kind: kind["busy_seconds"], default=figures)
+    free = _mean(delta, "ridgeline_kv_blocks_free", pool=pool)
+    free_share = ratio(free, delta.level_sum("ridgeline_kv_blocks", pool=pool))
+    in_engines, in_router = (
+        _mean(delta, "ridgeline_waiting", pool=pool),
+        _mean(delta, "ridgeline_waiting_prompts", pool=pool),
+    )
+    fetching = _mean(delta, "ridgeline_active_fetches", pool=pool)  # they wait for KV, not for room
+    waiting = _sum((in_router, None if in_engines is None else max(0.0, in_engines - (fetching or 0.0))))
+    return PoolState(
+        pool,
+        figures["workers"],
+        figures["busy_fraction"],
+        steps["mfu"],
+        steps["mbu"],
+        None if free_share is None else 1 - free_share,
+        ratio(_mean(delta, "ridgeline_running", pool=pool), figures["workers"]),
+        delta.level("ridgeline_max_num_seqs", pool=pool),
+        waiting,
+    )
+
+
+def _mean(delta: MetricsDelta, name: str, **labels: str) -> float | None:
+    return _sum(level.mean for level in delta.levels_of(name, **labels))
+
+
+def _foreign_pools(deltas: Mapping[str, MetricsDelta]) -> Iterable[PoolState]:
+    """Yield a pool for each role of the engines; an engine is busy in the readings in which it ran something."""
+    roles: dict[str, list[MetricsDelta]] = {}
+    for url, role in roles_of(deltas).items():
+        roles.setdefault(role, []).append(deltas[url])
+    for role, found in roles.items():
+        for engine in _ENGINES:
+            running = [level for delta in found for level in delta.levels_of(engine.running)]
+            if not running:
+                continue
+            name, labels = engine.waiting
+            used = [level.mean for delta in found for level in delta.levels_of(engine.kv_used)]
+            yield PoolState(
+                role,
+                len(running),
+                sum(level.above_zero for level in running) / len(running),
+                kv_used=sum(used) / len(used) if used else None,
+                running=sum(level.mean for level in running) / len(running),
+                waiting=_sum(level.mean for delta in found for level in delta.levels_of(name, **labels)),
+                preemptions=sum(delta.total(engine.preemptions) for delta in found),
+            )
+
+
+def roles_of(deltas: Mapping[str, MetricsDelta]) -> dict[str, str]:
+    """Return what the engine at each URL does: prefill or decode if KV went between them, else engine.
+
+    A vLLM server that prefills for others finishes each request after one token; SGLang's says it in `engine_type`.
+    """
+    moved = any(delta.total(_BY_SOURCE, source="external_kv_transfer") for delta in deltas.values())
+    roles = {}
+    for url, delta in deltas.items():
+        kind = delta.gauge_label("sglang:num_running_reqs", "engine_type")
+        if kind in ("prefill", "decode"):
+            roles[url] = kind
+        elif moved and delta.has("vllm:generation_tokens_total"):
+            finished = delta.total("vllm:request_success_total")
+            roles[url] = "decode" if delta.total("vllm:generation_tokens_total") > finished else "prefill"
+        else:
+            roles[url] = "engine"
+    return roles
+
+
+def split_fraction(deltas: Mapping[str, MetricsDelta]) -> float | None:
+    """Return the share of the work that really went through both pools; None if the servers do not say.
+
+    Ridgeline: of finished requests. llm-d: of its router's decisions (`llm_d_epp_disagg_decision_total`). vLLM: of the
+    prompt tokens of servers that decode, those whose KV was at another server, by the share of NIXL's transfers that
+    did not fail; vLLM counts these tokens before it fetches them (`vllm/v1/core/sched/scheduler.py`).
+    """
+    for delta in deltas.values():
+        if (own := disaggregated_fraction(delta)) is not None:
+            return own
+        for name in ("llm_d_epp_disagg_decision_total", "llm_d_inference_scheduler_disagg_decision_total"):
+            if decisions := delta.total(name):
+                split = [kind for kind in delta.label_values(name, "decision_type") if kind.endswith("prefill-decode")]
+                return sum(delta.total(name, decision_type=kind) for kind in split) / decisions
+    decoding = [deltas[url] for url, role in roles_of(deltas).items() if role != "prefill"]
+    came, done, failed = (
+        sum(delta.total(name, **labels) for delta in decoding)
+        for name, labels in (
+            (_BY_SOURCE, {"source": "external_kv_transfer"}),
+            ("vllm:nixl_xfer_time_seconds_count", {}),
+            ("vllm:nixl_num_failed_transfers_total", {}),
+        )
+    )
+    came *= done / (done + failed) if failed else 1.0
+    return ratio(came, sum(delta.total(_BY_SOURCE) for delta in decoding))
+
+
+@dataclass(frozen=True, slots=True)
+class RouterShare:
+    """What the router takes of a client's latencies; None is not known."""
+
+    ttft: float | None
+    """Reading, tokenising and admission, and what the client sees beyond the router's own TTFT: text and network."""
+    ttft_at_most: float | None
+    """All that is neither queue nor prefill: also messages to workers, and the rest of a step that ran."""
+    itl: float | None
+    """How long a token waits in the router to become text, as a share of a gap between tokens."""
+    cpu_cores: float | None
+    """CPU seconds a second of the router process that answered /metrics, one of several."""
+
+    @property
+    def sentence(self) -> str:
+        """Say the shares above a tenth; empty without one."""
+        shares = [
+            f"{share:.0%} of {name}"
+            for name, share in (("TTFT", self.ttft), ("ITL", self.itl))
+            if share is not None and share > NOTICED
+        ]
+        cores = "" if self.cpu_cores is None else f"; the router uses {self.cpu_cores:.2f} cores"
+        return f"Router and network take {' and '.join(shares)}{cores}." if shares else ""
+
+
+NOTICED = 0.1
+"""The share from which the router's part is worth a sentence: no tuning of engines could win it back."""
+EVENTS_PER_S = 100
+"""With fewer, tokens come together in an event for another reason than a late router (`router/front/text_turns.py`)."""
+
+
+def router_share(delta: MetricsDelta, mean_ttft_s: float | None, mean_latency_s: float | None) -> RouterShare:
+    """Return the router's part in a client's mean TTFT and ITL; its TTFT is known where `latency_parts` are."""
+    first = latency_parts(delta, mean_ttft_s, mean_latency_s).get("first token", {})
+    own_ttft_s = _mean_seconds(delta, "ridgeline_ttft_seconds")
+    ttft = at_most = None
+    if mean_ttft_s and own_ttft_s is not None and first:
+        engine_s = first.get("queue", 0.0) + first.get("prefill", 0.0)
+        ttft = (first.get("preprocess", 0.0) + max(0.0, mean_ttft_s - own_ttft_s)) / mean_ttft_s
+        at_most = max(ttft, 1 - engine_s / mean_ttft_s)
+    held_s = ratio(delta.total("ridgeline_text_seconds_total"), delta.total("ridgeline_text_events_total"))
+    itl = ratio(held_s, _mean_seconds(delta, "ridgeline_itl_seconds"))
+    return RouterShare(ttft, at_most, itl, _cores(delta))
+
+
+def _mean_seconds(delta: MetricsDelta, name: str, **labels: str) -> float | None:
+    return ratio(delta.total(f"{name}_sum", **labels), delta.total(f"{name}_count", **labels))

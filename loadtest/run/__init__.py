@@ -8,7 +8,8 @@ client/            sends the requests, in a process of its own
 server.py          asks the server for its models
 records.py         the record of each request
 progress.py        shows the progress
-server_metrics.py  computes differences of the server's counters
+server_metrics.py  computes differences of the server's counters, and the levels of its gauges
+server_facts.py    asks servers for the settings of their engines, and says in what these differ
 machine.py         describes the machine of the run and notices other work on it
 quantities.py      says counts and times for people
 validity.py        says why a round of a comparison says nothing

@@ -46,6 +46,7 @@ class TextTurns(Collector):
         self._next: asyncio.Handle | None = None
         self._events = 0
         self._tokens = 0
+        self._held_s = 0.0
         self._looked_at = (0, 0)
         self._told_s = float("-inf")
         self.late = ""
@@ -71,10 +72,12 @@ class TextTurns(Collector):
     def _take_turns(self) -> None:
         ends_s = self._clock() + SLICE_S
         while self._waiting:
-            stream = next(iter(self._waiting))
+            stream, came_s = next(iter(self._waiting.items()))
             self.leave(stream)
             stream.make_text()
-            if self._clock() >= ends_s:  # after a stream's turn: a process that had to wait still goes on
+            now_s = self._clock()
+            self._held_s += now_s - came_s
+            if now_s >= ends_s:  # after a stream's turn: a process that had to wait still goes on
                 break
         self._next = asyncio.get_running_loop().call_soon(self._take_turns) if self._waiting else None
 
@@ -111,6 +114,12 @@ class TextTurns(Collector):
             "Events of streams in which it has sent them. With more than 1.2 tokens an event the router is the "
             "bottleneck: raise router.processes",
             value=self._events,
+        )
+        yield CounterMetricFamily(
+            "ridgeline_text_seconds",
+            "Time from a worker's oldest token being read by this router to its event's text being made, added up over "
+            "events; JSON and the write to the client follow",
+            value=self._held_s,
         )
         yield GaugeMetricFamily(
             "ridgeline_text_wait_seconds",

@@ -236,6 +236,12 @@ def _statuses(workers: list[Worker]) -> Iterator[Metric]:
     for attribute, series, text in _STATUS_GAUGES:
         told = (([one.pool, one.worker_id], getattr(one.status, attribute)) for one in workers if one.status)
         yield _gauge(series, text, ["pool", "worker"], told)
+    yield _gauge(
+        "ridgeline_max_num_seqs",
+        "Sequences that a worker's engine runs at a time",
+        ["pool", "worker"],
+        [([one.pool, one.worker_id], one.max_num_seqs) for one in workers if one.status],
+    )
 
 
 def _step_models(workers: list[Worker]) -> Iterator[GaugeMetricFamily]:

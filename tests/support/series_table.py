@@ -61,6 +61,7 @@ def metric_rows() -> list[tuple[str, str, str, str]]:
             status=status,
             counted={"prefill": status.counters},
             favours="prefill",
+            max_num_seqs=16,
             client=SimpleNamespace(connected=True),
             healthy=True,
             drains=drains,

@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ridgeline.roofline import analysis
+from ridgeline.roofline.analysis import roofline_table
 from ridgeline.roofline.cost import StepCostModel
 from ridgeline.roofline.hardware import Hardware, hardware_by_name
 from ridgeline.roofline.model_shape import load_model_shape
-from ridgeline.roofline.table import roofline_table
 
 H100 = hardware_by_name("h100-sxm")
 A100_ROUNDED = Hardware("A100 at 2.0 TB/s", 312e12, 2.0e12, "the rounded figures most texts use")

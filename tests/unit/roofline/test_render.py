@@ -6,11 +6,11 @@ import json
 import pytest
 from rich.console import Console
 
+from ridgeline.roofline.analysis import roofline_table
 from ridgeline.roofline.hardware import Hardware, hardware_by_name
 from ridgeline.roofline.known_models import KNOWN_MODELS
 from ridgeline.roofline.model_shape import load_model_shape
 from ridgeline.roofline.render import render, to_json
-from ridgeline.roofline.table import roofline_table
 
 
 def shown(shape, hardware, width=80):

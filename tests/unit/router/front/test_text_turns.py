@@ -3,6 +3,8 @@
 import asyncio
 import logging
 
+import pytest
+
 from ridgeline.router.front.text_turns import EVENTS_LOOKED_AT, SLICE_S, TOLD_EVERY_S, TextTurns
 from tests.support.symptoms import is_quoted
 
@@ -47,7 +49,21 @@ async def test_a_router_that_keeps_up_makes_an_event_of_each_token_in_the_order_
             stream.take(turns)
         await asyncio.sleep(0)
     assert said == [(0, 1), (1, 1), (2, 1)] * 2
-    assert series(turns) == {"ridgeline_text_tokens": 6, "ridgeline_text_events": 6, "ridgeline_text_wait_seconds": 0}
+    assert series(turns) == {
+        "ridgeline_text_tokens": 6,
+        "ridgeline_text_events": 6,
+        "ridgeline_text_seconds": 0,
+        "ridgeline_text_wait_seconds": 0,
+    }
+
+
+async def test_the_time_from_a_token_to_its_text_is_added_up_over_events():
+    turns, streams, _ = made(takes_s=SLICE_S)
+    for stream in streams:
+        stream.take(turns)
+    for _ in streams:
+        await asyncio.sleep(0)
+    assert series(turns)["ridgeline_text_seconds"] == pytest.approx(SLICE_S * (1 + 2 + 3))
 
 
 async def test_a_router_that_is_behind_reads_on_and_makes_one_event_of_what_has_come_meanwhile():

@@ -67,7 +67,7 @@ def worker(pool, worker_id, **status):
 def a_worker(pool, worker_id, favours=None, *, status=None, counted=(), connected=True, healthy=True, drains=False):
     client = SimpleNamespace(connected=connected)
     known = {"status": status, "counted": dict(counted), "client": client, "healthy": healthy, "drains": drains}
-    return SimpleNamespace(pool=pool, worker_id=worker_id, favours=favours, **known)
+    return SimpleNamespace(pool=pool, worker_id=worker_id, favours=favours, max_num_seqs=16, **known)
 
 
 PAIRS = [KvPair("prefill-0", "decode-0", "shm", "")]

@@ -1,0 +1,272 @@
+"""Names what limits a deployment, in one sentence, from the figures of its pools over a while.
+
+The rule is in docs/concepts.md, "Which resource is short". A full stage makes those before it wait, so it looks from
+the end of the pipe to its beginning, at the router first, which is both ends; the first row that holds wins.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+Resource = Literal[
+    "nothing", "unknown", "router", "kv_blocks", "places", "bandwidth", "compute", "time", "link", "queue"
+]
+"""What is short. `places` are the sequences that an engine runs at once; `time`: steps fill it, at neither peak."""
+Change = Literal[
+    "none", "router_processes", "kv_memory", "max_num_seqs", "add_worker", "move_worker", "fewer_workers", "transport"
+]
+"""What to change; `move_worker` takes it from the pool `giver`, `fewer_workers` says that `giver` needs one less."""
+
+BOUND_FROM = 0.5
+"""The share of a peak from which a step counts as bound by it: at that distance from the roof of a roofline
+(Williams et al., 2009) nothing else can cost more than the resource itself."""
+BUSY_FROM = 0.8
+"""The share of its time in steps, or of a link's in transfers, from which it counts as full: `autoscale.up_use`.
+Waiting grows as 1 / (1 - use), to five times the service time at 0.8 (M/M/1 queue)."""
+QUEUED_FROM = 0.62
+"""The share of its time in steps from which a queue needs no other cause: one waits on average in an M/M/1 queue, with
+Poisson arrivals, at a use of (sqrt(5) - 1) / 2, and with several workers at a higher one."""
+IDLE_TO = 0.3
+"""The use up to which a pool that decodes can lose a worker: `autoscale.down_use`. Its busy share is no reserve: one
+sequence keeps an engine as busy as a full batch does."""
+FULL_FROM = 0.95
+"""The share of KV blocks or places in use from which there is no room. A guess: a mean that leaves no place for one
+sequence of twenty."""
+WAITING_FROM = 1.0
+"""Prompts that wait on average: from here at least one waits all the time."""
+MIN_ATTAINMENT = 0.9
+"""The share of requests that must meet an SLO: `autoscale.min_attainment`, DistServe's goal."""
+TOKENS_AN_EVENT = 1.2
+"""Tokens in an event of a stream from which the router is late, as it says itself (`router/front/text_turns.py`)."""
+ROUTER_CORES = 0.9
+"""CPU seconds a second from which a router is full. A guess: its event loop cannot use more than one core."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolState:
+    """Figures of one pool over a while; None is not known. Shares are of 1, levels are means over time."""
+
+    pool: str
+    workers: float | None = None
+    busy: float | None = None
+    """Share of its workers' time that was spent in engine steps."""
+    mfu: float | None = None
+    mbu: float | None = None
+    """Shares of the peaks while in steps."""
+    kv_used: float | None = None
+    """Share of its KV blocks in use."""
+    running: float | None = None
+    """Sequences in the batch of one worker."""
+    places: float | None = None
+    """Sequences that one worker runs at a time, max_num_seqs."""
+    waiting: float | None = None
+    """Prompts or sequences that wait for the pool, in the router and in its engines."""
+    preemptions: float | None = None
+    """Sequences that lost their KV blocks to others."""
+
+    @property
+    def title(self) -> str:
+        """Its name at the beginning of a sentence."""
+        return self.pool.capitalize()
+
+    @property
+    def places_used(self) -> float | None:
+        """Share of its places in use."""
+        return self.running / self.places if self.running is not None and self.places else None
+
+
+@dataclass(frozen=True, slots=True)
+class FleetState:
+    """Figures of a deployment over a while; None is not known."""
+
+    pools: tuple[PoolState, ...] = ()
+    requests: float | None = None
+    """Requests that finished."""
+    ttft_attainment: float | None = None
+    tpot_attainment: float | None = None
+    """Shares of requests that met the SLO; None also without one."""
+    link_busy: float | None = None
+    """KV transfers under way at a receiving worker, or more exactly: the share of the link's measured peak."""
+    handoff_wait_s: float | None = None
+    """Mean time from asking for KV to its first byte."""
+    wire_s: float | None = None
+    """Mean time from the first byte of KV to the last."""
+    router_cores: float | None = None
+    """CPU seconds a second of the router process."""
+    tokens_per_event: float | None = None
+    """Tokens in one event of a stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bottleneck:
+    """What is short, in which pool, and what to change; `sentence` says it."""
+
+    resource: Resource
+    sentence: str
+    pool: str | None = None
+    change: Change = "none"
+    giver: str | None = None
+    """The pool that can do without a worker."""
+
+
+def bottleneck(state: FleetState) -> Bottleneck:
+    """Return what is short; nothing, or that it cannot be told, if the figures say so."""
+    if state.requests == 0:
+        return Bottleneck("nothing", "Nothing is short: no request finished.")
+    found = next(_rows(state), None)
+    if found is not None:
+        return found
+    missing = _missing(state)
+    return Bottleneck("unknown", f"Cannot be told: {missing}.") if missing else _nothing(state)
+
+
+def _rows(state: FleetState) -> Iterator[Bottleneck]:
+    """Yield each row of the rule that holds, in its order."""
+    last = [pool for pool in state.pools if pool.pool != "prefill"]
+    first = [pool for pool in state.pools if pool.pool == "prefill"]
+    yield from _router(state)
+    for pool in last:
+        yield from _room(pool)
+        yield from _steps(pool, state)
+    yield from _link(state)
+    for pool in first:
+        yield from _room(pool)
+        yield from _steps(pool, state)
+    for pool in (*last, *first):
+        yield from _queue(pool)
+
+
+def _router(state: FleetState) -> Iterator[Bottleneck]:
+    late, cores = state.tokens_per_event, state.router_cores
+    if _from(late, TOKENS_AN_EVENT):
+        how = f"it sends {late:.1f} tokens in an event"
+    elif _from(cores, ROUTER_CORES):
+        how = f"it uses {cores:.0%} of a core"
+    else:
+        return
+    said = f"The router is short of CPU: {how}: raise router.processes."
+    yield Bottleneck("router", said, change="router_processes")
+
+
+def _room(pool: PoolState) -> Iterator[Bottleneck]:
+    waits = f"{pool.waiting or 0:.0f} wait"
+    if _from(pool.preemptions, 1):
+        waits = f"{pool.preemptions:.0f} preempted"
+    if _from(pool.preemptions, 1) or (_from(pool.kv_used, FULL_FROM) and _waits(pool)):
+        used = "" if pool.kv_used is None else f"{pool.kv_used:.0%} in use, "
+        said = f"{pool.title} is short of KV blocks: {used}{waits}: give it more KV memory or one worker more."
+        yield Bottleneck("kv_blocks", said, pool.pool, "kv_memory")
+    elif _from(pool.places_used, FULL_FROM) and _waits(pool):
+        said = f"{pool.title} is short of places: {pool.running:.0f} of {pool.places:.0f} run, {waits}: "
+        yield Bottleneck("places", f"{said}raise max_num_seqs.", pool.pool, "max_num_seqs")
+
+
+def _steps(pool: PoolState, state: FleetState) -> Iterator[Bottleneck]:
+    waits, missed = _waits(pool), _missed(pool, state)
+    if not (waits or missed) or not _from(pool.busy, QUEUED_FROM if waits and missed else BUSY_FROM):
+        return
+    resource: Resource = "time"
+    use = "steps fill it, at less than half of either peak" if pool.mfu is not None and pool.mbu is not None else ""
+    if _from(pool.mbu, max(BOUND_FROM, pool.mfu or 0.0)):
+        resource, use = "bandwidth", f"{pool.mbu:.0%} of peak"
+        use += "" if pool.running is None else f" at batch {pool.running:.0f}"
+    elif _from(pool.mfu, BOUND_FROM):
+        resource, use = "compute", f"{pool.mfu:.0%} of peak"
+    name = {"time": "time", "bandwidth": "memory bandwidth", "compute": "FLOP/s"}[resource]
+    used = ", ".join(filter(None, (use, f"busy {pool.busy:.0%}")))
+    giver = next((other for other in state.pools if other is not pool and _spares_one(other, state)), None)
+    change: Change = "add_worker" if giver is None else "move_worker"
+    then = f": add one {pool.pool} worker"
+    if giver is not None:
+        then = f"; {_idles(giver)}: move one {giver.pool} worker to {pool.pool}"
+    said = f"{pool.title} is short of {name}: {used}{then}."
+    yield Bottleneck(resource, said, pool.pool, change, giver.pool if giver else None)
+
+
+def _idles(pool: PoolState) -> str:
+    return f"{pool.pool} idles {1 - (pool.busy or 0.0):.0%}"
+
+
+def _link(state: FleetState) -> Iterator[Bottleneck]:
+    if not _from(state.link_busy, BUSY_FROM) or state.handoff_wait_s is None or state.wire_s is None:
+        return
+    if state.handoff_wait_s > state.wire_s:
+        wait_ms, wire_ms = state.handoff_wait_s * 1e3, state.wire_s * 1e3
+        said = f"The KV link is short: busy {state.link_busy:.0%}, and a hand-off waits {wait_ms:.0f} ms for "
+        said += f"{wire_ms:.0f} ms of transfer: use a faster transport, or mode colocated."
+        yield Bottleneck("link", said, change="transport")
+
+
+def _queue(pool: PoolState) -> Iterator[Bottleneck]:
+    if _waits(pool) and pool.busy is not None and pool.busy < QUEUED_FROM:
+        said = f"{pool.title} has a queue: {pool.waiting:.0f} wait while it is busy {pool.busy:.0%}: its limits "
+        yield Bottleneck("queue", f"{said}on sequences or KV blocks hold them back.", pool.pool)
+
+
+def _nothing(state: FleetState) -> Bottleneck:
+    for name, share in (("TTFT", state.ttft_attainment), ("TPOT", state.tpot_attainment)):
+        if share is not None and share < MIN_ATTAINMENT:
+            said = f"No resource is short, yet only {share:.0%} of requests meet the {name} SLO: "
+            return Bottleneck("nothing", f"{said}it may be too tight for one request alone.")
+    giver = next((pool for pool in state.pools if _spares_one(pool, state)), None)
+    if giver is not None:
+        said = f"Nothing is short; {_idles(giver)}: one {giver.pool} worker fewer would do."
+        return Bottleneck("nothing", said, change="fewer_workers", giver=giver.pool)
+    nearest = max((each for pool in state.pools for each in _nearness(pool)), default=None)
+    return Bottleneck("nothing", f"Nothing is short{'' if nearest is None else f'; nearest: {nearest[1]}'}.")
+
+
+def _nearness(pool: PoolState) -> Iterator[tuple[float, str]]:
+    for use, limit, name in (
+        (pool.busy, BUSY_FROM, "busy"),
+        (pool.kv_used, FULL_FROM, "KV blocks in use"),
+        (pool.places_used, FULL_FROM, "places in use"),
+    ):
+        if use is not None:
+            yield use / limit, f"{pool.pool}, {name} {use:.0%}"
+
+
+def _missing(state: FleetState) -> str:
+    """Say which figure would be needed to say that nothing is short; empty if none."""
+    if not state.pools:
+        return "the server publishes no figures of its workers"
+    met = all(_from(share, MIN_ATTAINMENT) for share in (state.ttft_attainment, state.tpot_attainment))
+    figures: dict[str, Callable[[PoolState], float | None]] = {
+        "queue": lambda pool: pool.waiting,
+        "KV use": lambda pool: pool.kv_used,
+    }
+    if not met:  # who meets the SLOs without a queue is short of nothing, however busy
+        figures["busy time"] = lambda pool: pool.busy
+    for name, figure in figures.items():
+        for pool in state.pools:
+            if figure(pool) is None:
+                waits = f" while {pool.waiting:.0f} wait" if _waits(pool) else ""
+                return f"{pool.pool} publishes no {name}{waits}"
+    waiting = next((pool for pool in state.pools if _waits(pool) and pool.busy is None), None)
+    return "" if waiting is None else f"{waiting.pool} publishes no busy time while {waiting.waiting:.0f} wait"
+
+
+def _spares_one(pool: PoolState, state: FleetState) -> bool:
+    """Whether the pool would still be short of nothing with one worker fewer."""
+    if pool.workers is None or pool.workers < 2 or pool.busy is None or _waits(pool) or _missed(pool, state):
+        return False
+    more = pool.workers / (pool.workers - 1)
+    room = all(use is None or use * more < FULL_FROM for use in (pool.kv_used, pool.places_used))
+    # the time of prefill's steps grows with its load; that of decode's hardly does
+    return room and (pool.busy * more <= BUSY_FROM if pool.pool == "prefill" else pool.busy <= IDLE_TO)
+
+
+def _missed(pool: PoolState, state: FleetState) -> bool:
+    """Whether an SLO is missed for which the pool answers: TTFT for prefill, TPOT for decode, else both."""
+    shares = {"prefill": (state.ttft_attainment,), "decode": (state.tpot_attainment,)}.get(
+        pool.pool, (state.ttft_attainment, state.tpot_attainment)
+    )
+    return any(share is not None and share < MIN_ATTAINMENT for share in shares)
+
+
+def _waits(pool: PoolState) -> bool:
+    return _from(pool.waiting, WAITING_FROM)
+
+
+def _from(figure: float | None, limit: float) -> bool:
+    return figure is not None and figure >= limit
