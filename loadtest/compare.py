@@ -16,15 +16,16 @@ from typing import Any
 
 from rich.console import Console
 
-from ridgeline.loadtest.errors import ServerError
+from ridgeline.loadtest.errors import ServerError, UnequalError
 from ridgeline.loadtest.plan import ComparePlan
 from ridgeline.loadtest.preparation import Prepared, prepare, prepared_before
 from ridgeline.loadtest.report.comparison import summarise_comparison
 from ridgeline.loadtest.report.page import print_comparison, write_report
 from ridgeline.loadtest.report.record_table import write_record_table
-from ridgeline.loadtest.report.rounds import Interruption, interruptions_summary
+from ridgeline.loadtest.report.rounds import Interruption, interruptions_summary, labels_of
 from ridgeline.loadtest.run.calibration import LEAST_REQUESTS, Workers
 from ridgeline.loadtest.run.replay import ReplayResult
+from ridgeline.loadtest.run.server_facts import unequal
 from ridgeline.loadtest.run_folder import (
     RECORD_TABLE,
     RECORDS,
@@ -69,9 +70,13 @@ async def compare(
     `notes` are printed with the load. With `is_alone` work that this process did not start counts as a disturbance.
     Rate and SLOs are measured at variant a's first, if they are not given; a search starts at 80 % of what the unloaded
     server is calculated to hold. The plan's budget counts from `began_s`, on time.monotonic's scale; without it from
-    now. Raises LoadTestError, and NotDisaggregatedError after a round in that mode that did not use both pools.
+    now. Raises UnequalError before anything is sent, other kinds of LoadTestError, and NotDisaggregatedError after a
+    round in that mode that did not use both pools.
     """
     began_s = time.monotonic() if began_s is None else began_s
+    differences = unequal_variants(variants)
+    if differences and not plan.allow_unequal:
+        raise UnequalError(differences)
     folder = new_folder(out if isinstance(out, RunFolder) else RunFolder(out), console)
     prepared = await prepare(variants[0], plan.with_rate(), console, workers, notes, began_s, _context_tokens(variants))
     if prepared.load.rate is None:
@@ -108,22 +113,32 @@ async def _to_the_end(
     pairs = _Pairs(prepared, runner)
     with saying_how_to_go_on(folder.path, runner.console):
         await pairs.run()
-    devices = {side: variant.devices for side, variant in runner.variants.items()}
     summary = summarise_comparison(
         pairs.rates,
         [each for each in runner.rounds if each.pair < len(pairs.rates)],
         runner.labels,
         runner.plan,
         prepared.load,
-        devices,
+        runner.variants,
         time.monotonic() - runner.began_s,
     )
+    summary |= {"unequal": unequal_variants(list(runner.variants.values()))}
     summary |= {"setup": dict(folder.setup), "interruptions": interruptions_summary(interruptions)}
     report = write_report(folder.path / REPORT, summary)
     write_record_table(folder.path / RECORD_TABLE, folder.record_lines(), runner.rounds, runner.plan.slos)
     folder.finish(summary)
     print_comparison(summary, runner.console)
     return Comparison(summary, report)
+
+
+def unequal_variants(variants: Sequence[Variant]) -> list[str]:
+    """Say in what the variants are not equal, as far as it is known, a sentence each."""
+    labels = labels_of(*(variant.mode for variant in variants)).values()
+    named = dict(zip(labels, variants, strict=True))
+    counts = {label: each.devices.count for label, each in named.items() if each.devices is not None}
+    told = ", ".join(f"{count} in {label}" for label, count in counts.items())
+    of_devices = [f"Number of devices: {told}"] if len(set(counts.values())) > 1 else []
+    return [*of_devices, *unequal({label: each.facts for label, each in named.items()})]
 
 
 def _context_tokens(variants: Sequence[Variant]) -> int | None:

@@ -1,5 +1,7 @@
 """The errors of a load test; each message is a full sentence that the command line prints."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 MALFORMED = (msgspec.DecodeError, UnicodeError, RecursionError)
@@ -24,3 +26,13 @@ class RestartedError(ServerError):
 
 class NotDisaggregatedError(LoadTestError):
     """Too few requests of a run in mode `disaggregated` went through both pools."""
+
+
+class UnequalError(LoadTestError):
+    """Variants that differ in what can decide a comparison."""
+
+    def __init__(self, differences: Sequence[str]) -> None:
+        super().__init__(
+            f"the variants are not equal, which can decide the comparison. {'. '.join(differences)}. Start them with "
+            "the same settings, or give --allow-unequal, and the report shows it"
+        )

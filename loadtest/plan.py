@@ -194,6 +194,9 @@ class ComparePlan(ReplayPlan):
     be repeated"""
     devices: list[str] | None = None
     """NAME=N, the GPUs, or cores, that a running server has; the report then has figures per device. May be repeated"""
+    engines: list[str] | None = None
+    """NAME=URL,URL, engines behind a running server, such as those of a proxy, whose /metrics and settings are read
+    too. May be repeated"""
     allow_unequal: bool = False
     """compare although the variants differ in devices, dtype, graphs, caches or the like; the report shows it in red"""
     pairs: CountOrNone = None
@@ -216,16 +219,17 @@ class ComparePlan(ReplayPlan):
     @property
     def servers(self) -> dict[str, tuple[str, ...]]:
         """The base URLs of each running server, by its name."""
-        found = (each.partition("=")[::2] for each in self.server or ())
-        return {
-            name.strip(): tuple(url.strip().rstrip("/").removesuffix("/v1") for url in urls.split(",") if url.strip())
-            for name, urls in found
-        }
+        return _urls_by_name(self.server)
 
     @property
     def devices_of(self) -> dict[str, int]:
         """The devices of running servers, by their names."""
         return {name.strip(): int(count) for name, count in (each.split("=") for each in self.devices or ())}
+
+    @property
+    def engines_of(self) -> dict[str, tuple[str, ...]]:
+        """The base URLs of the engines behind running servers, by the servers' names."""
+        return _urls_by_name(self.engines)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -265,7 +269,7 @@ class ComparePlan(ReplayPlan):
             raise ValueError(f"must be some of {', '.join(MODES)}, separated by commas, not {value!r}")
         return ",".join(modes)
 
-    @field_validator("server")
+    @field_validator("server", "engines")
     @classmethod
     def _named_urls(cls, value: list[str] | None) -> list[str] | None:
         for each in value or ():
@@ -295,8 +299,18 @@ class ComparePlan(ReplayPlan):
                 f"a comparison has two to {MOST_VARIANTS} variants, not {len(self.kinds)}: name modes "
                 f"(variants {COLOCATED},{DISAGGREGATED}), running servers (server NAME=URL, twice), or both"
             )
-        if unknown := sorted(self.devices_of.keys() - self.servers.keys()):
-            yield f"devices name {', '.join(unknown)}, which no server is called: {', '.join(self.servers) or 'none'}"
+        for option, named in (("devices", self.devices_of), ("engines", self.engines_of)):
+            if unknown := sorted(set(named) - self.servers.keys()):
+                called = ", ".join(self.servers) or "none"
+                yield f"{option} name {', '.join(unknown)}, which no server is called; servers: {called}"
+
+
+def _urls_by_name(given: list[str] | None) -> dict[str, tuple[str, ...]]:
+    found = (each.partition("=")[::2] for each in given or ())
+    return {
+        name.strip(): tuple(url.strip().rstrip("/").removesuffix("/v1") for url in urls.split(",") if url.strip())
+        for name, urls in found
+    }
 
 
 def _has_port_or_none(url: str) -> bool:

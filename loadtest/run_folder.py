@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from rich.console import Console
@@ -23,7 +23,7 @@ from ridgeline.loadtest.run.client.process import ClientLoad
 from ridgeline.loadtest.run.machine import Disturbance
 from ridgeline.loadtest.run.records import RequestRecord
 from ridgeline.loadtest.run.replay import ReplayResult
-from ridgeline.loadtest.run.server_metrics import MetricsDelta, SampleKey
+from ridgeline.loadtest.run.server_metrics import Level, MetricsDelta, SampleKey
 from ridgeline.loadtest.trace.windows import PairTraces
 
 RUN, ROUNDS, RECORDS, SUMMARY, REPORT = "run.json", "rounds.jsonl", "records.jsonl", "summary.json", "report.html"
@@ -31,6 +31,7 @@ RECORD_TABLE = "records.parquet"
 Setup = Mapping[str, Any]
 """The configuration without secrets, and the versions of the software; `setup` in summary.json."""
 _Samples = list[tuple[str, dict[str, str], float]]
+Value = TypeVar("Value")
 
 
 class Settled(msgspec.Struct, frozen=True):
@@ -52,14 +53,21 @@ class Settled(msgspec.Struct, frozen=True):
         return ComparePlan(**self.given).model_copy(update=self.plan | {"rates": tuple(self.plan["rates"])})
 
 
+class _Counted(msgspec.Struct, frozen=True):
+    """A `MetricsDelta` as JSON."""
+
+    counters: _Samples
+    gauges: _Samples
+    levels: list[tuple[str, dict[str, str], Level]]
+    wall_s: float
+
+
 class _Replayed(msgspec.Struct, frozen=True):
     duration_s: float
     warnings: tuple[str, ...]
     fleet_change: str | None
     client: ClientLoad | None
-    counters: _Samples | None
-    gauges: _Samples
-    wall_s: float
+    deltas: dict[str, _Counted]
     rate: float
     """Mean arrivals a second; with the number of requests, what differs between pairs."""
     requests: int
@@ -152,9 +160,7 @@ class RunFolder:
                 result.warnings,
                 result.fleet_change,
                 result.client,
-                _as_samples(result.metrics.counters) if result.metrics else None,
-                _as_samples(result.metrics.gauges) if result.metrics else [],
-                result.metrics.wall_s if result.metrics else 0.0,
+                {url: _as_counted(delta) for url, delta in result.deltas.items()},
                 result.trace.mean_rate or 0.0,
                 len(result.trace.rows),
             )
@@ -273,18 +279,14 @@ def _as_round(line: _Ended, records: Mapping[int, list[RequestRecord]], traces: 
     if replayed is not None:
         trace = traces.at_rate(line.pair, replayed.rate, replayed.requests)
         kept = tuple(records.get(line.number, ()))
-        metrics = (
-            None
-            if replayed.counters is None
-            else MetricsDelta(_as_mapping(replayed.counters), _as_mapping(replayed.gauges), replayed.wall_s)
-        )
+        deltas = {url: _as_delta(one) for url, one in replayed.deltas.items()}
         if len(kept) != len(trace.rows):
             raise LoadTestError(
                 f"round {line.number} has {len(kept)} of {len(trace.rows)} records: its files were changed, or the "
                 "trace was; begin anew with --out"
             )
         result = ReplayResult(
-            trace, kept, replayed.duration_s, metrics, replayed.warnings, replayed.fleet_change, replayed.client
+            trace, kept, replayed.duration_s, deltas, replayed.warnings, replayed.fleet_change, replayed.client
         )
     return Round(
         line.side,
@@ -299,11 +301,19 @@ def _as_round(line: _Ended, records: Mapping[int, list[RequestRecord]], traces: 
     )
 
 
-def _as_samples(found: Mapping[SampleKey, float]) -> _Samples:
+def _as_counted(delta: MetricsDelta) -> _Counted:
+    return _Counted(_as_samples(delta.counters), _as_samples(delta.gauges), _as_samples(delta.levels), delta.wall_s)
+
+
+def _as_delta(found: _Counted) -> MetricsDelta:
+    return MetricsDelta(_as_mapping(found.counters), _as_mapping(found.gauges), found.wall_s, _as_mapping(found.levels))
+
+
+def _as_samples(found: Mapping[SampleKey, Value]) -> list[tuple[str, dict[str, str], Value]]:
     return [(name, dict(labels), value) for (name, labels), value in found.items()]
 
 
-def _as_mapping(samples: _Samples) -> dict[SampleKey, float]:
+def _as_mapping(samples: list[tuple[str, dict[str, str], Value]]) -> dict[SampleKey, Value]:
     return {(name, frozenset(labels.items())): value for name, labels, value in samples}
 
 

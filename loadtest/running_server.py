@@ -5,7 +5,7 @@ import os
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, Literal
 
@@ -16,6 +16,8 @@ from ridgeline.loadtest.plan import ComparePlan
 from ridgeline.loadtest.run.client.stream import Completion, LoadClient, encode_body
 from ridgeline.loadtest.run.machine import serving_processes
 from ridgeline.loadtest.run.server import KEY_VARIABLE, ModelCard, Servers, first_model, open_http
+from ridgeline.loadtest.run.server_facts import ServerFacts, ask_facts
+from ridgeline.loadtest.run.server_metrics import scrape
 from ridgeline.loadtest.variants import Devices, Reached
 
 RESET_PATH = "/reset_prefix_cache"
@@ -36,6 +38,8 @@ class RunningServer:
     devices: Devices | None = None
     card: ModelCard | None = None
     """Its model; `check` asks for it."""
+    facts: ServerFacts = field(default_factory=ServerFacts)
+    """The settings of its engines, as far as they say them; `check` asks for them."""
     resets_cache: bool = False
     start_s: float = 0.0
     _was_ready: bool = False
@@ -57,6 +61,9 @@ class RunningServer:
                 f"the servers of {self.mode} are one variant and must have one model; they serve {served}"
             )
         self.card = cards[0]
+        for url in self.servers.metrics_urls:
+            async with open_http(url, self.servers.key_variable) as http:
+                self.facts = self.facts.completed_by(await ask_facts(http, await scrape(http, foreign=True)))
         self.resets_cache = await self._reset_caches()
         where = ", ".join(self.servers.urls) + (", which get the requests in turn" if len(cards) > 1 else "")
         notes = [f"{self.mode}: model '{self.card.id}' at {where}"]
@@ -108,7 +115,8 @@ def running_servers(plan: ComparePlan, unit: Literal["core", "GPU"] = "GPU") -> 
         return Devices(unit, plan.devices_of[name], {}) if name in plan.devices_of else None
 
     return [
-        RunningServer(name, Servers(urls, key_variable_of(name)), devices(name)) for name, urls in plan.servers.items()
+        RunningServer(name, Servers(urls, key_variable_of(name), engines=plan.engines_of.get(name, ())), devices(name))
+        for name, urls in plan.servers.items()
     ]
 
 

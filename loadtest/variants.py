@@ -13,6 +13,7 @@ import msgspec
 from ridgeline.loadtest.errors import ServerError
 from ridgeline.loadtest.plan import Mode
 from ridgeline.loadtest.run.server import Servers
+from ridgeline.loadtest.run.server_facts import ServerFacts
 
 Serve = Callable[[Mode], AbstractAsyncContextManager[str]]
 """Starts a deployment in a mode, yields its base URL, and stops it."""
@@ -65,6 +66,10 @@ class Variant(Protocol):
     def context_tokens(self) -> int | None:
         """The longest request that it serves, if that is known before it is reached."""
 
+    @property
+    def facts(self) -> ServerFacts:
+        """The settings of its engines that must be equal in a comparison."""
+
     async def ready(self) -> Reached:
         """Make it ready to serve a round. Raises ServerError if it cannot be."""
 
@@ -93,10 +98,12 @@ class Deployments:
     ) -> bool | None:
         return await self._stack.__aexit__(kind, error, trace)
 
-    def variant(self, mode: Mode, devices: Devices | None = None, serve: Serve | None = None) -> "RestartedVariant":
-        """Return a variant that restarts the deployment in this mode; with `serve`, one of its own."""
+    def variant(
+        self, mode: Mode, devices: Devices | None = None, facts: ServerFacts | None = None
+    ) -> "RestartedVariant":
+        """Return a variant that restarts the deployment in this mode."""
         self.variants += 1
-        return RestartedVariant(mode, self, devices, serve or self._serve)
+        return RestartedVariant(mode, self, devices, self._serve, facts or ServerFacts())
 
     async def start(self, variant: "RestartedVariant") -> str:
         """Run the variant's deployment and no other; return its base URL."""
@@ -124,6 +131,7 @@ class RestartedVariant:
     deployments: Deployments
     devices: Devices | None
     serve: Serve
+    facts: ServerFacts = field(default_factory=ServerFacts)
     context_tokens: int | None = None
 
     @property
@@ -153,6 +161,7 @@ class SwitchedVariant:
     transport: httpx.AsyncBaseTransport | None = None
     start_s: float = 0.0
     devices: Devices | None = None
+    facts: ServerFacts = field(default_factory=ServerFacts)
     context_tokens: int | None = None
     _was_ready: bool = False
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 
 from rich.console import Console
 
 from ridgeline.cluster.commands.serve import refuse_unfit_machine, say_with_time, started
+from ridgeline.cluster.commands.setup import versions
 from ridgeline.cluster.config.api_keys import first_admin_key
 from ridgeline.cluster.config.autoscale import AutoscaleConfig
 from ridgeline.cluster.config.models import PoolConfig, RidgelineConfig
@@ -20,6 +21,7 @@ from ridgeline.contracts.section import MIB
 from ridgeline.contracts.vocabulary import Mode
 from ridgeline.loadtest.plan import COLOCATED, DISAGGREGATED, ComparePlan
 from ridgeline.loadtest.run.calibration import Workers
+from ridgeline.loadtest.run.server_facts import UNKNOWN, ServerFacts
 from ridgeline.loadtest.variants import Deployments, Devices, SwitchedVariant, Variant
 
 
@@ -56,12 +58,14 @@ async def _variants(
     deployments: Deployments, config: RidgelineConfig, modes: tuple[Mode, ...], console: Console
 ) -> tuple[str, tuple[Variant, ...]]:
     """Start variant a, and switch the modes of its deployment if it can serve all; else each variant needs starts."""
-    restarted = tuple(deployments.variant(mode, devices_of(config, mode)) for mode in modes)
+    restarted = tuple(deployments.variant(mode, devices_of(config, mode), facts_of(config, mode)) for mode in modes)
     url, keys_file = await deployments.start(restarted[0]), config.security.admin_keys_file
     if len(modes) == 1:
         return url, restarted
     headers = {"authorization": f"Bearer {first_admin_key(keys_file)}"} if keys_file else {}
-    switched = tuple(SwitchedVariant(url, mode, headers, devices=devices_of(config, mode)) for mode in modes)
+    switched = tuple(
+        SwitchedVariant(url, mode, headers, devices=devices_of(config, mode), facts=facts[mode]) for mode in modes
+    )
     for variant in switched:
         if (why_not := await variant.obstacle()) is not None:
             console.print(
@@ -71,6 +75,29 @@ async def _variants(
             )
             return url, restarted
     return url, switched
+
+
+def facts_of(config: RidgelineConfig, mode: Mode) -> ServerFacts:
+    """Return the settings that all engines of a mode have, as far as the configuration says them.
+
+    Places and token budgets are not among them: each pool has its own, since prefill and decode need others.
+    """
+    pools = config.model_copy(update={"mode": mode}).active_pools().values()
+    model = config.model
+    on_cpu = not any(pool.gpus_per_worker for pool in pools)
+
+    def same(values: Iterable[object]) -> str:
+        found = {str(value) for value in values}
+        return found.pop() if len(found) == 1 else UNKNOWN
+
+    return ServerFacts(
+        server="Ridgeline",
+        engine=f"vLLM {versions()['vllm']}",
+        dtype=UNKNOWN if model.dtype == "auto" else model.dtype,
+        block_size_tokens=str(model.block_size_tokens),
+        graphs="off" if model.is_eager(on_cpu=on_cpu) else UNKNOWN,
+        tensor_parallel=same(pool.ranks for pool in pools),
+    )
 
 
 def split_workers(config: RidgelineConfig, modes: tuple[Mode, ...]) -> Workers | None:

@@ -12,22 +12,27 @@ from ridgeline.loadtest.report.pools import (
     POOL_FORMULAS,
     describe_pools,
     disaggregated_fraction,
+    fleet_state,
     latency_parts,
     recomputes,
+    router_share,
+    split_fraction,
     stage_seconds,
 )
 from ridgeline.loadtest.report.rounds import Round, Side, VariantLabel, round_summary, undisturbed_pairs
 from ridgeline.loadtest.report.summary import FORMULAS, SCHEMA, summarise
-from ridgeline.loadtest.report.wording import Found, Pauses, say
+from ridgeline.loadtest.report.wording import Found, Pauses, loaded_rates, say
 from ridgeline.loadtest.run.calibration import Load
 from ridgeline.loadtest.run.machine import describe_machine
 from ridgeline.loadtest.run.records import RequestRecord
 from ridgeline.loadtest.run.replay import ReplayResult
-from ridgeline.loadtest.run.server_metrics import add_up
+from ridgeline.loadtest.run.server_facts import unknown
+from ridgeline.loadtest.run.server_metrics import MetricsDelta, add_up
 from ridgeline.loadtest.slo_map import grid_of, rate_map
 from ridgeline.loadtest.statistics.attainment_curve import AttainmentCurve, MaxGoodputRate, RoundCount, curves_of
 from ridgeline.loadtest.statistics.verdict import Verdict, judge
-from ridgeline.loadtest.variants import Devices
+from ridgeline.loadtest.variants import Devices, Variant
+from ridgeline.roofline.bottleneck import bottleneck
 
 COMPARISON_FORMULAS = {
     "max_goodput_rate": "rate at which the share of requests within every SLO falls to the target: the median of the "
@@ -82,6 +87,12 @@ class _Measured(msgspec.Struct, frozen=True):
 
         return {label: [count(*one) for one in self.kept(side)] for side, label in self.labels.items()}
 
+    def under_load(self, side: Side) -> list[ReplayResult]:
+        """Return the results at the rates at which a variant missed the attainment; without such a rate, all."""
+        rates = loaded_rates(self.counts(self.slo.in_seconds()), self.attainment)
+        found = self.kept(side)
+        return [result for each, result in found if self.rates[each.pair] in rates] or [result for _, result in found]
+
     def judged(self, limits_s: tuple[float, float, float]) -> tuple[dict[VariantLabel, AttainmentCurve], Verdict]:
         """Return the curves of all variants and the verdict on them."""
         counts = self.counts(limits_s)
@@ -95,10 +106,12 @@ def summarise_comparison(
     labels: Mapping[Side, VariantLabel],
     plan: ComparePlan,
     load: Load,
-    devices: Mapping[Side, Devices | None],
+    variants: Mapping[Side, Variant],
     took_s: float,
 ) -> dict[str, Any]:
     """Return the content of summary.json; `rates` has that of each pair."""
+    devices = {side: variant.devices for side, variant in variants.items()}
+    facts = {labels[side]: variant.facts for side, variant in variants.items()}
     measured = _Measured(rounds, rates, labels, plan.slos, plan.attainment)
     curves, verdict = measured.judged(plan.slos.in_seconds())
     held = {label: curves[label].max_goodput_rate() for label in labels.values()}
@@ -131,6 +144,8 @@ def summarise_comparison(
             }
             for (side, label), mode in zip(labels.items(), plan.kinds, strict=True)
         },
+        "facts": {label: msgspec.to_builtins(each) for label, each in facts.items()},
+        "unknown": unknown(facts),
         "map": _map(measured, plan, load, devices),
         "rounds": [round_summary(each, rates[each.pair], labels[each.side], plan.slos) for each in rounds],
         "slo": plan.slos.model_dump(),
@@ -196,6 +211,7 @@ def _points(measured: _Measured, side: Side) -> list[dict[str, Any]]:
 def _served(measured: _Measured, side: Side, mode: str) -> dict[str, Any]:
     """Return what the server of a variant said of itself over all its valid rounds; little if it counts nothing."""
     results = [result for _, result in measured.kept(side)]
+    under_load = measured.under_load(side)
     records = list(chain.from_iterable(result.counted_records for result in results))
     figures = summarise(records, sum(result.window_s for result in results), measured.slo)
     counted = [result.metrics for result in results if result.metrics is not None]
@@ -205,11 +221,40 @@ def _served(measured: _Measured, side: Side, mode: str) -> dict[str, Any]:
         "stage_seconds": stage_seconds(delta),
         "latency_parts": latency_parts(delta, _seconds(figures["mean_ttft_ms"]), _seconds(figures["mean_e2el_ms"])),
         "recomputes": recomputes(delta),
+        "bottleneck": _bottleneck(under_load, measured.slo),
+        "router": _router(under_load),
+        "split_fraction": split_fraction(_by_url(results)),
         "warnings": list(dict.fromkeys(warning for result in results for warning in result.warnings)),
     }
     if mode == DISAGGREGATED:
         served["disaggregated_fraction"] = disaggregated_fraction(delta)
     return served
+
+
+def _by_url(results: Sequence[ReplayResult]) -> dict[str, MetricsDelta]:
+    """Add up what each server counted in several rounds."""
+    urls = dict.fromkeys(url for result in results for url in result.deltas)
+    return {url: add_up(result.deltas[url] for result in results if url in result.deltas) for url in urls}
+
+
+def _bottleneck(results: Sequence[ReplayResult], slo: Slo) -> dict[str, Any]:
+    """Name what was short, by the rule of `ridgeline.roofline.bottleneck`."""
+    ttft_s, tpot_s, gap_s = slo.in_seconds()
+    records = [record for result in results for record in result.counted_records]
+    in_time = sum(record.meets(ttft_s, NO_LIMIT_S, NO_LIMIT_S) for record in records) / len(records)
+    steady = sum(record.meets(NO_LIMIT_S, tpot_s, gap_s) for record in records) / len(records)
+    found: dict[str, Any] = msgspec.to_builtins(bottleneck(fleet_state(_by_url(results), in_time, steady)))
+    return found
+
+
+def _router(results: Sequence[ReplayResult]) -> dict[str, Any] | None:
+    """Return the router's share of the latencies; None for a server that is not Ridgeline's."""
+    counted = [result.metrics for result in results if result.metrics is not None]
+    if not counted:
+        return None
+    figures = summarise([one for result in results for one in result.counted_records], 1.0, Slo())
+    found = router_share(add_up(counted), _seconds(figures["mean_ttft_ms"]), _seconds(figures["mean_e2el_ms"]))
+    return dict(msgspec.to_builtins(found)) | {"sentence": found.sentence}
 
 
 def _seconds(milliseconds: float | None) -> float | None:

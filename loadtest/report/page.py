@@ -53,8 +53,20 @@ def print_comparison(summary: Summary, console: Console) -> None:
     """Print what each variant did, and the verdict."""
     share = f"{summary['attainment']:.0%} of requests within {Slo(**summary['slo'])}"
     print_table(f"Highest rate with {share}", *rate_rows(summary), console)
-    for sentence in (*pool_sentences(summary), *summary["verdict"]["sentences"]):
+    for sentence in (*summary["verdict"]["sentences"], *explanations(summary), *pool_sentences(summary)):
         console.print(sentence, highlight=False, markup=False)
+    for difference in summary["unequal"]:
+        console.print(f"not equal: {difference}", style="bold red", highlight=False, markup=False)
+
+
+def explanations(summary: Summary) -> list[str]:
+    """Say what was short in each variant under load, and the router's part where it matters."""
+    return [
+        f"{variant['label']}: {sentence}"
+        for variant in summary["variants"].values()
+        for sentence in (variant["bottleneck"]["sentence"], (variant["router"] or {}).get("sentence"))
+        if sentence
+    ]
 
 
 def rate_rows(summary: Summary) -> tuple[list[str], list[list[str]]]:
@@ -177,6 +189,8 @@ def write_report(path: Path, summary: Summary) -> Path:
         setting=html.escape(_setting(summary)),
         warnings=_warnings(summary),
         rates=html_table(*rate_rows(summary)),
+        explanations="".join(f"<li>{html.escape(line)}</li>" for line in explanations(summary)),
+        equality=_equality(summary),
         ratios=html_table(RATIO_HEADER, ratio_rows(summary)),
         attainment=plot_card(plots.attainment_against_rate(summary)),
         figures="\n".join(plot_card(figure) for figure in _figures(summary) if figure is not None),
@@ -241,7 +255,8 @@ def _setting(summary: Summary) -> str:
 
 
 def _warnings(summary: Summary) -> str:
-    found = [f"{variant['label']}: {text}" for variant in summary["variants"].values() for text in variant["warnings"]]
+    found = [f"not equal: {each}" for each in summary["unequal"]]
+    found += [f"{variant['label']}: {text}" for variant in summary["variants"].values() for text in variant["warnings"]]
     disturbed = sum(each["valid"] and bool(each["reasons"]) for each in summary["rounds"])
     if disturbed:
         found.append(f"rounds kept although they were disturbed, since their repeats were disturbed too: {disturbed}")
@@ -258,6 +273,14 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _html_figures(figures: FigureTable) -> str:
     rows = [[label, *cells, formula] for label, cells, formula in figures.rows]
     return html_table(["", *figures.columns, "formula"], rows)
+
+
+def _equality(summary: Summary) -> str:
+    """Return the settings of all variants, with those that differ in red."""
+    facts = summary["facts"]
+    rows = [[name, *(each[name] for each in facts.values())] for name in next(iter(facts.values()))]
+    red = "".join(f'<p class="unequal">Not equal: {html.escape(each)}.</p>' for each in summary["unequal"])
+    return red + html_table(["", *facts], rows)
 
 
 def _pools_table(summary: Summary) -> str:

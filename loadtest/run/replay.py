@@ -7,7 +7,7 @@ It is open-loop because a load that waits for the server would hide the queue it
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +22,7 @@ from ridgeline.loadtest.run.machine import parse_cores
 from ridgeline.loadtest.run.progress import ReplayProgress, shown
 from ridgeline.loadtest.run.records import RecordFile, RequestRecord, counted
 from ridgeline.loadtest.run.server import ModelCard, Servers, as_servers, served_model
-from ridgeline.loadtest.run.server_metrics import MetricsDelta, difference, fleet_change, scrape_settled
+from ridgeline.loadtest.run.server_metrics import MetricsDelta, watch_all
 from ridgeline.loadtest.trace.prompts import PromptMaker, TextWindows, load_text_tokens, load_tokenizer, prompt_text
 from ridgeline.loadtest.trace.readers import load_trace
 from ridgeline.loadtest.trace.shape import fit_context, rows_wanted, shape_trace
@@ -48,12 +48,18 @@ class ReplayResult:
     trace: Trace
     records: tuple[RequestRecord, ...]
     duration_s: float
-    metrics: MetricsDelta | None
+    deltas: Mapping[str, MetricsDelta]
+    """What each server that publishes /metrics counted, by the URL of its page."""
     warnings: tuple[str, ...]
     fleet_change: str | None = None
     """Which worker came, went or was restarted meanwhile."""
     client: ClientLoad | None = None
     """What the sending took of the client's own process."""
+
+    @property
+    def metrics(self) -> MetricsDelta | None:
+        """What a Ridgeline server counted; None if none is among the servers."""
+        return next((each for each in self.deltas.values() if each.is_ridgeline), None)
 
     @property
     def counted_records(self) -> tuple[RequestRecord, ...]:
@@ -128,16 +134,15 @@ async def run_replay(
             async with LoadClient(first_url, servers.headers, plan.endpoint, others) as warming:
                 for number in range(plan.warmup_requests):
                     await send_warm_up(warming, plan, bodies, trace, round_index, number, plan.warmup_requests)
-            before = await scrape_settled(http, plan.settle_s) if servers.counted else None
-            load = await client.run(progress.set_sent, take)
-        after = await scrape_settled(http, plan.settle_s) if servers.counted else None
+            async with watch_all(servers, plan.settle_s) as seen:
+                load = await client.run(progress.set_sent, take)
     records.sort(key=lambda record: record.index)
-    change = fleet_change(before, after) if before and after else None
-    metrics = difference(before, after, load.duration_s) if before and after else None
+    change = next(filter(None, (one.fleet_change for one in seen.values())), None)
+    deltas = {url: delta for url, one in seen.items() if (delta := one.delta(load.duration_s)) is not None}
     warnings = (*_warnings(records), *([change] if change else []))
     for warning in warnings:
         console.print(f"warning: {warning}", style="yellow", markup=False)
-    return ReplayResult(trace, tuple(records), load.duration_s, metrics, warnings, change, load)
+    return ReplayResult(trace, tuple(records), load.duration_s, deltas, warnings, change, load)
 
 
 def _trace_of(plan: ReplayPlan) -> Trace:

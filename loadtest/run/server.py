@@ -27,6 +27,8 @@ class Servers:
     """The environment variable with their API key."""
     also: tuple[tuple[str, str], ...] = ()
     """Further HTTP headers of every request, such as the limits that it must meet."""
+    engines: tuple[str, ...] = ()
+    """The base URLs of engines behind them that publish /metrics of their own."""
 
     @property
     def headers(self) -> dict[str, str]:
@@ -37,6 +39,11 @@ class Servers:
     def counted(self) -> str | None:
         """The base URL whose /metrics count everything that is sent; None if it is spread over several servers."""
         return self.urls[0] if len(self.urls) == 1 else None
+
+    @property
+    def metrics_urls(self) -> tuple[str, ...]:
+        """The base URLs whose /metrics say what the servers did."""
+        return tuple(dict.fromkeys((*self.urls, *self.engines)))
 
     def open_first(self) -> httpx.AsyncClient:
         """Open a client of the first server, which stands for all in what is not load."""

@@ -14,6 +14,7 @@ import msgspec
 from ridgeline.loadtest.run.server_metrics import Scrape
 
 UNKNOWN: Final = "unknown"
+NOISE: Final = 0.02
 Found = Mapping[str, Any]
 
 
@@ -67,18 +68,38 @@ NAMES: Final[Mapping[str, str]] = {
 """How sentences call the facts that must be equal."""
 
 
-def unequal(arms: Mapping[str, ServerFacts]) -> list[str]:
-    """Say in which facts the arms differ, a sentence each, then what each arm does not say; empty if all is equal."""
+def unequal(variants: Mapping[str, ServerFacts]) -> list[str]:
+    """Say in which facts variants differ, a sentence each; empty if all that is known is equal.
+
+    Sizes of KV caches that differ by less than `NOISE` are equal: engines that fill a GPU's memory find a little more
+    or less of it in each start.
+    """
     said = []
     for name, words in NAMES.items():
-        known = {arm: getattr(facts, name) for arm, facts in arms.items() if getattr(facts, name) != UNKNOWN}
-        if len(set(known.values())) > 1:
-            values = ", ".join(f"{value} in {arm}" for arm, value in known.items())
-            said.append(f"{words[0].upper()}{words[1:]} differs: {values}.")
-    for arm, facts in arms.items():
-        if missing := [words for name, words in NAMES.items() if getattr(facts, name) == UNKNOWN]:
-            said.append(f"{arm} does not say its {', '.join(missing)}.")
+        known = {label: getattr(facts, name) for label, facts in variants.items() if getattr(facts, name) != UNKNOWN}
+        if not _are_equal(set(known.values())):
+            values = ", ".join(f"{value} in {label}" for label, value in known.items())
+            said.append(f"{words[0].upper()}{words[1:]}: {values}")
     return said
+
+
+def unknown(variants: Mapping[str, ServerFacts]) -> list[str]:
+    """Say what each variant does not tell of its engines, a sentence each."""
+    missing = {
+        label: [words for name, words in NAMES.items() if getattr(facts, name) == UNKNOWN]
+        for label, facts in variants.items()
+    }
+    return [f"{label} does not tell: {', '.join(words)}" for label, words in missing.items() if words]
+
+
+def _are_equal(values: set[str]) -> bool:
+    if len(values) < 2:
+        return True
+    try:
+        numbers = [float(value) for value in values]
+    except ValueError:
+        return False
+    return max(numbers) <= (1 + NOISE) * min(numbers)
 
 
 async def ask_facts(http: httpx.AsyncClient, read: Scrape | None) -> ServerFacts:

@@ -14,7 +14,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from ridgeline.loadtest.errors import RestartedError, ServerError
-from ridgeline.loadtest.run.server import Servers, as_servers, key_headers
+from ridgeline.loadtest.run.server import Servers, as_servers, key_headers, open_http
 
 PREFIX = "ridgeline_"
 PROCESS = ("process_cpu_seconds_total", "process_start_time_seconds")
@@ -68,6 +68,11 @@ class MetricsDelta:
     def total(self, name: str, **labels: str) -> float:
         """Return the sum of a counter over all labels not given."""
         return _total(self.counters, name, labels)
+
+    @property
+    def is_ridgeline(self) -> bool:
+        """Whether a Ridgeline server counted it."""
+        return any(sample.startswith(PREFIX) for sample, _ in (*self.counters, *self.gauges))
 
     def has(self, name: str) -> bool:
         """Return whether the server publishes a counter of this name."""
@@ -204,6 +209,11 @@ class Watch:
             for key, values in series.items()
         }
 
+    @property
+    def fleet_change(self) -> str | None:
+        """Which worker came, went or was restarted meanwhile; None if all stayed."""
+        return fleet_change(self.before, self.after) if self.before and self.after else None
+
     def delta(self, wall_s: float) -> MetricsDelta | None:
         """Return what grew in `wall_s` seconds; None if the server counts nothing. Raises RestartedError."""
         if self.before is None or self.after is None:
@@ -225,6 +235,19 @@ async def watch(
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
     seen.after = await scrape_settled(client, settle_s, foreign=foreign) if seen.before else None
+
+
+@contextlib.asynccontextmanager
+async def watch_all(servers: Servers, settle_s: float) -> AsyncIterator[dict[str, Watch]]:
+    """Watch the page of each server, or of each engine behind them if those are named. Raises ServerError."""
+    async with contextlib.AsyncExitStack() as stack:
+        clients = {
+            url: await stack.enter_async_context(open_http(url, servers.key_variable)) for url in servers.metrics_urls
+        }
+        yield {
+            url: await stack.enter_async_context(watch(client, settle_s, foreign=True))
+            for url, client in clients.items()
+        }
 
 
 async def _read_levels(client: httpx.AsyncClient, seen: Watch, every_s: float) -> None:
