@@ -64,7 +64,8 @@ async def _variants(
         return url, restarted
     headers = {"authorization": f"Bearer {first_admin_key(keys_file)}"} if keys_file else {}
     switched = tuple(
-        SwitchedVariant(url, mode, headers, devices=devices_of(config, mode), facts=facts[mode]) for mode in modes
+        SwitchedVariant(url, mode, headers, devices=devices_of(config, mode), facts=facts_of(config, mode))
+        for mode in modes
     )
     for variant in switched:
         if (why_not := await variant.obstacle()) is not None:

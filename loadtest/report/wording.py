@@ -47,6 +47,9 @@ class Found(msgspec.Struct, frozen=True):
 
 def say(found: Found) -> list[str]:
     """Return the verdict with the counts that it rests on, the highest rates, and what is not known."""
+    is_reached = max(shares_at(found.rounds, _rates_of(found.rounds)).values()) >= REACHED
+    if found.verdict.pairs < LEAST_PAIRS or not is_reached:
+        return [_why_nothing(found), _counts(found)]
     sentences = [
         _verdict(found),
         _counts(found),
@@ -70,16 +73,18 @@ def shares_at(rounds: Rounds, rates: Sequence[float]) -> dict[str, float]:
     return {name: sum(one.met for one in each) / sum(one.total for one in each) for name, each in at.items() if each}
 
 
+def _why_nothing(found: Found) -> str:
+    if found.verdict.pairs >= LEAST_PAIRS:
+        return "The SLOs are out of reach: no rate measured was low enough for them."
+    pairs = counted(found.verdict.pairs, "pair")
+    return (
+        f"Nothing is concluded from {pairs} of rounds that no other work disturbed: it takes {LEAST_PAIRS}, and more to "
+        "tell small differences."
+    )
+
+
 def _verdict(found: Found) -> str:
     verdict, names = found.verdict, found.verdict.variants
-    if verdict.pairs < LEAST_PAIRS:
-        pairs = counted(verdict.pairs, "pair")
-        return (
-            f"Nothing is concluded from {pairs} of rounds that no other work disturbed: it takes {LEAST_PAIRS}, and "
-            "more to tell small differences."
-        )
-    if max(shares_at(found.rounds, _rates_of(found.rounds)).values()) < REACHED:
-        return "The SLOs are out of reach: no rate measured was low enough for them."
     best, worst = names[0], names[-1]
     if all((best, other) in verdict.serves_more for other in names[1:]):
         text = f"{_upper(best)} serves more requests within the SLOs than {_listed(names[1:])} (strong evidence)."
