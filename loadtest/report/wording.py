@@ -78,8 +78,8 @@ def _why_nothing(found: Found) -> str:
         return "The SLOs are out of reach: no rate measured was low enough for them."
     pairs = counted(found.verdict.pairs, "pair")
     return (
-        f"Nothing is concluded from {pairs} of rounds that no other work disturbed: it takes {LEAST_PAIRS}, and more to "
-        "tell small differences."
+        f"Nothing is concluded from {pairs} of rounds that no other work disturbed: it takes {LEAST_PAIRS}, and "
+        "more to tell small differences."
     )
 
 
