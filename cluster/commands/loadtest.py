@@ -13,13 +13,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ridgeline.cluster.commands.serve import Unfit, refuse_unfit_machine, say_with_time, started
 from ridgeline.cluster.commands.setup import setup_of, versions
 from ridgeline.cluster.config.api_keys import first_admin_key
 from ridgeline.cluster.config.autoscale import AutoscaleConfig
 from ridgeline.cluster.config.grid import CandidateConfig, CandidateConfigs, both_variants, candidate_of
 from ridgeline.cluster.config.models import PoolConfig, RidgelineConfig
-from ridgeline.cluster.runtime.ray_start import ray_runtime
+from ridgeline.cluster.doctor.checks import refuse_unfit_machine
+from ridgeline.cluster.errors import Unfit
 from ridgeline.contracts.section import MIB
 from ridgeline.contracts.vocabulary import Mode
 from ridgeline.loadtest.baseline import BaselineVariant, baseline_of
@@ -67,6 +67,8 @@ async def compare_command(
     With a `grid` the best candidate of each mode is found first; each deployment then serves one mode only.
     Raises LoadTestError and `serve`'s.
     """
+    from ridgeline.cluster.runtime.ray_start import ray_runtime  # here, since the client part has no Ray
+
     began_s = time.monotonic()
     await asyncio.to_thread(check_client, plan)  # what is wrong with the plan is told before anything starts
     fit_context(sizes_of(plan.of_search() if plan.find_rate else plan), config.model.max_model_len_tokens)
@@ -113,6 +115,8 @@ async def compare_command(
 @asynccontextmanager
 async def _serving(config: RidgelineConfig, console: Console, mode: Mode) -> AsyncIterator[str]:
     """Run the deployment in this mode, and yield its URL."""
+    from ridgeline.cluster.commands.serve import say_with_time, started
+
     name = f"compare-{os.getpid()}-{secrets.token_hex(2)}"  # on a joined cluster there may be others
     fixed = {"mode": mode, "name": name, "autoscale": AutoscaleConfig()}
     async with started(config.model_copy(update=fixed), console) as deployment:
@@ -136,7 +140,7 @@ def _refuse_unfit(config: RidgelineConfig, plan: ComparePlan, grid: CandidateCon
         try:
             refuse_unfit_machine(each.config)
         except Unfit as error:
-            raise Unfit([f"{each.title}: {sentence}" for sentence in error.sentences]) from error
+            raise Unfit(*(f"{each.title}: {sentence}" for sentence in error.sentences)) from error
 
 
 def _candidates(

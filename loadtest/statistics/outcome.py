@@ -14,12 +14,12 @@ from statistics import NormalDist
 from typing import Literal
 
 import msgspec
-from scipy.stats import t
 
 from ridgeline.loadtest.statistics.looks import ALPHA, LEAST_PAIRS, levels
 from ridgeline.loadtest.statistics.paired_tests import Estimate, estimate, holm
 from ridgeline.loadtest.statistics.pairs import LATENCIES, Latency, PairDifference
 from ridgeline.loadtest.statistics.proportions import PairedCounts, paired_score_interval, wilson_interval
+from ridgeline.loadtest.statistics.student import student_isf
 
 Outcome = Literal["better", "equivalent", "inconclusive", "slo_unreachable"]
 Side = Literal["a", "b", "c", "d"]
@@ -118,7 +118,7 @@ def smallest_seen(scatter: float, pairs: int, level: float) -> float:
 
     S. A. Julious, Sample sizes for clinical trials with Normal data, Statistics in Medicine 23 (2004) 1921-1986.
     """
-    return float(t.isf(level / 2, pairs - 1) + t.isf(1 - POWER, pairs - 1)) * scatter / math.sqrt(pairs)
+    return float(student_isf(level / 2, pairs - 1) + student_isf(1 - POWER, pairs - 1)) * scatter / math.sqrt(pairs)
 
 
 def pairs_to_see(difference: float, scatter: float) -> int | None:

@@ -10,7 +10,8 @@ from functools import cache
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from scipy.stats import t as student
+
+from ridgeline.loadtest.statistics.student import student_isf, student_sf
 
 MOST_EXACT_PAIRS = 24
 """With more pairs the exact test is left out, since the t test is then as good."""
@@ -49,7 +50,7 @@ def estimate(differences: Sequence[float], level: float) -> Estimate | None:
     mean = math.fsum(differences) / pairs
     sd = math.sqrt(math.fsum((one - mean) ** 2 for one in differences) / (pairs - 1))
     error = sd / math.sqrt(pairs)
-    half = float(student.isf(level / 2, pairs - 1)) * error
+    half = student_isf(level / 2, pairs - 1) * error
     t = mean / error if error else math.inf if mean else 0.0
     return Estimate(
         pairs=pairs,
@@ -57,7 +58,7 @@ def estimate(differences: Sequence[float], level: float) -> Estimate | None:
         low=mean - half,
         high=mean + half,
         sd=sd,
-        p_t=float(2 * student.sf(abs(t), pairs - 1)),
+        p_t=2 * student_sf(abs(t), pairs - 1),
         p_sign_flip=sign_flip_p(differences) if pairs <= MOST_EXACT_PAIRS else None,
     )
 

@@ -17,10 +17,14 @@ import time
 from collections.abc import Sequence
 
 import msgspec
-import uvloop
 
 from ridgeline.loadtest.run.client.stream import Completion, Endpoint, LoadClient, not_sent
 from ridgeline.loadtest.run.records import RequestRecord
+
+try:
+    from uvloop import new_event_loop
+except ImportError:  # it comes with the serving part
+    from asyncio import new_event_loop
 
 LENGTH = struct.Struct("!I")
 PROBE_S = 0.01
@@ -204,4 +208,5 @@ def _at(ordered: Sequence[float], quantile: float) -> float:
 
 
 if __name__ == "__main__":
-    uvloop.run(run())
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(run())

@@ -73,9 +73,9 @@ def _lengths(exchanges: Iterable[Exchange], tokenizer: str, dropped: Counter[str
     """Yield the tokens of prompts and answers; in batches, so that a limit spares the tokenizer the rest."""
     waiting = iter(exchanges)
     while batch := list(itertools.islice(waiting, BATCH)):
-        encode = load_tokenizer(tokenizer)
+        encode = load_tokenizer(tokenizer).encode_batch
         prompts, answers = (
-            [len(ids) for ids in encode(list(texts), add_special_tokens=False, verbose=False)["input_ids"]]
+            [len(each.ids) for each in encode(list(texts), add_special_tokens=False)]
             for texts in zip(*batch, strict=True)
         )
         for lengths in zip(prompts, answers, strict=True):
