@@ -11,7 +11,7 @@ import msgspec
 from ridgeline.loadtest.errors import ServerError
 from ridgeline.loadtest.plan import ReplayPlan
 from ridgeline.loadtest.run.client.stream import Completion, LoadClient, encode_body
-from ridgeline.loadtest.trace.prompts import SAMPLE_PARTS, is_at_hand, sample_text
+from ridgeline.loadtest.trace.prompts import PART, SAMPLE_PARTS, is_at_hand, sample_text
 
 KEY_VARIABLE = "RIDGELINE_API_KEY"
 BORDER_TOKENS = 2
@@ -124,15 +124,15 @@ async def served_model(http: httpx.AsyncClient, servers: Servers, plan: ReplayPl
     if await asyncio.to_thread(is_at_hand, plan.tokenizer or card.root):
         return card
     longest = card.max_model_len
-    parts = SAMPLE_PARTS if longest is None else max(1, min(SAMPLE_PARTS, longest // 4))
-    tokens = await _counted_tokens(servers, plan, card, "a" + sample_text(parts)) - one
+    sample = sample_text(SAMPLE_PARTS if longest is None else min(SAMPLE_PARTS, max(1, longest // 4)))
+    tokens = await _counted_tokens(servers, plan, card, "a" + sample) - one
     if tokens <= 0:
         raise ServerError(
             "the server does not count a prompt's tokens (usage.prompt_tokens), so prompts of given lengths need its "
             "model's tokenizer: pass --tokenizer PATH"
         )
     held = None if longest is None else int(longest * CERTAIN_SHARE)
-    return msgspec.structs.replace(card, tokens_per_part=tokens / parts, max_model_len=held)
+    return msgspec.structs.replace(card, tokens_per_part=tokens / len(PART.findall(sample)), max_model_len=held)
 
 
 async def _counted_tokens(servers: Servers, plan: ReplayPlan, card: ModelCard, text: str) -> int:

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ridgeline.loadtest.errors import LoadTestError
 from ridgeline.loadtest.trace.prompts import (
+    PART,
     SAMPLE_PARTS,
     TEXT_FILE,
     PromptMaker,
@@ -68,10 +69,11 @@ def test_what_is_neither_a_folder_nor_a_name_of_the_hub_is_refused(name):
 
 
 def _tokens_per_part(folder) -> float:
-    return len(load_tokenizer(str(folder)).encode(sample_text(SAMPLE_PARTS)).ids) / SAMPLE_PARTS
+    sample = sample_text(SAMPLE_PARTS)
+    return len(load_tokenizer(str(folder)).encode(sample).ids) / len(PART.findall(sample))
 
 
-@pytest.mark.parametrize(("tokens", "within"), [(200, 0.2), (2000, 0.1)])
+@pytest.mark.parametrize(("tokens", "within"), [(200, 0.2), (2000, 0.15)])
 def test_pieces_are_as_many_as_tokens(folder, tokens, within):
     parts, tokenizer = text_parts(_tokens_per_part(folder)), load_tokenizer(str(folder))
     windows = TextWindows(parts.ids, seed=0)
