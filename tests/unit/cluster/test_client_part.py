@@ -29,7 +29,7 @@ command, module, *sys.argv[1:] = sys.argv[2:]
 if command == "import":
     __import__(module)
 else:
-    sys.argv.insert(0, command)
+    sys.argv[0] = command
     runpy.run_module(module, run_name="__main__")
 """
 SERVING_PART = "ray,grpc,vllm,torch,transformers,uvicorn,uvloop,setproctitle,jsonschema,xxhash,fastapi,starlette,scipy"
