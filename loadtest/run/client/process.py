@@ -24,7 +24,7 @@ from ridgeline.loadtest.run.records import RequestRecord
 try:
     from uvloop import new_event_loop
 except ImportError:  # it comes with the serving part
-    from asyncio import new_event_loop
+    from asyncio import new_event_loop  # type: ignore[assignment]  # a loop either way
 
 LENGTH = struct.Struct("!I")
 PROBE_S = 0.01

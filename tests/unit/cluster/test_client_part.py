@@ -92,7 +92,6 @@ def test_a_replay_of_texts_needs_no_tokenizer(tmp_path):
         ("serve",),
         ("compare", "--out", "never-made"),
         ("bench", "transfer"),
-        ("roofline", "--model", "llama-3.1-8b", "--hardware", "host"),
     ],
     ids=str,
 )

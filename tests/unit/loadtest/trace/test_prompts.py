@@ -1,6 +1,7 @@
 """The shipped text as tokens of a tokenizer, and as pieces where there is none."""
 
 import itertools
+import statistics
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -73,13 +74,12 @@ def _tokens_per_part(folder) -> float:
     return len(load_tokenizer(str(folder)).encode(sample).ids) / len(PART.findall(sample))
 
 
-@pytest.mark.parametrize(("tokens", "within"), [(200, 0.3), (2000, 0.2)])
-def test_pieces_are_as_many_as_tokens(folder, tokens, within):
+@pytest.mark.parametrize("tokens", [200, 2000])
+def test_pieces_are_on_average_as_many_as_tokens(folder, tokens):
     parts, tokenizer = text_parts(_tokens_per_part(folder)), load_tokenizer(str(folder))
     windows = TextWindows(parts.ids, seed=0)
-    for ordinal in range(50):
-        text = parts.text(windows.window(ordinal, tokens), tokens)
-        assert len(tokenizer.encode(text).ids) == pytest.approx(tokens, rel=within)
+    texts = [parts.text(windows.window(ordinal, tokens), tokens) for ordinal in range(50)]
+    assert statistics.mean(len(tokenizer.encode(text).ids) for text in texts) == pytest.approx(tokens, rel=0.1)
 
 
 @pytest.mark.parametrize("tokens_per_part", [0.3, 0.97, 1.4, 5.0])
