@@ -6,6 +6,7 @@ config/            the one configuration: settings, files, keys
 deployments/       which deployments run on this machine, and those without a terminal
 doctor/            whether this machine can run this configuration
 runtime/           what runs on Ray: actors, their start, their supervision
+errors.py          why a deployment does not start or go on
 model_store.py     puts the model on disk
 node_address.py    the address by which this node is reached in a network
 node_cores.py      which cores of a node belong to workers

@@ -28,6 +28,7 @@ from ridgeline.cluster.deployments import background
 from ridgeline.cluster.deployments.background import DETACHED
 from ridgeline.cluster.deployments.names import AlreadyRunning, NoFolder
 from ridgeline.cluster.doctor import checks as doctor_checks
+from ridgeline.cluster.errors import ServingError
 from ridgeline.cluster.model_store import ModelError, prepare_model
 from ridgeline.cluster.user_folders import NoHome
 from ridgeline.contracts.former_names import FormerName, warn_of_former_name
@@ -38,6 +39,10 @@ from ridgeline.roofline.errors import RooflineError
 
 FORMER_COMMANDS = {"orders": "operations"}
 """The present name of each command that was renamed in this version."""
+SERVING_MODULES = frozenset(
+    {"grpc", "jsonschema", "ray", "setproctitle", "torch", "transformers", "uvicorn", "uvloop", "vllm", "xxhash"}
+)
+"""What the extras `cpu` and `gpu` install and the commands of the client part do without."""
 
 
 class _Commands(TyperGroup):
@@ -111,6 +116,13 @@ def main() -> None:
         app()
     except NoHome as error:
         sys.exit(f"error: {error}")
+    except ModuleNotFoundError as error:
+        if (missing := (error.name or "").partition(".")[0]) not in SERVING_MODULES:
+            raise
+        sys.exit(
+            f"error: this needs Ridgeline's serving part, and {missing} is not installed: run `pip install "
+            "'ridgeline[cpu]'`, or 'ridgeline[gpu]' for GPUs"
+        )
 
 
 def fail(sentences: list[str], status: int = 1) -> None:
@@ -140,17 +152,13 @@ def load(config: Path | None, settings: list[str] | None, *, both_modes: bool = 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
     """Run a command's coroutine; known failures become sentences, everything else a traceback."""
-    from ridgeline.cluster.commands.serve import Unfit
-    from ridgeline.cluster.runtime.deployment import DeploymentFailed
-    from ridgeline.cluster.runtime.plan import PlacementError
-
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it prints a line per request
     try:
         with known_failures():
             asyncio.run(work)
-    except Unfit as error:
+    except ServingError as error:
         fail(error.sentences)
-    except (DeploymentFailed, PlacementError, ModelError, LoadTestError, ApiKeyError) as error:
+    except (ModelError, LoadTestError, ApiKeyError) as error:
         fail([str(error)])
 
 
@@ -576,4 +584,4 @@ def report(
 
 
 if __name__ == "__main__":
-    sys.exit(app())
+    main()

@@ -13,8 +13,9 @@ from pathlib import Path
 import httpx
 from rich.console import Console
 
-from ridgeline.cluster.commands.serve import refuse_unfit_machine, started
+from ridgeline.cluster.commands.serve import started
 from ridgeline.cluster.config.loader import load_config
+from ridgeline.cluster.doctor.checks import refuse_unfit_machine
 from ridgeline.cluster.runtime.ray_start import ray_runtime
 
 CONFIG = Path(__file__).parents[1] / "deploy" / "local.yaml"

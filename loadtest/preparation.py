@@ -111,7 +111,7 @@ async def prepare(
             least = least_requests(load.rate, trace, unloaded, plan.slos)
             plan, load = fit_budget(plan, load, requests, schedule, spent_s, least)
     traces = PairTraces(plan, context_tokens, card.least_prompt_tokens)
-    load = msgspec.structs.replace(load, notes=(*notes, *load.notes, traces.note))
+    load = msgspec.structs.replace(load, notes=(*notes, *load.notes, traces.note, *card.notes))
     most = traces.prefix_ids + 1 + max(traces.most_requests, traces.most_at_a_rate)
     ordinals = most + MOST_WAVES * MOST_REQUESTS
     for sentence in load.sentences(plan.slos):

@@ -11,11 +11,12 @@ from functools import partial
 
 from rich.console import Console
 
-from ridgeline.cluster.commands.serve import refuse_unfit_machine, say_with_time, started
+from ridgeline.cluster.commands.serve import say_with_time, started
 from ridgeline.cluster.commands.setup import versions
 from ridgeline.cluster.config.api_keys import first_admin_key
 from ridgeline.cluster.config.autoscale import AutoscaleConfig
 from ridgeline.cluster.config.models import PoolConfig, RidgelineConfig
+from ridgeline.cluster.doctor.checks import refuse_unfit_machine
 from ridgeline.cluster.runtime.ray_start import ray_runtime
 from ridgeline.contracts.section import MIB
 from ridgeline.contracts.vocabulary import Mode

@@ -23,21 +23,13 @@ from rich.table import Table
 from ridgeline.cluster.config.api_keys import open_to_all
 from ridgeline.cluster.config.models import RidgelineConfig
 from ridgeline.cluster.deployments.names import DeploymentFolder, HeldName
-from ridgeline.cluster.doctor import checks
+from ridgeline.cluster.doctor.checks import refuse_unfit_machine
 from ridgeline.cluster.doctor.gpus import halved
 from ridgeline.cluster.runtime.deployment import Deployment, deploy
 from ridgeline.cluster.runtime.environment import ray_variables, server_variables
 from ridgeline.cluster.runtime.plan import make_plan
 from ridgeline.cluster.runtime.ray_start import ray_runtime
 from ridgeline.router.fleet.pairing import KvPair
-
-
-class Unfit(RuntimeError):
-    """This machine cannot run the configuration; `sentences` name the fixes."""
-
-    def __init__(self, sentences: list[str]) -> None:
-        super().__init__("\n".join(sentences))
-        self.sentences = sentences
 
 
 @dataclass(frozen=True)
@@ -82,14 +74,6 @@ class _Lossy:
     def flush(self) -> None:
         with suppress(OSError):
             self._output.flush()
-
-
-def refuse_unfit_machine(config: RidgelineConfig) -> None:
-    """Raise Unfit before anything starts. A joined cluster's machines are checked by Ray's placement instead."""
-    if config.ray.address is None:
-        sentences = checks.failures(checks.checks(config))
-        if sentences:
-            raise Unfit(sentences)
 
 
 async def serve(config: RidgelineConfig, console: Console, *, detached: bool = False) -> None:

@@ -28,9 +28,10 @@ from ridgeline.cluster.doctor.software import (
     torch_companions,
     transport_package,
 )
+from ridgeline.cluster.errors import Unfit
 from ridgeline.contracts.vocabulary import Pool
 
-__all__ = ["CheckResult", "checks", "failures", "node_checks", "report", "resolve_dtype"]
+__all__ = ["CheckResult", "checks", "failures", "node_checks", "refuse_unfit_machine", "report", "resolve_dtype"]
 
 GIB = 1024**3
 MIB = 1024**2
@@ -57,6 +58,12 @@ def checks(config: RidgelineConfig, facts: HostFacts | None = None) -> list[Chec
         found += temporary_folder(config, host)
         found += [result for check in (*_SIZES, _shared_memory, gpu_count) for result in check(config, host, pools)]
     return found + list(_limits(config, host))
+
+
+def refuse_unfit_machine(config: RidgelineConfig) -> None:
+    """Raise Unfit before anything starts. A joined cluster's machines are checked by Ray's placement instead."""
+    if config.ray.address is None and (sentences := failures(checks(config))):
+        raise Unfit(*sentences)
 
 
 def node_checks(

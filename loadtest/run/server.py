@@ -1,5 +1,6 @@
 """Asks a server for its models, and opens the HTTP client for everything that is not load: models, /metrics."""
 
+import asyncio
 import os
 import time
 from dataclasses import dataclass, replace
@@ -10,10 +11,13 @@ import msgspec
 from ridgeline.loadtest.errors import ServerError
 from ridgeline.loadtest.plan import ReplayPlan
 from ridgeline.loadtest.run.client.stream import Completion, LoadClient, encode_body
+from ridgeline.loadtest.trace.prompts import PART, SAMPLE_PARTS, is_at_hand, sample_text
 
 KEY_VARIABLE = "RIDGELINE_API_KEY"
 BORDER_TOKENS = 2
 """Each end of a text may or may not share a token with the template, so what is added varies by so many."""
+CERTAIN_SHARE = 0.9
+"""Of the model's context: a prompt whose length is approximate is no longer than all of it."""
 TTFT_HEADER, TPOT_HEADER = "x-ridgeline-ttft-ms", "x-ridgeline-tpot-ms"
 """With these a request tells its limits to Ridgeline, which serves by them in mode adaptive."""
 
@@ -68,6 +72,15 @@ class ModelCard(msgspec.Struct):
     max_model_len: int | None = None
     least_prompt_tokens: int = 1
     """The most tokens of a prompt of one token; for a text they count what the server adds, such as its template."""
+    tokens_per_part: float | None = None
+    """What the server counts for a `trace.prompts.PART` of a text; None if a tokenizer makes the prompts."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Say how the prompts differ from the trace's."""
+        if self.tokens_per_part is None:
+            return ()
+        return ("prompts' lengths are approximate: without the tokenizer they are made by the server's own counts",)
 
 
 class _ModelList(msgspec.Struct):
@@ -108,18 +121,35 @@ async def first_model(http: httpx.AsyncClient, name: str | None = None, key_vari
 async def served_model(http: httpx.AsyncClient, servers: Servers, plan: ReplayPlan) -> ModelCard:
     """Return the plan's model; if prompts are sent as text, a first request shows how short they can be.
 
-    Raises ServerError.
+    A second one shows how many tokens a text has, if the tokenizer is not at hand. Raises ServerError.
     """
     card = await first_model(http, plan.served_name, servers.key_variable)
     if not plan.sends_text:
         return card
-    request = Completion(0, 0.0, 1, 1, encode_body(card.id, "a", 1, plan.endpoint))
+    one = await _counted_tokens(servers, plan, card, "a")
+    card = msgspec.structs.replace(card, least_prompt_tokens=one + BORDER_TOKENS if one > 1 else 1)
+    if await asyncio.to_thread(is_at_hand, plan.tokenizer or card.root):
+        return card
+    longest = card.max_model_len
+    sample = sample_text(SAMPLE_PARTS if longest is None else min(SAMPLE_PARTS, max(1, longest // 4)))
+    tokens = await _counted_tokens(servers, plan, card, "a" + sample) - one
+    if tokens <= 0:
+        raise ServerError(
+            "the server does not count a prompt's tokens (usage.prompt_tokens), so prompts of given lengths need its "
+            "model's tokenizer: pass --tokenizer PATH"
+        )
+    held = None if longest is None else int(longest * CERTAIN_SHARE)
+    return msgspec.structs.replace(card, tokens_per_part=tokens / len(PART.findall(sample)), max_model_len=held)
+
+
+async def _counted_tokens(servers: Servers, plan: ReplayPlan, card: ModelCard, text: str) -> int:
+    """Return the tokens that the server counts for a prompt, with its template; 1 if it does not say."""
+    request = Completion(0, 0.0, 1, 1, encode_body(card.id, text, 1, plan.endpoint))
     async with LoadClient(servers.urls[0], servers.headers, plan.endpoint) as client:
         record = await client.complete(request, time.perf_counter(), plan.deadline_s)
     if not record.ok:
-        raise ServerError(f"a first request, of one letter, failed: {record.error}")
-    least_tokens = record.input_tokens + BORDER_TOKENS if record.input_tokens > 1 else 1
-    return msgspec.structs.replace(card, least_prompt_tokens=least_tokens)
+        raise ServerError(f"a first request, of {len(text)} letters, failed: {record.error}")
+    return record.input_tokens
 
 
 def _reason(error: Exception) -> str:

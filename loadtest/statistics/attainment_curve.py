@@ -20,9 +20,6 @@ from typing import Final, Literal
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import brentq
-from scipy.special import expit, gammaln, logsumexp
-from scipy.stats import beta
 
 Floats = npt.NDArray[np.float64]
 RATE_REACH: Final = 8.0
@@ -33,8 +30,8 @@ SLOPES: Final = np.geomspace(2.0, 64.0, 9)
 """Logits by which attainment falls while the rate grows by e: between a load that hurts slowly and a cliff."""
 LAPSES: Final = np.array([0.0, 0.2, 0.5, 0.8])
 """Requests that miss the SLOs at any rate, as a part of those that may."""
-LAPSE_PRIOR: Final = beta(1.0, 10.0)
-"""As that of Schuett et al."""
+LAPSE_PRIOR: Final = 10.0
+"""The prior of the lapse is Beta(1, 10), as that of Schuett et al."""
 SCATTERS: Final = np.array([0.05, 0.1, 0.2, 0.4])
 """Standard deviations of the logarithm of the rate that a round feels, each as probable as the next before any round:
 from a quiet machine of one's own to shared cores whose speed halves for minutes."""
@@ -44,6 +41,8 @@ DISTANCES: Final = np.linspace(-24.0, 48.0, 361)
 """Logits between a curve's highest rate and a round's at which the round's likelihood is tabulated."""
 LEAST_LIKELIHOOD: Final = 1e-300
 """In place of 0, whose logarithm would exclude a curve for good."""
+BISECTIONS: Final = 60
+"""By which an interval of 120 logits is as narrow as a float can tell."""
 LEVEL: Final = 0.95
 DRAWS, SEED = 20_000, 1
 """With so many draws an end of an interval lies within half a percentile."""
@@ -100,13 +99,13 @@ class AttainmentCurve:
         self._log_likelihood = np.zeros((len(SLOPES), len(SCATTERS), len(LAPSES), RATES))
         for one in rounds:
             self._log_likelihood += self._at(one.rate, _log_likelihoods(one.met, one.total, attainment))
-        self._log_prior = LAPSE_PRIOR.logpdf(LAPSES * (1.0 - attainment))
+        self._log_prior = (LAPSE_PRIOR - 1.0) * np.log1p(-LAPSES * (1.0 - attainment))
         self.learn_shape(np.zeros((len(SLOPES), len(SCATTERS), len(LAPSES))))
 
     @property
     def log_evidence(self) -> Floats:
         """The logarithm of the likelihood of all rounds, by slope, scatter and lapse."""
-        return np.asarray(logsumexp(self._log_likelihood, axis=3))
+        return np.asarray(np.logaddexp.reduce(self._log_likelihood, axis=3))
 
     def learn_shape(self, log_evidence: Floats) -> None:
         """Take over the shape that the rounds of other variants show, by the logarithm of their likelihood."""
@@ -185,17 +184,19 @@ def _shares(attainment: float) -> tuple[Floats, Floats]:
     """
     nodes, weights = np.polynomial.hermite_e.hermegauss(NODES)
     weights = weights / weights.sum()
-    found = np.empty((NODES, len(SLOPES), len(SCATTERS), len(LAPSES), len(DISTANCES)))
-    for place in np.ndindex(found.shape[1:-1]):
-        effects = SLOPES[place[0]] * SCATTERS[place[1]] * nodes
-        most = 1.0 - LAPSES[place[2]] * (1.0 - attainment)
-        level = brentq(_excess, -60.0, 60.0, args=(effects, weights, attainment / most))
-        found[:, *place] = most * expit(level + effects[:, None] - DISTANCES)
-    return found, weights
+    effects = nodes[:, None, None, None] * SLOPES[:, None, None] * SCATTERS[:, None]
+    most = 1.0 - LAPSES * (1.0 - attainment)
+    low = np.full((len(SLOPES), len(SCATTERS), len(LAPSES)), -60.0)
+    high = -low
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2.0
+        is_low = most * np.tensordot(weights, _expit(middle + effects), axes=1) < attainment
+        low, high = np.where(is_low, middle, low), np.where(is_low, high, middle)
+    return most[:, None] * _expit((high + effects)[..., None] - DISTANCES), weights
 
 
-def _excess(logit: float, effects: Floats, weights: Floats, share: float) -> float:
-    return float(weights @ expit(logit + effects)) - share
+def _expit(logits: Floats) -> Floats:
+    return np.asarray(np.exp(-np.logaddexp(0.0, -logits)))
 
 
 @lru_cache(maxsize=8)
@@ -215,6 +216,6 @@ def _log_shares(attainment: float) -> tuple[Floats, Floats]:
 def _log_likelihoods(met: int, total: int, attainment: float) -> Floats:
     """Return the likelihood of a round's count; by slope, scatter, lapse and distance."""
     (logs, logs_of_rest), weights = _log_shares(attainment), _shares(attainment)[1]
-    log_ways = gammaln(total + 1) - gammaln(met + 1) - gammaln(total - met + 1)
+    log_ways = math.lgamma(total + 1) - math.lgamma(met + 1) - math.lgamma(total - met + 1)
     of_effects = np.exp(log_ways + met * logs + (total - met) * logs_of_rest)
     return np.asarray(np.log(np.tensordot(weights, of_effects, axes=1) + LEAST_LIKELIHOOD))

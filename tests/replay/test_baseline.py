@@ -31,6 +31,7 @@ def _plain_tokens(monkeypatch):
     tokens = {"other": tuple(range(1, 5001))}
     for module in (replay_module, baseline_module):
         monkeypatch.setattr(module, "load_text_tokens", lambda name: tokens.get(name, tuple(range(5000))))
+    monkeypatch.setattr("ridgeline.loadtest.run.server.is_at_hand", lambda _: True)
 
 
 @pytest.fixture

@@ -45,6 +45,7 @@ SIX = "poisson:rate=50,input=40,output=6,n=6,seed=1"
 def _plain_tokens(monkeypatch):
     """Numbers instead of a tokenizer's ids: the text itself is tested elsewhere."""
     monkeypatch.setattr(replay_module, "load_text_tokens", lambda _: tuple(range(5000)))
+    monkeypatch.setattr("ridgeline.loadtest.run.server.is_at_hand", lambda _: True)
 
 
 @pytest.fixture

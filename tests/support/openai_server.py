@@ -170,7 +170,8 @@ async def answer(behaviour: Behaviour, metrics: FakeMetrics, body: dict, number:
         words = {"delta": {"content": "word "}} if chat else {"text": "word "}
         yield event({"choices": [{"index": 0, **words, "finish_reason": reason}]})
     metrics.finished(behaviour, bool(behaviour.fallback_every and number % behaviour.fallback_every == 0), total)
-    yield event({"choices": [], "usage": {"prompt_tokens": len(body.get("prompt", ())), "completion_tokens": total}})
+    asked = len(body["prompt"]) if "prompt" in body else len(body["messages"][0]["content"])
+    yield event({"choices": [], "usage": {"prompt_tokens": asked, "completion_tokens": total}})
     yield b"data: [DONE]\n\n"
 
 

@@ -11,6 +11,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ridgeline.cluster.config.models import RidgelineConfig
+from ridgeline.cluster.errors import ServingError
 from ridgeline.cluster.model_store import DEFAULT_MODEL_NAME
 from ridgeline.cluster.node_cores import CoresTaken
 from ridgeline.cluster.runtime.actors import NodePlace
@@ -34,7 +35,7 @@ REMOTE_END_WITHIN_S = 30.0
 RETRY_S = 0.2
 
 
-class DeploymentFailed(RuntimeError):
+class DeploymentFailed(ServingError):
     """Something that was running or starting is gone; the message names it."""
 
 

@@ -19,10 +19,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
-import uvloop
 
 from ridgeline.loadtest.run.client.stream import Completion, Endpoint, LoadClient, not_sent
 from ridgeline.loadtest.run.records import RequestRecord
+
+try:
+    from uvloop import new_event_loop
+except ImportError:  # it comes with the serving part
+    from asyncio import new_event_loop  # type: ignore[assignment]  # a loop either way
 
 LENGTH = struct.Struct("!I")
 PROBE_S = 0.01
@@ -228,4 +232,5 @@ def _at(ordered: Sequence[float], quantile: float) -> float:
 
 
 if __name__ == "__main__":
-    uvloop.run(run())
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(run())

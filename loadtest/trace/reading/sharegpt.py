@@ -78,5 +78,5 @@ def _lengths(exchanges: Iterable[Exchange], tokenizer: str, dropped: Counter[str
 
 def token_counts(tokenizer: str, texts: Sequence[str]) -> list[int]:
     """Return the tokens of each text. Raises LoadTestError if the tokenizer cannot be loaded."""
-    encode = load_tokenizer(tokenizer)
-    return [len(ids) for ids in encode(list(texts), add_special_tokens=False, verbose=False)["input_ids"]]
+    encoded = load_tokenizer(tokenizer).encode_batch(list(texts), add_special_tokens=False)
+    return [len(each.ids) for each in encoded]

@@ -15,12 +15,13 @@ import ridgeline.cluster.cli
 import ridgeline.cluster.commands.loadtest
 import ridgeline.cluster.commands.replay
 import ridgeline.cluster.commands.serve
+import ridgeline.cluster.runtime.ray_start
 from ridgeline.cluster.cli import app
 from ridgeline.cluster.commands.loadtest import devices_of, split_workers
-from ridgeline.cluster.commands.serve import Unfit
 from ridgeline.cluster.commands.setup import versions
 from ridgeline.cluster.config.models import RidgelineConfig
 from ridgeline.cluster.doctor.checks import CheckResult
+from ridgeline.cluster.errors import Unfit
 from ridgeline.contracts.former_names import FormerName
 from ridgeline.loadtest.plan import ComparePlan, ReplayPlan
 from ridgeline.loadtest.run.calibration import Load, Workers
@@ -51,7 +52,7 @@ def _nothing_starts(monkeypatch):
         raise AssertionError("this command must not start anything")
 
     monkeypatch.setattr(ray, "init", started)
-    monkeypatch.setattr(ridgeline.cluster.commands.loadtest, "ray_runtime", started)
+    monkeypatch.setattr(ridgeline.cluster.runtime.ray_start, "ray_runtime", started)
     monkeypatch.setattr(ridgeline.cluster.commands.serve, "ray_runtime", started)
 
 
@@ -168,7 +169,7 @@ def test_explain_shows_effective_values_and_their_origin_and_starts_nothing(run_
 
 def test_an_unfit_machine_is_told_every_fix_and_nothing_starts(run_ridgeline, monkeypatch):
     async def unfit(config, console, *, detached):
-        raise Unfit(["Free some memory.", "Use another port [8001]."])
+        raise Unfit("Free some memory.", "Use another port [8001].")
 
     monkeypatch.setattr(ridgeline.cluster.commands.serve, "serve", unfit)
     status, _, error = run_ridgeline("serve")
@@ -396,7 +397,7 @@ def test_a_grid_with_an_impossible_candidate_is_refused_before_anything_starts(
 def test_a_candidate_that_does_not_fit_the_machine_is_refused_by_name(run_ridgeline, tmp_path, monkeypatch):
     def unfit(config):
         if config.router.max_prompt_wait_s == 7:
-            raise Unfit(["too large"])
+            raise Unfit("too large")
 
     monkeypatch.setattr(ridgeline.cluster.commands.loadtest, "refuse_unfit_machine", unfit)
     (tmp_path / "grid.yaml").write_text("colocated: {plain: {}, late: {router: {max_prompt_wait_s: 7}}}")
@@ -440,7 +441,7 @@ def test_workers_of_the_split_are_counted_in_the_replicas_that_are_measured(pool
 
 def test_compare_on_an_unfit_machine_starts_nothing(run_ridgeline, tmp_path, monkeypatch):
     def unfit(config):
-        raise Unfit(["Free some memory."])
+        raise Unfit("Free some memory.")
 
     monkeypatch.setattr(ridgeline.cluster.commands.loadtest, "refuse_unfit_machine", unfit)
     status, _, error = run_ridgeline("compare", "--out", tmp_path)

@@ -37,9 +37,9 @@ def _file(folder, text):
 @pytest.fixture(autouse=True)
 def _words_are_tokens(monkeypatch):
     def encode(texts, **_):
-        return {"input_ids": [text.split() for text in texts]}
+        return [SimpleNamespace(ids=text.split()) for text in texts]
 
-    monkeypatch.setattr(sharegpt, "load_tokenizer", lambda _: encode)
+    monkeypatch.setattr(sharegpt, "load_tokenizer", lambda _: SimpleNamespace(encode_batch=encode))
 
 
 def test_sharegpt_is_the_first_exchange_of_each_conversation_in_the_models_own_tokens(tmp_path):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -375,9 +376,9 @@ REFUSED = {
 @pytest.fixture
 def words_are_tokens(monkeypatch):
     def encode(texts, **_):
-        return {"input_ids": [text.split() for text in texts]}
+        return [SimpleNamespace(ids=text.split()) for text in texts]
 
-    monkeypatch.setattr(sharegpt, "load_tokenizer", lambda _: encode)
+    monkeypatch.setattr(sharegpt, "load_tokenizer", lambda _: SimpleNamespace(encode_batch=encode))
 
 
 def a_file(folder, content) -> str:
@@ -479,9 +480,9 @@ def test_sharegpt_with_a_limit_is_not_tokenised_beyond(tmp_path, monkeypatch):
 
     def encode(texts, **_):
         seen.extend(texts)
-        return {"input_ids": [text.split() for text in texts]}
+        return [SimpleNamespace(ids=text.split()) for text in texts]
 
-    monkeypatch.setattr(sharegpt, "load_tokenizer", lambda _: encode)
+    monkeypatch.setattr(sharegpt, "load_tokenizer", lambda _: SimpleNamespace(encode_batch=encode))
     name = a_file(tmp_path, lines(*TALKS * 2000))
     assert len(load_trace(name, "words", 10).rows) == 10
     assert len(seen) == 2 * sharegpt.BATCH
