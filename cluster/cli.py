@@ -575,10 +575,10 @@ def report(
     ] = None,
 ) -> None:
     """Write report.html of a finished comparison again, or export its rounds."""
-    from ridgeline.cluster.commands.report import report as report_run
+    from ridgeline.cluster.commands.loadtest import report_command
 
     try:
-        report_run(folder, console, export)
+        report_command(folder, console, export)
     except LoadTestError as error:
         fail([str(error)])
 

@@ -18,7 +18,7 @@ from ridgeline.loadtest.plan import Slo
 from ridgeline.loadtest.run.records import RequestRecord
 from ridgeline.loadtest.run.unloaded import Unloaded
 from ridgeline.loadtest.statistics.attainment_curve import MaxGoodputRate, RoundCount, curves_of
-from ridgeline.loadtest.statistics.verdict import Verdict, judge
+from ridgeline.loadtest.statistics.verdict import RateVerdict, judge
 
 TTFT_FACTORS = (1.5, 2.0, 3.0, 5.0, 8.0, 12.0)
 TPOT_FACTORS = (1.1, 1.25, 1.5, 2.0, 2.5, 4.0)
@@ -133,7 +133,7 @@ def rate_map(
     return SloMap(grid, cells, _sentence(cells, labels), unit, measured)
 
 
-def _winner(verdict: Verdict) -> str:
+def _winner(verdict: RateVerdict) -> str:
     best, *others = verdict.variants
     if all((best, other) in verdict.serves_more for other in others):
         return best

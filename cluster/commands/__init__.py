@@ -3,10 +3,10 @@
 serve.py          `ridgeline serve`
 replay.py         `ridgeline replay`
 inspect_trace.py  `ridgeline trace inspect`
-loadtest.py       `ridgeline compare`
-plan_options.py   the options of those two
+loadtest.py       `ridgeline compare` and `ridgeline report`
+own_variants.py   the modes of an own deployment, for `compare`
+plan_options.py   the options of `replay` and `compare`
 setup.py          what they were run with, for their summaries
-report.py         `ridgeline report`
 whatif.py         `ridgeline whatif`
 bench.py          `ridgeline bench transfer`
 roofline.py       `ridgeline roofline`

@@ -1,4 +1,4 @@
-"""`ridgeline compare`: checks running servers, starts what must be started, and runs the comparison."""
+"""`ridgeline compare` checks running servers and starts what must be started; `report` shows a comparison again."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from rich.console import Console
 
 from ridgeline.cluster.commands.setup import setup_of, versions
 from ridgeline.loadtest.compare import compare, resume
+from ridgeline.loadtest.export.saved_export import ExportFormat, export_rounds
 from ridgeline.loadtest.plan import ComparePlan
 from ridgeline.loadtest.run.calibration import Workers
 from ridgeline.loadtest.run.machine import busy_note
+from ridgeline.loadtest.run.quantities import counted
 from ridgeline.loadtest.run.replay import check_client
 from ridgeline.loadtest.run.server import ModelCard, first_model, open_http
 from ridgeline.loadtest.run.unloaded import sizes_of
 from ridgeline.loadtest.run_folder import Past, RunFolder
 from ridgeline.loadtest.running_server import note_models, running_servers
+from ridgeline.loadtest.saved import report_again
 from ridgeline.loadtest.trace.shape import fit_context
 from ridgeline.loadtest.variants import Variant
 
@@ -88,6 +91,17 @@ async def compare_command(
     out = found.report.parent
     console.print(
         f"wrote {out}/summary.json, {out}/records.jsonl, {out}/records.parquet and {found.report}", markup=False
+    )
+
+
+def report_command(folder: Path, console: Console, export: ExportFormat | None = None) -> None:
+    """Write report.html of a run again, or its rounds for export. Raises LoadTestError."""
+    if export is None:
+        console.print(f"wrote {report_again(folder, console)}", highlight=False, markup=False)
+        return
+    paths = export_rounds(folder, export)
+    console.print(
+        f"wrote the valid rounds to {counted(len(paths), 'file')} in {folder / export}", highlight=False, markup=False
     )
 
 

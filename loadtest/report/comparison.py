@@ -21,7 +21,7 @@ from ridgeline.loadtest.report.pools import (
 )
 from ridgeline.loadtest.report.rounds import Round, Side, VariantLabel, round_summary, undisturbed_pairs
 from ridgeline.loadtest.report.summary import FORMULAS, SCHEMA, summarise
-from ridgeline.loadtest.report.wording import Found, Pauses, loaded_rates, say
+from ridgeline.loadtest.report.wording import Findings, Pauses, loaded_rates, say
 from ridgeline.loadtest.run.calibration import Load
 from ridgeline.loadtest.run.machine import describe_machine
 from ridgeline.loadtest.run.records import RequestRecord
@@ -30,7 +30,7 @@ from ridgeline.loadtest.run.server_facts import unknown
 from ridgeline.loadtest.run.server_metrics import MetricsDelta, add_up
 from ridgeline.loadtest.slo_map import grid_of, rate_map
 from ridgeline.loadtest.statistics.attainment_curve import AttainmentCurve, MaxGoodputRate, RoundCount, curves_of
-from ridgeline.loadtest.statistics.verdict import Verdict, judge
+from ridgeline.loadtest.statistics.verdict import RateVerdict, judge
 from ridgeline.loadtest.variants import Devices, Variant
 from ridgeline.roofline.bottleneck import bottleneck
 
@@ -93,7 +93,7 @@ class _Measured(msgspec.Struct, frozen=True):
         found = self.kept(side)
         return [result for each, result in found if self.rates[each.pair] in rates] or [result for _, result in found]
 
-    def judged(self, limits_s: tuple[float, float, float]) -> tuple[dict[VariantLabel, AttainmentCurve], Verdict]:
+    def judged(self, limits_s: tuple[float, float, float]) -> tuple[dict[VariantLabel, AttainmentCurve], RateVerdict]:
         """Return the curves of all variants and the verdict on them."""
         counts = self.counts(limits_s)
         curves = curves_of(counts, self.attainment)
@@ -118,7 +118,7 @@ def summarise_comparison(
     traces = [result.trace for _, result in measured.kept()]
     output_tokens = [row.output_tokens for trace in traces for row in trace.rows]
     mean_output_tokens = sum(output_tokens) / len(output_tokens)
-    found = Found(
+    found = Findings(
         rounds=measured.counts(plan.slos.in_seconds()),
         verdict=verdict,
         held=held,
@@ -157,7 +157,7 @@ def summarise_comparison(
     }
 
 
-def _by_slo(measured: _Measured) -> dict[str, Verdict]:
+def _by_slo(measured: _Measured) -> dict[str, RateVerdict]:
     """Return the verdict on TTFT alone, and on the speed of streams alone."""
     ttft_s, tpot_s, gap_s = measured.slo.in_seconds()
     streams = "TPOT" if measured.slo.gap_ms is None else "TPOT and gaps"

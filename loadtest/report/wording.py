@@ -14,7 +14,7 @@ import msgspec
 from ridgeline.loadtest.plan import Slo
 from ridgeline.loadtest.run.quantities import counted
 from ridgeline.loadtest.statistics.attainment_curve import MaxGoodputRate, RoundCount
-from ridgeline.loadtest.statistics.verdict import ALIKE, LEAST_PAIRS, Verdict
+from ridgeline.loadtest.statistics.verdict import ALIKE, LEAST_PAIRS, RateVerdict
 
 MOST_FACTOR: Final = 20.0
 """A longer run is not foretold from the scatter of a short one."""
@@ -31,21 +31,21 @@ class Pauses(msgspec.Struct, frozen=True):
     longest_s: dict[str, float]
 
 
-class Found(msgspec.Struct, frozen=True):
+class Findings(msgspec.Struct, frozen=True):
     """What a comparison has found; the names of variants are those that people read."""
 
     rounds: Rounds
-    verdict: Verdict
+    verdict: RateVerdict
     held: Mapping[str, MaxGoodputRate]
     attainment: float
     slo: Slo
     took_s: float
-    by_slo: Mapping[str, Verdict] = {}
+    by_slo: Mapping[str, RateVerdict] = {}
     """The verdict on each SLO alone, by its name."""
     pauses: Pauses | None = None
 
 
-def say(found: Found) -> list[str]:
+def say(found: Findings) -> list[str]:
     """Return the verdict with the counts that it rests on, the highest rates, and what is not known."""
     is_reached = max(shares_at(found.rounds, _rates_of(found.rounds)).values()) >= REACHED
     if found.verdict.pairs < LEAST_PAIRS or not is_reached:
@@ -73,7 +73,7 @@ def shares_at(rounds: Rounds, rates: Sequence[float]) -> dict[str, float]:
     return {name: sum(one.met for one in each) / sum(one.total for one in each) for name, each in at.items() if each}
 
 
-def _why_nothing(found: Found) -> str:
+def _why_nothing(found: Findings) -> str:
     if found.verdict.pairs >= LEAST_PAIRS:
         return "The SLOs are out of reach: no rate measured was low enough for them."
     pairs = counted(found.verdict.pairs, "pair")
@@ -83,7 +83,7 @@ def _why_nothing(found: Found) -> str:
     )
 
 
-def _verdict(found: Found) -> str:
+def _verdict(found: Findings) -> str:
     verdict, names = found.verdict, found.verdict.variants
     best, worst = names[0], names[-1]
     if all((best, other) in verdict.serves_more for other in names[1:]):
@@ -106,7 +106,7 @@ def _verdict(found: Found) -> str:
     return " ".join(more)
 
 
-def _alike(verdict: Verdict) -> list[str]:
+def _alike(verdict: RateVerdict) -> list[str]:
     if not verdict.alike:
         return []
     if len(verdict.alike) == math.comb(len(verdict.variants), 2):
@@ -116,7 +116,7 @@ def _alike(verdict: Verdict) -> list[str]:
     ]
 
 
-def _not_told_apart(found: Found) -> str:
+def _not_told_apart(found: Findings) -> str:
     """Name what is open, with the most by which highest rates may differ where measured rates bound them."""
     verdict = found.verdict
     open_names = [name for name in verdict.variants if any(name in two for two in verdict.open)]
@@ -130,7 +130,7 @@ def _not_told_apart(found: Found) -> str:
     return f"{text}: their highest rates differ by a factor of {most:.2f} at most."
 
 
-def _counts(found: Found) -> str:
+def _counts(found: Findings) -> str:
     """Say what share of the same requests each variant served at the rates at which one did not hold the goal."""
     rates, names = loaded_rates(found.rounds, found.attainment), found.verdict.variants
     where = rates or _rates_of(found.rounds)
@@ -145,7 +145,7 @@ def _counts(found: Found) -> str:
     return f"Of the same {counted(requests, 'request')} at {_span(where)} requests/s, within the SLOs: {each}."
 
 
-def _by_slo(by_slo: Mapping[str, Verdict]) -> str:
+def _by_slo(by_slo: Mapping[str, RateVerdict]) -> str:
     """Say which SLO picks which variant, if two of them pick different ones."""
     picks = {
         slo: verdict.variants[0]
@@ -158,7 +158,7 @@ def _by_slo(by_slo: Mapping[str, Verdict]) -> str:
     return f"{_upper(told)} (strong evidence)."
 
 
-def _rates(found: Found) -> str:
+def _rates(found: Findings) -> str:
     each = [f"{name} {rate_text(found.held[name])}" for name in found.verdict.variants]
     bounded = f"Highest rate with {found.attainment:.0%} of requests within the SLOs, in requests/s: {', '.join(each)}."
     if any(one.low is None or one.high is None for one in found.held.values()):
@@ -177,7 +177,7 @@ def rate_text(found: MaxGoodputRate) -> str:
     return f"{found.rate:.3g} ({found.low:.3g} to {found.high:.3g})"
 
 
-def _unknown(found: Found) -> str:
+def _unknown(found: Findings) -> str:
     verdict = found.verdict
     if verdict.factor is None or not verdict.open:
         return ""

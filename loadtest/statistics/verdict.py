@@ -51,7 +51,7 @@ class Ratio(msgspec.Struct, frozen=True):
         return max(self.high, 1 / self.low)
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class RateVerdict(msgspec.Struct, frozen=True):
     """What the rounds of all variants say together."""
 
     variants: tuple[str, ...]
@@ -82,7 +82,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 def judge(
     curves: Mapping[str, AttainmentCurve], found: Mapping[str, Sequence[RoundCount]], undisturbed_pairs: int
-) -> Verdict:
+) -> RateVerdict:
     """Compare two variants or more, whose rounds `found` has in the order of pairs."""
     drawn = {name: curve.draws(place) for place, (name, curve) in enumerate(curves.items())}
     names = tuple(sorted(drawn, key=lambda name: -float(np.median(drawn[name]))))
@@ -100,7 +100,7 @@ def judge(
         _factor(drawn[each.one], drawn[each.other], level) for each in ratios if (each.one, each.other) not in told
     ]
     most = max(factors, default=None)
-    return Verdict(names, tuple(serves_more), tuple(alike), most, tuple(ratios), undisturbed_pairs, level)
+    return RateVerdict(names, tuple(serves_more), tuple(alike), most, tuple(ratios), undisturbed_pairs, level)
 
 
 def told_apart(pairs: int, requests: int) -> float:

@@ -6,8 +6,6 @@ import sys
 
 import pytest
 
-from ridgeline.loadtest.run.records import RecordFile
-from tests.support.load_records import a_record
 from tests.support.openai_server import Behaviour, running
 from tests.support.patience import PATIENCE_S
 
@@ -41,16 +39,6 @@ def without_serving(*arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
 
-@pytest.fixture
-def exported(tmp_path):
-    """The folder of a comparison with one valid round."""
-    each = {"round": 0, "variant": "a", "label": "colocated", "pair": 0, "valid": True, "began": "2026-11-27"}
-    summary = {"rounds": [each], "slo": {}, "plan": {}, "load": {"rate": 1.0}}
-    (tmp_path / "summary.json").write_text(json.dumps(summary))
-    RecordFile(tmp_path / "records.jsonl", variant="a", mode="colocated", pair=0, round=0).add(a_record(0, 0.1))
-    return tmp_path
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -58,7 +46,6 @@ def exported(tmp_path):
         ("ridgeline", CLI, "roofline", "--model", "llama-3.1-8b", "--hardware", "h100-sxm"),
         ("ridgeline", CLI, "trace", "inspect", "demo"),
         ("import", "ridgeline.loadtest.compare"),
-        ("import", "ridgeline.loadtest.find_rate"),
         ("import", "ridgeline.loadtest.saved"),
         ("import", "ridgeline.cluster.commands.loadtest"),
     ],
@@ -69,10 +56,21 @@ def test_it_runs_without_what_serves(arguments):
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-def test_a_saved_run_is_reported(exported):
-    ended = without_serving("ridgeline", CLI, "report", exported, "--export", "vllm-bench")
+def test_running_servers_are_compared_and_the_run_is_reported(tmp_path):
+    folder = tmp_path / "run"
+    options = ("--trace", "poisson:rate=50,input=40,output=2,n=4,seed=1", "--settle-s", "0.02", "--text-prompts")
+    slos = ("--rate", "50", "--pairs", "1", "--slo-ttft-ms", "200000")
+    with running(Behaviour(ttft_s=0.01, tpot_s=0.001)) as one, running(Behaviour(ttft_s=0.01, tpot_s=0.001)) as two:
+        servers = ("--server", f"one={one}", "--server", f"two={two}")
+        ended = without_serving("ridgeline", CLI, "compare", *servers, *options, *slos, "--out", folder)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert (exported / "vllm-bench" / "round-0-a.json").is_file()
+    assert "Nothing is concluded from" in ended.stdout
+    (folder / "report.html").unlink()
+    ended = without_serving("ridgeline", CLI, "report", folder)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "one against two" in (folder / "report.html").read_text()
+    ended = without_serving("ridgeline", CLI, "report", folder, "--export", "vllm-bench")
+    assert (ended.returncode, len(list((folder / "vllm-bench").iterdir()))) == (0, 2)
 
 
 def test_a_replay_of_texts_needs_no_tokenizer(tmp_path):

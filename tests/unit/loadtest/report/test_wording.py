@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ridgeline.loadtest.plan import Slo
-from ridgeline.loadtest.report.wording import Found, loaded_rates, say, shares_at
+from ridgeline.loadtest.report.wording import Findings, loaded_rates, say, shares_at
 from ridgeline.loadtest.statistics.attainment_curve import RoundCount, curves_of
 from ridgeline.loadtest.statistics.verdict import LEAST_PAIRS, judge
 
@@ -16,9 +16,9 @@ NAMES = ("adaptive", "colocated", "disaggregated")
 GOAL = 0.9
 
 
-def found_in(rounds: dict[str, list[RoundCount]], undisturbed: int, **alone: dict[str, list[RoundCount]]) -> Found:
+def found_in(rounds: dict[str, list[RoundCount]], undisturbed: int, **alone: dict[str, list[RoundCount]]) -> Findings:
     curves = curves_of(rounds, GOAL)
-    return Found(
+    return Findings(
         rounds=rounds,
         verdict=judge(curves, rounds, undisturbed),
         held={name: curve.max_goodput_rate() for name, curve in curves.items()},
@@ -30,7 +30,7 @@ def found_in(rounds: dict[str, list[RoundCount]], undisturbed: int, **alone: dic
 
 
 @st.composite
-def comparisons(draw: st.DrawFn) -> Found:
+def comparisons(draw: st.DrawFn) -> Findings:
     """Any counts at any rates: also such as no server would have."""
     names = NAMES[: draw(st.integers(2, 3))]
     rates = draw(st.lists(st.sampled_from([0.5, 0.75, 1.0, 1.44, 2.16, 3.24]), min_size=1, max_size=6))
@@ -42,7 +42,7 @@ def comparisons(draw: st.DrawFn) -> Found:
     return found_in(rounds, draw(st.integers(0, len(rates))))
 
 
-def check(found: Found) -> None:
+def check(found: Findings) -> None:
     """Fail if a sentence says more than the counts, or against them."""
     sentences = say(found)
     text, rounds = " ".join(sentences), found.rounds
@@ -74,14 +74,14 @@ def check(found: Found) -> None:
 
 @settings(max_examples=150)
 @given(found=comparisons())
-def test_no_sentence_says_more_than_the_counts_it_stands_over(found: Found):
+def test_no_sentence_says_more_than_the_counts_it_stands_over(found: Findings):
     check(found)
 
 
 @pytest.mark.long
 @settings(max_examples=3_000)
 @given(found=comparisons())
-def test_no_sentence_of_thousands_says_more_than_the_counts_it_stands_over(found: Found):
+def test_no_sentence_of_thousands_says_more_than_the_counts_it_stands_over(found: Findings):
     check(found)
 
 

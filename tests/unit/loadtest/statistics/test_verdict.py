@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ridgeline.loadtest.statistics.attainment_curve import RoundCount, curves_of
-from ridgeline.loadtest.statistics.verdict import Verdict, judge, told_apart
+from ridgeline.loadtest.statistics.verdict import RateVerdict, judge, told_apart
 from tests.support.simulated_comparisons import Curve, Machine, logistic, searched
 
 RUNS, LONG_RUNS = 40, 1_000
@@ -12,16 +12,16 @@ RUNS, LONG_RUNS = 40, 1_000
 MACHINES = {"quiet": Machine(0.06), "shared": Machine(0.12), "busy": Machine(0.2)}
 
 
-def judged(rounds: dict[str, list[RoundCount]], undisturbed: int | None = None) -> Verdict:
+def judged(rounds: dict[str, list[RoundCount]], undisturbed: int | None = None) -> RateVerdict:
     pairs = len(next(iter(rounds.values())))
     return judge(curves_of(rounds, 0.9), rounds, pairs if undisturbed is None else undisturbed)
 
 
-def simulated(curves: dict[str, Curve], runs: int, **given) -> list[Verdict]:
+def simulated(curves: dict[str, Curve], runs: int, **given) -> list[RateVerdict]:
     return [judged(searched(curves, seed, start=(1.4, 2.0, 2.8)[seed % 3], **given)) for seed in range(runs)]
 
 
-def claims(verdicts: list[Verdict]) -> float:
+def claims(verdicts: list[RateVerdict]) -> float:
     return float(np.mean([bool(each.serves_more) for each in verdicts]))
 
 
