@@ -68,7 +68,7 @@ def summarise(records: Sequence[RequestRecord], window_s: float, slo: Slo) -> di
         figures |= _spread(name, values_s)
     figures["max_itl_ms"] = max(series["itl"]) * 1e3 if series["itl"] else None
     interval = binomtest(sum(good), len(records)).proportion_ci(method="wilson")
-    figures["ci95"] = {"attainment": (interval.low, interval.high)}
+    figures["ci95"] = {"attainment": (float(interval.low), float(interval.high))}
     return figures
 
 
