@@ -12,6 +12,7 @@ from ridgeline.loadtest.run.unloaded import sizes_of
 
 TWO_SERVERS: dict[str, Any] = {"server": ["one=http://h:1/v1", "two= http://h:2/, https://h"]}
 
+
 @pytest.mark.parametrize(
     ("fields", "fix"),
     [

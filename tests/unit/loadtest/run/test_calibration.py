@@ -161,9 +161,7 @@ COURSE = Schedule(starts=1.5, start_s=10.0, beside_arrivals_s=10.0)
         (600.0, {"rate": "1,2,3,4"}, 1, 17, 8),
     ],
 )
-def test_a_budget_gives_six_pairs_or_two_at_each_rate_and_then_longer_rounds(
-    budget_s, fields, least, requests, pairs
-):
+def test_a_budget_gives_six_pairs_or_two_at_each_rate_and_then_longer_rounds(budget_s, fields, least, requests, pairs):
     asked = ComparePlan(budget_s=budget_s, **fields)
     load = given_load(ComparePlan(rate=1.0), TRACE)
     plan, load = fit_budget(asked, load, 60, COURSE, 60.0, least)
