@@ -50,7 +50,7 @@ def by_rate_and_mode(requests: pl.DataFrame) -> pl.DataFrame:
 
 
 def main() -> None:
-    """Compare unless told only to read, and print the figures of each mode at each rate, and the outcome."""
+    """Compare unless told only to read, and print the figures of each mode at each rate, and the verdict."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/example"), help="a folder that does not exist yet")
     parser.add_argument("--read", type=Path, help="the folder of a finished run")
@@ -62,7 +62,7 @@ def main() -> None:
     with pl.Config(tbl_rows=-1, tbl_cols=-1, float_precision=3, tbl_hide_dataframe_shape=True, tbl_width_chars=140):
         print(by_rate_and_mode(requests_of(run)))
     summary = json.loads((run / "summary.json").read_text())
-    print(summary["rates"]["sentences"][0] if "rates" in summary else summary["outcome"]["sentence"])
+    print(summary["verdict"]["sentences"][0])
 
 
 if __name__ == "__main__":

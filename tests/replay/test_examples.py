@@ -48,7 +48,7 @@ def test_a_trace_is_replayed_and_its_figures_are_used(url):
 class Variant:
     """One that is always ready."""
 
-    mode, start_s, devices = "colocated", 0.0, None
+    mode, start_s, devices, context_tokens = "colocated", 0.0, None, None
 
     def __init__(self, url):
         self._url = url
@@ -62,6 +62,7 @@ async def test_a_comparison_is_read_as_a_table(tmp_path, monkeypatch):
     plan = ComparePlan(
         trace="poisson:rate=50,input=40,output=6,n=6,seed=1",
         variants="colocated,colocated",
+        rate=50,
         settle_s=0.02,
         tokenizer="unused",
         slo_ttft_ms=200_000,
@@ -71,6 +72,7 @@ async def test_a_comparison_is_read_as_a_table(tmp_path, monkeypatch):
         await compare((Variant(server), Variant(server)), plan, tmp_path, Console(quiet=True), is_alone=False)
     said = example("compare_modes.py", "--read", tmp_path)
     assert len(re.findall(r"┆ 6 +┆ 0 +┆ 1\.000 +┆ 0\.\d+ +┆ \d+\.\d+ +┆ \d+\.\d+", said)) == 2
+    assert "Nothing is concluded from 1 pair" in said
     rows = polars.read_parquet(tmp_path / "records.parquet")
     assert len(rows) == 12
     assert set(rows["variant"]) == {"a", "b"}

@@ -12,11 +12,10 @@ from rich.console import Console
 
 from ridgeline.loadtest.compare import compare, resume
 from ridgeline.loadtest.errors import LoadTestError
-from ridgeline.loadtest.find_rate import find_rate, resume_rates
 from ridgeline.loadtest.plan import ComparePlan
 from ridgeline.loadtest.run import replay as replay_module
 from ridgeline.loadtest.run_folder import RunFolder
-from ridgeline.loadtest.saved import print_side_by_side, report_again
+from ridgeline.loadtest.saved import report_again
 from ridgeline.loadtest.variants import Reached
 from tests.support.openai_server import Behaviour, running
 from tests.support.patience import eventually
@@ -25,6 +24,7 @@ REQUESTS = 6
 PLAN = {
     "trace": "poisson:rate=50,input=40,output=6,n=6,seed=1",
     "variants": "colocated,colocated",
+    "rate": 50,
     "settle_s": 0.02,
     "tokenizer": "unused",
     "slo_ttft_ms": 200_000,  # no round is discarded, and repeated, because of a late client: it may be late by 4 s
@@ -45,10 +45,10 @@ def console():
     return Console(file=io.StringIO(), width=200, record=True)
 
 
-class _Arm:
-    """One that is always ready."""
+class _Ready:
+    """A variant that is always ready."""
 
-    mode, start_s, devices = "colocated", 0.0, None
+    mode, start_s, devices, context_tokens = "colocated", 0.0, None, None
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -65,12 +65,18 @@ def _summary(folder: Path) -> dict:
     return json.loads((folder / "summary.json").read_text())
 
 
+def _ended(folder: Path) -> int:
+    """How many valid rounds a folder has."""
+    file = folder / "rounds.jsonl"
+    return sum(line["type"] == "ended" and line["valid"] for line in _lines(file)) if file.exists() else 0
+
+
 async def _stopped_in_round_three(behaviour: Behaviour, url: str, folder: Path, console: Console, **fields) -> None:
     """Cancel a comparison, as Ctrl-C does, while requests of its third round run, which cannot end before that."""
     third = 2 * REQUESTS
     behaviour.faults = dict.fromkeys(range(third + 2, third + REQUESTS), "hang")
     plan = ComparePlan(**PLAN | fields)
-    run = compare((_Arm(url), _Arm(url)), plan, RunFolder(folder, SETUP), console, is_alone=False)
+    run = compare((_Ready(url), _Ready(url)), plan, RunFolder(folder, SETUP), console, is_alone=False)
     task = asyncio.create_task(run)
     await asyncio.to_thread(behaviour.wait_for_requests, third + 3)
     task.cancel()
@@ -95,9 +101,8 @@ async def test_a_comparison_that_was_stopped_goes_on_after_its_valid_rounds_and_
             ("began", 2),
         ]
         past = RunFolder(folder).past()
-        result = await resume((_Arm(url), _Arm(url)), past, console, is_alone=False)
+        await resume((_Ready(url), _Ready(url)), past, console, is_alone=False)
     summary = _summary(folder)
-    assert result.conclusion.pairs == 2
     assert [each["round"] for each in summary["rounds"]] == [0, 1, 3, 4], "round 2 was cut, and is run again"
     assert [each["completed"] for each in summary["rounds"]] == [REQUESTS] * 4
     assert summary["rounds"][0]["began"] == before[1]["began"][:19] + "+00:00"
@@ -117,46 +122,36 @@ async def test_a_comparison_that_was_stopped_goes_on_after_its_valid_rounds_and_
     assert sorted(arrivals["a", 0]) != sorted(arrivals["a", 1])
 
 
-async def test_a_comparison_over_rates_that_was_stopped_goes_on_with_the_same_rates(tmp_path, console):
+async def test_rates_come_in_turn_also_after_an_interruption(tmp_path, console):
     behaviour = Behaviour(ttft_s=0.05, tpot_s=0.005, mode="colocated")
-    folder = tmp_path / "run"
-    fields = {name: value for name, value in PLAN.items() if name != "pairs"}
-    plan = ComparePlan(**fields | {"slo_tpot_ms": 200_000}, find_rate=True, rate=20)
     with running(behaviour) as url:
-        variants = _Arm(url), _Arm(url)
-        behaviour.faults = dict.fromkeys(range(2 * REQUESTS + 2, 3 * REQUESTS), "hang")
-        task = asyncio.create_task(find_rate(variants, plan, RunFolder(folder, SETUP), console, is_alone=False))
-        await asyncio.to_thread(behaviour.wait_for_requests, 2 * REQUESTS + 3)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        behaviour.faults = {}
-        assert f"to go on: ridgeline compare --resume {folder}" in console.export_text()
-        result = await resume_rates(variants, RunFolder(folder).past(), console, is_alone=False)
-    rounds = result.summary["rates"]["rounds"]
-    assert [each["round"] for each in rounds[:4]] == [0, 1, 3, 4], "round 2 was cut, and is run again"
-    assert rounds[0]["rate"] == rounds[1]["rate"] == 20
-    assert rounds[2]["rate"] == rounds[3]["rate"] == 30
-    assert [each["total"] for each in rounds[:4]] == [6, 6, 8, 8] or rounds[2]["total"] == rounds[3]["total"] > 6
-    assert all(each["attainment"] == 1 for each in rounds)
-    assert result.summary["rates"]["variants"]["a"]["max_goodput_rate"]["outcome"] == "above"
+        await _stopped_in_round_three(behaviour, url, tmp_path, console, rate="20,40", pairs=3, slo_tpot_ms=200_000)
+        past = RunFolder(tmp_path).past()
+        assert (past.settled.given["rates"], past.settled.settled_plan().rates) == ([20, 40], (20, 40))
+        result = await resume((_Ready(url), _Ready(url)), past, console, is_alone=False)
+    rounds = result.summary["rounds"]
+    assert [each["round"] for each in rounds] == [0, 1, 3, 4, 5, 6], "round 2 was cut, and is run again"
+    assert [each["rate"] for each in rounds] == [20, 20, 40, 40, 20, 20]
+    assert [each["total"] for each in rounds] == [6, 6, 11, 11, 6, 6], "all rounds take as long"
+    assert {point["rate"]: point["rounds"] for point in result.summary["variants"]["a"]["points"]} == {20: 2, 40: 1}
+    assert result.summary["variants"]["a"]["max_goodput_rate"]["outcome"] == "above"
 
 
 async def test_what_was_measured_is_not_measured_again_when_a_comparison_goes_on(tmp_path, console):
     behaviour = Behaviour(ttft_s=0.05, tpot_s=0.005, mode="colocated")
     with running(behaviour) as url:
-        plan = ComparePlan(**PLAN, rate="auto")
-        task = asyncio.create_task(compare((_Arm(url), _Arm(url)), plan, tmp_path, console, is_alone=False))
-        await eventually(RunFolder(tmp_path).valid_rounds)
+        plan = ComparePlan(**PLAN | {"rate": "auto"})
+        task = asyncio.create_task(compare((_Ready(url), _Ready(url)), plan, tmp_path, console, is_alone=False))
+        await eventually(lambda: _ended(tmp_path))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         past = RunFolder(tmp_path).past()
         assert past.settled.given["rate"] == "auto"
         sent = len(behaviour.bodies)
-        await resume((_Arm(url), _Arm(url)), past, console, is_alone=False)
-    rounds, warm_ups = 3, 2
-    assert len(behaviour.bodies) - sent == rounds * REQUESTS + warm_ups * 4
+        await resume((_Ready(url), _Ready(url)), past, console, is_alone=False)
+    requests = sum(each["total"] for each in _summary(tmp_path)["rounds"] if each["round"] > 0)
+    assert len(behaviour.bodies) - sent == requests + 2 * 4, "four to warm up each variant"
     assert _summary(tmp_path)["load"]["unloaded"]["median_ttft_s"] == past.settled.load.unloaded.median_ttft_s
     prompts = [tuple(prompt) for prompt in behaviour.prompts]
     assert len(set(prompts)) == len(prompts)
@@ -165,16 +160,17 @@ async def test_what_was_measured_is_not_measured_again_when_a_comparison_goes_on
 async def test_pairs_from_before_an_interruption_count_although_no_time_is_left_for_another(tmp_path, console):
     behaviour = Behaviour(ttft_s=0.05, tpot_s=0.005, mode="colocated")
     with running(behaviour) as url:
-        plan = ComparePlan(**PLAN | {"pairs": 9}, rate=50, budget_s=600)
-        task = asyncio.create_task(compare((_Arm(url), _Arm(url)), plan, tmp_path, console, is_alone=False))
-        await eventually(lambda: len(RunFolder(tmp_path).valid_rounds()) == 5)
+        plan = ComparePlan(**PLAN | {"pairs": 9}, budget_s=600)
+        task = asyncio.create_task(compare((_Ready(url), _Ready(url)), plan, tmp_path, console, is_alone=False))
+        await eventually(lambda: _ended(tmp_path) == 5)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        past = msgspec.structs.replace(RunFolder(tmp_path).past(), spent_s=599.0)
-        result = await resume((_Arm(url), _Arm(url)), past, console, is_alone=False)
-    assert result.conclusion.pairs == 3
-    assert "ended after 3 pairs, since another would not fit" in _summary(tmp_path)["load"]["sentences"][-1]
+        past = msgspec.structs.replace(RunFolder(tmp_path).past(), spent_s=600.0)
+        await resume((_Ready(url), _Ready(url)), past, console, is_alone=False)
+    assert [(each["pair"], each["valid"]) for each in _summary(tmp_path)["rounds"]] == [
+        (pair, True) for pair in range(3) for _ in range(2)
+    ]
 
 
 async def test_lines_that_were_half_written_or_damaged_are_left_out(tmp_path, console):
@@ -184,7 +180,7 @@ async def test_lines_that_were_half_written_or_damaged_are_left_out(tmp_path, co
         for name in ("rounds.jsonl", "records.jsonl"):
             with (tmp_path / name).open("ab") as lines:
                 lines.write(b'{"type": "\xff"}\n{"type": "en')
-        await resume((_Arm(url), _Arm(url)), RunFolder(tmp_path).past(), console, is_alone=False)
+        await resume((_Ready(url), _Ready(url)), RunFolder(tmp_path).past(), console, is_alone=False)
     assert [each["valid"] for each in _summary(tmp_path)["rounds"]] == [True] * 4
     assert report_again(tmp_path, console).exists()
 
@@ -201,10 +197,10 @@ def test_a_folder_without_an_interrupted_comparison_is_named(tmp_path):
         RunFolder(tmp_path).past()
 
 
-async def test_a_second_run_leaves_the_first_alone_and_both_are_shown_again(tmp_path, console):
+async def test_a_second_run_leaves_the_first_alone_which_is_shown_again(tmp_path, console):
     folder = tmp_path / "run"
     with running(Behaviour(ttft_s=0.01, tpot_s=0.001, mode="colocated")) as url:
-        variants = _Arm(url), _Arm(url)
+        variants = _Ready(url), _Ready(url)
         first = await compare(variants, ComparePlan(**PLAN | {"pairs": 1}), folder, console, is_alone=False)
         kept = {path.name: path.read_bytes() for path in folder.iterdir()}
         second = await compare(variants, ComparePlan(**PLAN | {"pairs": 1, "seed": 7}), folder, console, is_alone=False)
@@ -218,15 +214,6 @@ async def test_a_second_run_leaves_the_first_alone_and_both_are_shown_again(tmp_
     ids = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
     assert ids.sub("", first.report.read_text()) == ids.sub("", kept["report.html"].decode())
 
-    console.export_text()
-    print_side_by_side(folder, tmp_path / "run-2", console)
-    told = console.export_text()
-    assert "run-2: colocated (b)" in told
-    assert re.search(r"plan\.seed +│ 0 +│ 7 ", told)
-    assert "Rounds of different runs are not paired" in told
-    with pytest.raises(LoadTestError, match="was given twice"):
-        print_side_by_side(folder, folder, console)
-
 
 def test_a_folder_of_which_no_page_can_be_made_is_named(tmp_path, console):
     with pytest.raises(LoadTestError, match="holds no run"):
@@ -234,6 +221,11 @@ def test_a_folder_of_which_no_page_can_be_made_is_named(tmp_path, console):
     (tmp_path / "run.json").write_text("{}")
     with pytest.raises(LoadTestError, match="was interrupted: ridgeline compare --resume"):
         report_again(tmp_path, console)
-    (tmp_path / "summary.json").write_text('{"completed": 3}')
-    with pytest.raises(LoadTestError, match="holds a replay and not a comparison"):
-        report_again(tmp_path, console)
+    for content, told in (
+        ('{"completed": 3}', "holds a replay and not a comparison"),
+        ('{"variants": {}, "schema": "urn:ridgeline:summary:2"}', "was written by another version"),
+        ("{", "cannot be read"),
+    ):
+        (tmp_path / "summary.json").write_text(content)
+        with pytest.raises(LoadTestError, match=told):
+            report_again(tmp_path, console)

@@ -33,6 +33,7 @@ class Behaviour:
     in_one_piece: bool = False
     """Whether an answer comes in one event, as from a server that does not stream."""
     has_metrics: bool = True
+    model: str = "fake"
     max_model_len: int = 8192
     tokenizer: str | None = None
     answers_after_requests: int = 0
@@ -106,7 +107,7 @@ def make_app(behaviour: Behaviour) -> Starlette:
     async def models(request: Request) -> Response:
         if behaviour.key and request.headers.get("authorization") != f"Bearer {behaviour.key}":
             return Response(status_code=401)
-        card = {"id": "fake", "root": behaviour.tokenizer, "max_model_len": behaviour.max_model_len}
+        card = {"id": behaviour.model, "root": behaviour.tokenizer, "max_model_len": behaviour.max_model_len}
         return JSONResponse({"object": "list", "data": [card]})
 
     async def metrics_page(_: Request) -> Response:

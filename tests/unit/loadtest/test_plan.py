@@ -1,5 +1,7 @@
 """Plans that leave rate and SLOs to be measured, and combinations that are refused."""
 
+from typing import Any
+
 import pytest
 from pydantic import ValidationError
 
@@ -8,40 +10,41 @@ from ridgeline.loadtest.plan import ComparePlan, ReplayPlan
 from ridgeline.loadtest.run.replay import check_client
 from ridgeline.loadtest.run.unloaded import sizes_of
 
+TWO_SERVERS: dict[str, Any] = {"server": ["one=http://h:1/v1", "two= http://h:2/, https://h"]}
+
 
 @pytest.mark.parametrize(
     ("fields", "fix"),
     [
         ({"slo": "auto", "slo_ttft_ms": 2000}, "leave out slo_ttft_ms, or slo"),
         ({"slo": "auto", "slo_ttft_ms": 1, "slo_tpot_ms": 2}, "leave out slo_tpot_ms and slo_ttft_ms, or slo"),
-        ({"rate": "auto", "time_scale": 2}, "give one of them"),
         ({"rate": "auto", "time_scale": 1}, "give one of them"),
-        ({"attainment": 0.9}, "give find_rate too"),
-        ({"tuning_rounds": 3}, "give grid too"),
-        ({"baseline_name": "baseline"}, "baseline_name say nothing without a baseline"),
         ({"rate": "fast"}, "must be a number above 0 or auto, not 'fast'"),
         ({"rate": "-1"}, "above 0"),
         ({"rate": "nan"}, "above 0"),
         ({"slo": "strict"}, "auto"),
         ({"budget_s": 0}, "greater than 0"),
-        ({"margin": 0}, "greater than 0"),
-        ({"variants": "colocated"}, "two of colocated, disaggregated, adaptive"),
-        ({"variants": "colocated,mixed"}, "two of colocated, disaggregated, adaptive"),
-        ({"baseline": "http://h:1"}, "name the one mode to compare with it, such as variants disaggregated"),
-        ({"baseline": "h:1", "variants": "colocated"}, "must be URLs such as http://127.0.0.1:8001"),
-        ({"baseline": "http://h:99999", "variants": "colocated"}, "must be URLs such as http://127.0.0.1:8001"),
-        ({"baseline": "http://h:port/v1", "variants": "colocated"}, "must be URLs such as http://127.0.0.1:8001"),
-        ({"baseline": "http://h:1,", "variants": "colocated"}, "must be URLs such as http://127.0.0.1:8001"),
-        ({"baseline": "http://h:1", "variants": "colocated", "baseline_name": "colocated"}, "a name that no mode has"),
-        ({"baseline": "http://h:1", "variants": "colocated", "baseline_processes": "vllm"}, "process ids such as 4711"),
-        ({"tuning_rounds": 2}, "give grid too"),
-        ({"grid": "g", "tuning_rounds": 0}, "greater than or equal to 1"),
-        ({"grid": "g", "find_rate": True}, "grid does not go with find_rate"),
-        ({"grid": "g", "budget_s": 300}, "grid does not go with budget_s"),
-        ({"grid": "g", "baseline": "http://h:1", "variants": "colocated"}, "a baseline is not ours to tune"),
-        ({"grid": "g", "variants": "colocated,colocated"}, "grid needs two modes"),
+        ({"rate": "1,0"}, "greater than 0"),
+        ({"rate": "1,,2"}, "must be a number|valid number"),
+        ({"attainment": 1}, "less than 1"),
+        ({"variants": "colocated,mixed"}, "some of colocated, disaggregated, adaptive, separated by commas"),
+        ({"variants": "colocated"}, "two to 6 variants, not 1: name modes"),
+        ({"variants": ",".join(["colocated"] * 7)}, "two to 6 variants, not 7"),
+        ({"server": ["one=http://h:1"]}, r"running servers \(server NAME=URL, twice\), or both"),
+        ({"server": ["http://h:1", "two=http://h:2"]}, "must be NAME=URL"),
+        ({"server": ["colocated=http://h:1", "two=http://h:2"]}, "a name that no mode has"),
+        ({"server": ["one=h:1", "two=http://h:2"]}, "must have URLs such as vllm=http://127.0.0.1:8001, not 'h:1'"),
+        ({"server": ["one=http://h:99999", "two=http://h:2"]}, "must have URLs such as"),
+        ({"server": ["one=http://h:port/v1", "two=http://h:2"]}, "must have URLs such as"),
+        ({"server": ["one=http://h:1,", "two=http://h:2"]}, "must have URLs such as"),
+        ({"server": ["one=http://key@h:1", "two=http://h:2"]}, "must have URLs such as"),
+        ({"server": ["one=http://h:1", "one =http://h:2"]}, "a name of its own for each server, not one, one"),
+        (TWO_SERVERS | {"devices": ["one=two"]}, "must be NAME=N, such as vllm=2, not 'one=two'"),
+        (TWO_SERVERS | {"devices": ["one=0"]}, "must be NAME=N"),
+        (TWO_SERVERS | {"devices": ["vllm=2"]}, "devices name vllm, which no server is called: one, two"),
+        ({"devices": ["vllm=2"]}, "which no server is called: none"),
         ({"warmup_requests": 2}, "should be 0"),
-        ({"baseline_devices": 2}, "baseline_devices say nothing without a baseline"),
+        ({"duration_s": 9}, "none"),
     ],
 )
 def test_a_combination_that_contradicts_itself_is_refused_with_the_fix(fields, fix):
@@ -49,36 +52,32 @@ def test_a_combination_that_contradicts_itself_is_refused_with_the_fix(fields, f
         ComparePlan(**fields)
 
 
-def test_variants_are_two_modes_of_which_one_may_come_twice():
-    assert ComparePlan().modes == ("colocated", "disaggregated")
-    assert ComparePlan(variants="disaggregated, disaggregated").modes == ("disaggregated", "disaggregated")
-
-
-def test_an_baseline_is_the_last_variant_beside_one_mode_and_in_a_search_beside_one_or_two():
-    urls = "http://h:1/v1, http://h:2/"
-    plan = ComparePlan(variants="disaggregated", baseline=urls, baseline_processes="12, 13")
-    assert (plan.modes, plan.kinds) == (("disaggregated",), ("disaggregated", "baseline"))
-    three = ComparePlan(baseline=urls, find_rate=True)
-    assert three.kinds == ("colocated", "disaggregated", "baseline")
-    assert plan.baseline_urls == ("http://h:1", "http://h:2")
-    assert plan.baseline_process_ids == (12, 13)
+def test_all_modes_are_compared_by_default_and_running_servers_come_after_those_that_are_named():
+    assert ComparePlan().kinds == ("colocated", "disaggregated", "adaptive")
+    assert ComparePlan(variants="disaggregated, disaggregated").kinds == ("disaggregated", "disaggregated")
+    plan = ComparePlan(**TWO_SERVERS, devices=["two=4"])
+    assert (plan.modes, plan.kinds) == ((), ("one", "two"))
+    assert plan.servers == {"one": ("http://h:1",), "two": ("http://h:2", "https://h")}
+    assert plan.devices_of == {"two": 4}
+    assert ComparePlan(**TWO_SERVERS, variants="adaptive").kinds == ("adaptive", "one", "two")
     assert ComparePlan(**plan.model_dump(exclude_unset=True)) == plan
 
 
-def test_an_option_that_is_turned_off_contradicts_none():
-    assert ComparePlan(grid="g", find_rate=False, baseline_text_prompts=False).grid == "g"
-
-
-def test_former_names_of_fields_are_still_read():
-    former = ComparePlan(arms="disaggregated", opponent="http://h:1", opponent_name="vLLM")
-    assert former == ComparePlan(variants="disaggregated", baseline="http://h:1", baseline_name="vLLM")
+def test_several_rates_are_measured_in_turn_and_the_first_plans_the_rounds():
+    plan = ComparePlan(rate="1, 2.5")
+    assert (plan.rate, plan.rates, plan.most_pairs) == (1, (1, 2.5), 16)
+    assert (ComparePlan(rate=3).rates, ComparePlan(rate=3, pairs=5).most_pairs) == ((3,), 5)
+    assert (ComparePlan(rate="auto").rates, ComparePlan().most_pairs) == ((), 36)
+    assert ComparePlan(**plan.model_dump(exclude_unset=True)) == plan
 
 
 def test_a_plan_measures_first_only_if_something_is_left_to_be_measured():
     assert not ReplayPlan(rate=2).measures_first
     assert ReplayPlan(rate="auto").measures_first
     assert ReplayPlan(slo="auto").measures_first
-    assert ComparePlan(budget_s=60).measures_first
+    assert ComparePlan().measures_first, "a search begins at a rate that is measured"
+    assert not ComparePlan(rate="1,2").measures_first
+    assert ComparePlan(rate="1,2", budget_s=60).measures_first
     assert ReplayPlan(rate="2.5").rate == 2.5
 
 
@@ -101,23 +100,3 @@ def test_a_trace_without_spread_cannot_have_a_measured_rate_and_that_is_said_bef
 def test_a_client_that_this_machine_cannot_run_is_refused_before_anything_starts(fields, sentence):
     with pytest.raises(LoadTestError, match=sentence):
         check_client(ReplayPlan(**fields))
-
-
-def test_without_an_option_that_asks_for_one_rate_all_modes_are_measured_over_rates():
-    assert ComparePlan(**ComparePlan.completed({"budget_s": 300})).find_rate
-    assert ComparePlan(**ComparePlan.completed({})).modes == ("colocated", "disaggregated", "adaptive")
-    with_baseline = ComparePlan(**ComparePlan.completed({"baseline": "http://127.0.0.1:9000"}))
-    assert with_baseline.kinds == ("colocated", "disaggregated", "adaptive", "baseline")
-    two = ComparePlan(**ComparePlan.completed({"variants": "colocated,adaptive"}))
-    assert (two.find_rate, two.modes) == (True, ("colocated", "adaptive"))
-
-
-@pytest.mark.parametrize("given", [{"rate": "auto"}, {"time_scale": 1.0}, {"pairs": 9}, {"margin": 0.1}, {"grid": "g"}])
-def test_an_option_that_asks_for_one_rate_compares_two_modes_in_pairs(given):
-    plan = ComparePlan(**ComparePlan.completed(given))
-    assert (plan.find_rate, plan.modes) == (False, ("colocated", "disaggregated"))
-
-
-def test_three_modes_at_one_rate_are_refused_with_the_way_out():
-    with pytest.raises(ValueError, match="leave --rate out"):
-        ComparePlan(rate=1.0, variants="colocated,disaggregated,adaptive")

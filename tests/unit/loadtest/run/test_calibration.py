@@ -1,6 +1,6 @@
 """Rate, SLOs and number of requests from what an unloaded server takes: arithmetic, with figures made up."""
 
-import dataclasses
+import math
 
 import msgspec
 import pytest
@@ -12,13 +12,15 @@ from ridgeline.loadtest.run.calibration import (
     Workers,
     beside_arrivals_s,
     fit_budget,
-    fit_budget_over_rates,
     given_load,
+    least_requests,
     most_rate,
     settle,
     workers_of,
 )
+from ridgeline.loadtest.run.quantities import minutes_text
 from ridgeline.loadtest.run.unloaded import Unloaded
+from ridgeline.loadtest.statistics.verdict import LEAST_PAIRS
 from ridgeline.loadtest.trace.trace import Trace, TraceRow
 
 CPU = Unloaded(
@@ -57,8 +59,8 @@ def test_rate_is_four_fifths_of_what_the_prefill_workers_hold_and_limits_are_mul
 
 
 def test_the_settled_plan_is_a_plan_that_offers_the_same_load_without_measuring():
-    plan, _ = settle(ComparePlan(rate="auto", slo="auto"), TRACE, CPU, PAIR)
-    assert ComparePlan(**plan.model_dump(exclude_unset=True)) == plan
+    plan, _ = settle(ReplayPlan(rate="auto", slo="auto"), TRACE, CPU, PAIR)
+    assert ReplayPlan(**plan.model_dump(exclude_unset=True)) == plan
 
 
 def test_only_what_is_auto_is_measured():
@@ -150,63 +152,69 @@ def test_a_running_server_says_how_many_workers_share_the_load(pools, workers):
 @pytest.mark.parametrize("budget_s", [1.0, 60.0, 300.0, 3600.0])
 def test_a_round_has_requests_enough_and_no_more_than_its_window_on_any_machine(unloaded, budget_s):
     plan, load = settle(ComparePlan(rate="auto", slo="auto", budget_s=budget_s), TRACE, unloaded, PAIR)
-    plan, load = fit_budget(plan, load, 60, Schedule(1.5, 30.0, 8.0), 50.0)
+    plan, load = fit_budget(plan, load, 60, Schedule(1.5, 30.0, 8.0), 50.0, 1)
     assert LEAST_REQUESTS <= plan.limit <= 60
-    assert 1 <= plan.pairs <= 16
     assert 0 < plan.rate < float("inf")
     assert 0 < plan.slo_ttft_ms < float("inf")
-    assert f"rounds of {plan.limit} requests" in load.notes[0]
+    assert f"({plan.limit} requests at the first rate)" in load.notes[0]
 
 
 COURSE = Schedule(starts=1.5, start_s=10.0, beside_arrivals_s=10.0)
 
 
-def _budget(budget_s: float, schedule: Schedule = COURSE, window: int = 60, **fields):
-    plan = ComparePlan(rate=1.0, budget_s=budget_s, **fields)
-    return fit_budget(plan, given_load(plan, TRACE), window, schedule, spent_s=60.0)
-
-
-def test_seven_pairs_come_first_of_which_one_may_show_nothing_and_longer_rounds_fill_what_is_left():
-    plan, load = _budget(600.0)
-    assert (plan.pairs, plan.limit) == (7, 22), (
-        "(600 - 60) / 7 = 77 s a pair, 15 of them for starts, 20 beside arrivals"
+@pytest.mark.parametrize(
+    ("budget_s", "fields", "least", "requests", "pairs"),
+    [
+        # (600 - 60) / 6 = 90 s a pair, 15 of them for starts, 20 beside arrivals
+        (600.0, {"rate": 1.0}, 1, 28, 6),
+        (600.0, {}, 1, 28, 6),
+        # longer rounds come first, then more pairs
+        (1500.0, {"rate": 1.0}, 1, 60, 8),
+        (1500.0, {}, 1, 60, 9),
+        # a queue has time to grow, however few pairs fit
+        (600.0, {"rate": 1.0}, 40, 40, 4),
+        (300.0, {"rate": 1.0}, 1, LEAST_REQUESTS, 4),
+        (100.0, {"rate": 1.0}, 1, LEAST_REQUESTS, 1),
+        (600.0, {"rate": 1.0, "pairs": 3}, 1, 60, 3),
+        # two pairs at each rate
+        (600.0, {"rate": "1,2,3,4"}, 1, 17, 8),
+    ],
+)
+def test_a_budget_gives_six_pairs_or_two_at_each_rate_and_then_longer_rounds(budget_s, fields, least, requests, pairs):
+    asked = ComparePlan(budget_s=budget_s, **fields)
+    load = given_load(ComparePlan(rate=1.0), TRACE)
+    plan, load = fit_budget(asked, load, 60, COURSE, 60.0, least)
+    assert plan.limit == requests
+    assert load.notes[0] == (
+        f"about {pairs} pair{'s' * (pairs > 1)} of 2 rounds, each with arrivals for {requests - 1} s ({requests} "
+        f"requests at the first rate), about {minutes_text(COURSE.pair_s(requests, 1.0))} a pair"
     )
-    assert COURSE.pair_s(22, 1.0) == pytest.approx(77.0)
-    assert load.notes == ("at most 7 pairs of rounds of 22 requests, 21 s each: about 8:59 min",)
+    can_tell = "tell apart variants whose highest rates differ by" in load.notes[1]
+    assert can_tell == (pairs >= LEAST_PAIRS)
 
 
-def test_more_pairs_come_once_rounds_are_as_long_as_the_plan_has_them():
-    plan, _ = _budget(1200.0, window=31)
-    assert (plan.pairs, plan.limit) == (12, 31)
-
-
-def test_a_machine_too_slow_for_six_pairs_plans_seven_and_is_told_that_it_may_end_before():
-    plan, load = _budget(300.0)
-    assert (plan.pairs, plan.limit) == (7, LEAST_REQUESTS)
-    needed = "the 6 pairs that a conclusion takes need about 6:18 min on this machine, and there are 5:00 min"
-    assert load.notes[1] == f"{needed}: it may end without one"
-    assert _budget(300.0, pairs=3)[0].pairs == 3
-
-
-def test_a_search_divides_its_budget_among_four_pairs_but_makes_no_round_shorter_than_two_long_answers():
-    asked = ComparePlan(rate=1.0, budget_s=300.0, find_rate=True).of_search()
-    three = dataclasses.replace(COURSE, starts=0.0, beside_arrivals_s=6.0, rounds=3)
-    plan, load = fit_budget_over_rates(asked, given_load(asked, TRACE), 60, three, 12.0, 1)
-    assert plan.limit == 19, "288 s are 24 s a round, of which 6 s have no arrivals"
-    assert "it may end without one" not in " ".join(load.notes)
-    assert fit_budget_over_rates(asked, given_load(asked, TRACE), 60, three, 12.0, 31)[0].limit == 31
-
-
-def test_without_starts_as_when_modes_are_switched_six_pairs_fit_where_one_did():
-    switched = dataclasses.replace(COURSE, starts=0.0, beside_arrivals_s=6.0)
-    assert len(_budget(300.0, switched)[1].notes) == 1
-    assert "need about 10:48 min" in _budget(300.0, dataclasses.replace(COURSE, start_s=40.0))[1].notes[1]
+def test_a_budget_of_which_nothing_can_be_concluded_is_told_with_one_that_is_enough():
+    plan = ComparePlan(rate=1.0, budget_s=100.0)
+    _, load = fit_budget(plan, given_load(plan, TRACE), 60, COURSE, 60.0, 1)
+    assert "one pair fits into this budget" in load.notes[1]
+    enough_s = float(load.notes[1].partition("--budget-s ")[2].partition(" ")[0])
+    plan = ComparePlan(rate=1.0, budget_s=enough_s)
+    _, load = fit_budget(plan, given_load(plan, TRACE), 60, COURSE, 60.0, 1)
+    assert load.notes[0].startswith("about 6 pairs")
 
 
 def test_without_a_budget_pairs_and_requests_stay_the_plans():
-    plan, load = fit_budget(ComparePlan(rate=1.0), given_load(ComparePlan(rate=1.0), TRACE), 61, COURSE, 0.0)
-    assert (plan.pairs, plan.limit) == (16, None)
-    assert load.notes == ("at most 16 pairs of rounds of 61 requests, 60 s each: about 41:20 min",)
+    plan, load = fit_budget(ComparePlan(rate=1.0), given_load(ComparePlan(rate=1.0), TRACE), 61, COURSE, 0.0, 80)
+    assert (plan.pairs, plan.limit) == (None, None)
+    assert load.notes[0].startswith("at most 8 pairs of 2 rounds, each with arrivals for 60 s (61 requests")
+
+
+def test_a_round_is_long_enough_for_a_queue_to_show():
+    rows = Trace("t", tuple(TraceRow(float(i), 500, 120) for i in range(100)))
+    long_answer_s = 1.25 + 120 * 0.054
+    assert least_requests(1.0, rows, CPU, Slo(ttft_ms=100)) == math.ceil(2 * long_answer_s) + 1
+    # at 25 % too high a rate a queue of 10 s takes 40 s
+    assert least_requests(1.0, rows, CPU, Slo(ttft_ms=10_000)) == 41
 
 
 def test_a_round_ends_with_a_long_answer_of_busy_workers():
