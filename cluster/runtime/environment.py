@@ -18,17 +18,10 @@ from typing import Final
 
 from ridgeline.cluster.config.api_keys import KEYS_VARIABLE
 
-KEY_VARIABLES: Final = frozenset(
-    {
-        KEYS_VARIABLE,
-        "RIDGELINE_API_KEY",
-        "RIDGELINE_ADMIN_KEY_FILE",
-        "RIDGELINE_METRICS_KEY",
-        "RIDGELINE_BASELINE_API_KEY",
-        "RIDGELINE_OPPONENT_API_KEY",
-    }
-)
+KEY_VARIABLES: Final = frozenset({KEYS_VARIABLE, "RIDGELINE_ADMIN_KEY_FILE", "RIDGELINE_METRICS_KEY"})
 """Variables that hold keys; only the commands they were given to may read them."""
+CLIENT_KEY_PREFIX: Final = "RIDGELINE_API_KEY"
+"""Of the variables that hold a client's keys: one for each server that is compared may have its name behind it."""
 SERVER_VARIABLES: Final = frozenset(
     {
         "FORWARDED_ALLOW_IPS",
@@ -92,9 +85,13 @@ def ray_variables() -> list[str]:
     return sorted(name for name in os.environ if name.startswith("RAY_") and name not in RAY_TAKEN)
 
 
+def _key_variables() -> list[str]:
+    return [name for name in os.environ if name in KEY_VARIABLES or name.startswith(CLIENT_KEY_PREFIX)]
+
+
 def forget_server_variables() -> None:
     """Remove these variables from an actor's process before vLLM is imported, for it and its children."""
-    for name in (*server_variables(), *KEY_VARIABLES):
+    for name in (*server_variables(), *_key_variables()):
         os.environ.pop(name, None)
 
 
@@ -118,7 +115,7 @@ def apart_from_the_shell() -> Iterator[None]:
     This process has its own again afterwards.
     """
     ours = {"RAY_AUTH_TOKEN": RAY_TOKEN, "PYTHONSAFEPATH": "1", "PYTHONPATH": search_path()}
-    names = {*server_variables(), *KEY_VARIABLES, *ray_variables(), *ours}
+    names = {*server_variables(), *_key_variables(), *ray_variables(), *ours}
     before = {name: os.environ.pop(name) for name in names if name in os.environ}
     os.environ |= ours
     try:

@@ -216,7 +216,7 @@ async def test_what_vllms_app_imports_does_not_silence_the_routers_warnings(keye
 async def test_an_actors_process_forgets_the_variables_before_vllm_could_read_them(monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "another")
     monkeypatch.setenv("SAGEMAKER_MODEL_PATH", "x")
-    for variable in ("RIDGELINE_API_KEYS", "RIDGELINE_METRICS_KEY", "RIDGELINE_BASELINE_API_KEY"):
+    for variable in ("RIDGELINE_API_KEYS", "RIDGELINE_METRICS_KEY", "RIDGELINE_API_KEY", "RIDGELINE_API_KEY_VLLM"):
         monkeypatch.setenv(variable, KEY)
     monkeypatch.setenv("VLLM_CACHE_ROOT", "/somewhere")
     for variable in CARELESS:
