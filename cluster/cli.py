@@ -567,12 +567,20 @@ def report(
     ] = False,
 ) -> None:
     """Write report.html of a finished comparison again, or export its rounds."""
-    from ridgeline.cluster.commands.report import report as report_run
+    from ridgeline.loadtest.export.saved_export import export_rounds
+    from ridgeline.loadtest.run.quantities import counted
+    from ridgeline.loadtest.saved import report_again
 
     try:
-        report_run(folder, console, export=export)
+        if export:
+            rounds = counted(len(export_rounds(folder, "vllm-bench")), "valid round")
+            told = f"{rounds} to {folder / 'vllm-bench'}"
+        else:
+            told = str(report_again(folder, console))
     except LoadTestError as error:
         fail([str(error)])
+    else:
+        console.print(f"wrote {told}", highlight=False, markup=False)
 
 
 if __name__ == "__main__":

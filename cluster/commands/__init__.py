@@ -4,9 +4,9 @@ serve.py          `ridgeline serve`
 replay.py         `ridgeline replay`
 inspect_trace.py  `ridgeline trace inspect`
 loadtest.py       `ridgeline compare`
-plan_options.py   the options of those two
+own_variants.py   the modes of an own deployment that it compares
+plan_options.py   the options of `replay` and `compare`
 setup.py          what they were run with, for their summaries
-report.py         `ridgeline report`
 whatif.py         `ridgeline whatif`
 bench.py          `ridgeline bench transfer`
 roofline.py       `ridgeline roofline`

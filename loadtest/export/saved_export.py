@@ -27,7 +27,7 @@ def export_rounds(folder: Path, kind: ExportFormat) -> list[Path]:
     As vLLM writes its results that is a file for each round, as GuideLLM does one for each variant.
     """
     summary = saved_summary(folder)
-    valid = [each for each in _rounds(folder, summary) if each["valid"]]
+    valid = [each for each in summary["rounds"] if each["valid"]]
     records = RunFolder(folder).records_by_round()
     if missing := [each["round"] for each in valid if not records.get(each["round"])]:
         raise LoadTestError(f"{folder / RECORDS} has no records of round {missing[0]}: restore the file, or run again")
@@ -52,18 +52,6 @@ def _write_guidellm(out: Path, rounds: Sequence[Round], slo: Slo) -> Iterator[Pa
         yield path
 
 
-def _rounds(folder: Path, summary: dict[str, Any]) -> list[dict[str, Any]]:
-    found = summary.get("rates", summary).get("rounds")
-    if found is None:
-        raise LoadTestError(f"{folder} holds a replay: only rounds of ridgeline compare can be exported")
-    if not all("round" in each for each in found):
-        raise LoadTestError(
-            f"the rounds in {folder} have no numbers, since an earlier version searched there: run it again"
-        )
-    rounds: list[dict[str, Any]] = found
-    return rounds
-
-
 def _head(each: dict[str, Any], summary: dict[str, Any]) -> RoundHead:
     is_chat = summary["plan"].get("endpoint") == "chat"
     return RoundHead(
@@ -71,6 +59,6 @@ def _head(each: dict[str, Any], summary: dict[str, Any]) -> RoundHead:
         label=each["label"],
         model=served_model(summary),
         backend="openai-chat" if is_chat else "openai",
-        rate=each.get("rate", summary["load"]["rate"]),
+        rate=each["rate"],
         metadata={"variant": each["variant"], "round": str(each["round"]), "pair": str(each["pair"])},
     )
