@@ -145,11 +145,7 @@ class ReplayPlan(BaseModel):
     def _number_or_auto(cls, value: object) -> object:
         if value is None or value == AUTO:
             return value
-        try:
-            number = float(str(value))
-        except ValueError:
-            number = math.nan
-        if not 0 < number < math.inf:
+        if (number := _positive(value)) is None:
             raise ValueError(f"must be a number above 0 or auto, not {value!r}")
         return number
 
@@ -252,8 +248,9 @@ class ComparePlan(ReplayPlan):
         """Take a list of rates apart; the first is the one that rounds are planned for."""
         if not isinstance(fields, Mapping) or fields.get("rate") in (None, AUTO) or fields.get("rates"):
             return fields
-        rates = [text.strip() for text in str(fields["rate"]).split(",")]
-        return {**fields, "rate": rates[0], "rates": rates}
+        rates = [_positive(text) for text in str(fields["rate"]).split(",")]
+        # A list with a wrong one stays as it is, so that `rate` is refused and named.
+        return fields if None in rates else {**fields, "rate": rates[0], "rates": rates}
 
     @field_validator("variants")
     @classmethod
@@ -297,6 +294,15 @@ class ComparePlan(ReplayPlan):
             )
         if unknown := sorted(self.devices_of.keys() - self.servers.keys()):
             yield f"devices name {', '.join(unknown)}, which no server is called: {', '.join(self.servers) or 'none'}"
+
+
+def _positive(value: object) -> float | None:
+    """Return the number above 0 that this is, or None."""
+    try:
+        number = float(str(value))
+    except ValueError:
+        return None
+    return number if 0 < number < math.inf else None
 
 
 def _has_port_or_none(url: str) -> bool:
