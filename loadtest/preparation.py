@@ -100,7 +100,7 @@ async def prepare(
     load = given_load(plan, trace)
     measured_prompts = 0
     if plan.measures_first:
-        unloaded = await measure_unloaded(servers.urls[0], plan, console, round_index=0)
+        unloaded = await measure_unloaded(servers, plan, console, round_index=0)
         measured_prompts = len(trace.rows) + 1024
         plan, load = settle(plan, trace, unloaded, workers or workers_of(unloaded.workers))
         beside_s = beside_arrivals_s(plan, trace, unloaded)
