@@ -145,11 +145,7 @@ class ReplayPlan(BaseModel):
     def _number_or_auto(cls, value: object) -> object:
         if value is None or value == AUTO:
             return value
-        try:
-            number = float(str(value))
-        except ValueError:
-            number = math.nan
-        if not 0 < number < math.inf:
+        if (number := _positive(value)) is None:
             raise ValueError(f"must be a number above 0 or auto, not {value!r}")
         return number
 
@@ -256,8 +252,9 @@ class ComparePlan(ReplayPlan):
         """Take a list of rates apart; the first is the one that rounds are planned for."""
         if not isinstance(fields, Mapping) or fields.get("rate") in (None, AUTO) or fields.get("rates"):
             return fields
-        rates = [text.strip() for text in str(fields["rate"]).split(",")]
-        return {**fields, "rate": rates[0], "rates": rates}
+        rates = [_positive(text) for text in str(fields["rate"]).split(",")]
+        # A list with a wrong one stays as it is, so that `rate` is refused and named.
+        return fields if None in rates else {**fields, "rate": rates[0], "rates": rates}
 
     @field_validator("variants")
     @classmethod
@@ -311,6 +308,15 @@ def _urls_by_name(given: list[str] | None) -> dict[str, tuple[str, ...]]:
         name.strip(): tuple(url.strip().rstrip("/").removesuffix("/v1") for url in urls.split(",") if url.strip())
         for name, urls in found
     }
+
+
+def _positive(value: object) -> float | None:
+    """Return the number above 0 that this is, or None."""
+    try:
+        number = float(str(value))
+    except ValueError:
+        return None
+    return number if 0 < number < math.inf else None
 
 
 def _has_port_or_none(url: str) -> bool:

@@ -22,8 +22,8 @@ from ridgeline.loadtest.run.calibration import (
     workers_of,
 )
 from ridgeline.loadtest.run.quantities import minutes_text
-from ridgeline.loadtest.run.server import as_servers, served_model
-from ridgeline.loadtest.run.unloaded import measure_unloaded, sizes_of
+from ridgeline.loadtest.run.server import Servers, as_servers, served_model
+from ridgeline.loadtest.run.unloaded import Unloaded, measure_unloaded, sizes_of
 from ridgeline.loadtest.run.warm_up import MOST_REQUESTS, MOST_WAVES
 from ridgeline.loadtest.run_folder import Past, Settled, Setup
 from ridgeline.loadtest.trace.windows import PairTraces
@@ -75,6 +75,11 @@ def prepared_before(past: Past) -> Prepared:
     )
 
 
+def _workers(unloaded: Unloaded, servers: Servers) -> Workers:
+    """Return the workers that a server publishes; several that publish none are a replica each."""
+    return workers_of(unloaded.workers) if unloaded.workers else Workers(replicas=len(servers.urls))
+
+
 async def prepare(
     variant: Variant,
     plan: ComparePlan,
@@ -100,9 +105,9 @@ async def prepare(
     load = given_load(plan, trace)
     measured_prompts = 0
     if plan.measures_first:
-        unloaded = await measure_unloaded(servers.urls[0], plan, console, round_index=0)
+        unloaded = await measure_unloaded(servers, plan, console, round_index=0)
         measured_prompts = len(trace.rows) + 1024
-        plan, load = settle(plan, trace, unloaded, workers or workers_of(unloaded.workers))
+        plan, load = settle(plan, trace, unloaded, workers or _workers(unloaded, servers))
         beside_s = beside_arrivals_s(plan, trace, unloaded)
         schedule = Schedule(STARTS_IN_A_PAIR, variant.start_s, beside_s, rounds=len(plan.kinds))
         requests = PairTraces(plan, context_tokens, card.least_prompt_tokens).requests

@@ -17,7 +17,7 @@ from typing import Literal, Protocol, TypeVar
 
 from ridgeline.cluster.config.models import SupervisionConfig
 from ridgeline.cluster.runtime.handles.actor import CoresBusy, DeploymentFailed, NoPlace
-from ridgeline.cluster.runtime.supervision.reach import Verdict, judge
+from ridgeline.cluster.runtime.supervision.reach import Partitions, judge
 from ridgeline.cluster.runtime.supervision.registration import Registration
 from ridgeline.cluster.runtime.supervision.restart_budget import LONGEST_REST_S, RestartBudget
 from ridgeline.contracts.vocabulary import Health, Pool, RestartReason
@@ -339,7 +339,7 @@ class Supervisor:
         if self._mending == name:
             self._mending = ""
 
-    def _tell_suspects(self, verdict: Verdict) -> None:
+    def _tell_suspects(self, verdict: Partitions) -> None:
         for name in sorted(verdict.suspects - self._suspects):
             missed = ", ".join(sorted(self._unreached[name] - verdict.workers))
             self._say(f"{name} does not reach {missed}, which others do: look at its network. It serves with the rest")

@@ -22,7 +22,7 @@ from ridgeline.loadtest.run.client.stream import Completion, LoadClient
 from ridgeline.loadtest.run.progress import ReplayProgress, shown
 from ridgeline.loadtest.run.records import RequestRecord
 from ridgeline.loadtest.run.replay import BodyMaker, body_maker
-from ridgeline.loadtest.run.server import Servers, served_model
+from ridgeline.loadtest.run.server import Servers, as_servers, served_model
 from ridgeline.loadtest.run.server_metrics import scrape
 from ridgeline.loadtest.trace.readers import load_trace
 from ridgeline.loadtest.trace.shape import fit_context, rows_wanted, shape_trace
@@ -68,14 +68,14 @@ def sizes_of(plan: ReplayPlan) -> Trace:
     return trace
 
 
-async def measure_unloaded(base_url: str, plan: ReplayPlan, console: Console, *, round_index: int) -> Unloaded:
-    """Warm up, send five requests of the trace's sizes one at a time, then a batch of the same sizes to each worker.
+async def measure_unloaded(server: str | Servers, plan: ReplayPlan, console: Console, *, round_index: int) -> Unloaded:
+    """Warm up the first server, send five requests one at a time, then a batch of the same sizes to each worker.
 
     No prompt of a round below `round_index` begins like one of these. Raises ServerError if a request fails or
     the server does not stream.
     """
-    servers = Servers((base_url,))
-    async with servers.open_first() as http, LoadClient(base_url, servers.headers, plan.endpoint) as client:
+    servers = as_servers(server)
+    async with servers.open_first() as http, LoadClient(servers.urls[0], servers.headers, plan.endpoint) as client:
         card = await served_model(http, servers, plan)
         trace = fit_context(sizes_of(plan), card.max_model_len, card.least_prompt_tokens)
         bodies = await asyncio.to_thread(body_maker, trace, plan, card)

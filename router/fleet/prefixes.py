@@ -81,7 +81,7 @@ class _Record:
         return good
 
 
-class Found:
+class PrefixMatch:
     """How much of one prompt each worker has, as far as known, until the index is told of something new.
 
     However many workers have as much as each other, to find them takes as many looks into one table as it takes to
@@ -182,9 +182,9 @@ class PrefixIndex:
         self._left_over: list[_Record] = []
         """Of workers that were forgotten, whose bits are still among the holders."""
 
-    def look_up(self, hashes: BlockHashes) -> Found:
+    def look_up(self, hashes: BlockHashes) -> PrefixMatch:
         """Look a prompt up."""
-        return Found(hashes, self.block_size_tokens, self._records, self._holders)
+        return PrefixMatch(hashes, self.block_size_tokens, self._records, self._holders)
 
     def computed(self, worker_id: str, incarnation: str, hashes: BlockHashes, kv_blocks: int) -> None:
         """Record that a worker has a prompt in its KV cache, which has `kv_blocks` blocks.

@@ -170,7 +170,7 @@ class _Asked:
         self.model: StepModel | None = None
         """For what a worker's own one has not seen; None: nobody asks how long steps take."""
         self.cached: Mapping[str, tuple[str, int]] = {}
-        """See `ridgeline.router.fleet.prefixes.Found.cached_tokens_by_worker`."""
+        """See `ridgeline.router.fleet.prefixes.PrefixMatch.cached_tokens_by_worker`."""
         self.busy: dict[tuple[str, str], int] = {}
         """Workers that have work, by device."""
         self.blocks: dict[int, int] = {}

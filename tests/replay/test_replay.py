@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import html
+import io
 import json
 import os
 import re

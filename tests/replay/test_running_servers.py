@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from ridgeline.cluster.model_store import prepare_model
 from ridgeline.loadtest.compare import compare
 from ridgeline.loadtest.errors import ServerError
 from ridgeline.loadtest.plan import ComparePlan
+from ridgeline.loadtest.preparation import prepare
 from ridgeline.loadtest.run import replay as replay_module
 from ridgeline.loadtest.run.machine import serving_processes
 from ridgeline.loadtest.run.server import KEY_VARIABLE, ModelCard
@@ -178,6 +180,14 @@ def test_a_key_may_be_a_servers_own(monkeypatch):
     assert key_variable_of("vllm 1") == KEY_VARIABLE
     monkeypatch.setenv("RIDGELINE_API_KEY_VLLM_1", "own")
     assert key_variable_of("vllm 1") == "RIDGELINE_API_KEY_VLLM_1"
+
+
+async def test_the_first_server_is_measured_with_its_own_key(fast, monkeypatch):
+    monkeypatch.setenv("RIDGELINE_API_KEY_VLLM", "own")
+    with running(fast(key="own")) as url:
+        server, plan = running_server(url, trace=OPTIONS[1], settle_s=0.02)
+        prepared = await prepare(server, plan.with_rate(), Console(quiet=True), None, (), time.monotonic())
+    assert prepared.load.unloaded is not None
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ DOCUMENTS = sorted(
 )
 MEASUREMENTS = REPOSITORY / "docs" / "measurements.md"
 """Names the commands of earlier commits, and says so."""
-WRITTEN_BY_COMMANDS = {"summary.json", "records.jsonl", "tuning.jsonl", "report.html", "site/index.html"}
+WRITTEN_BY_COMMANDS = {"summary.json", "records.jsonl", "report.html", "site/index.html"}
 
 SUFFIXES = "py|yaml|yml|sh|md|toml|json|jsonl|csv|txt|html|template"
 PATH = re.compile(rf"(?:[\w.-]+/)*[\w.-]+\.(?:{SUFFIXES})|(?:[\w.-]+/)+|Makefile|LICENSE")

@@ -27,7 +27,7 @@ def test_the_site_builds_and_opens_from_its_folder_without_a_network(tmp_path: P
     assert all("iframe-worker" in page for page in pages.values())
     assert (tmp_path / "search" / "search_index.js").exists()
     assert "request_deadline_s" in pages["reference/settings.html"]
-    assert "--find-rate" in pages["reference/cli.html"]
+    assert "--attainment" in pages["reference/cli.html"]
 
 
 def test_no_page_draws_with_what_the_site_would_load_from_the_network():

@@ -10,7 +10,7 @@ SEVERAL = 2
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Partitions:
     """Who is partitioned, and who is only suspected."""
 
     workers: frozenset[str] = frozenset()
@@ -22,7 +22,7 @@ class Verdict:
     start such a router again would end its streams and mend no route."""
 
 
-def judge(unreached: Mapping[str, set[str]], workers: Collection[str]) -> Verdict:
+def judge(unreached: Mapping[str, set[str]], workers: Collection[str]) -> Partitions:
     """Judge by the workers that each router does not reach; `unreached` has the routers that have answered."""
     several = len(workers) >= SEVERAL
     deaf = frozenset(router for router, names in unreached.items() if several and names.issuperset(workers))
@@ -30,4 +30,4 @@ def judge(unreached: Mapping[str, set[str]], workers: Collection[str]) -> Verdic
     misses = {worker: sum(worker in names for names in votes.values()) for worker in workers}
     partitioned = frozenset(worker for worker, number in misses.items() if 2 * number > len(votes))
     suspects = frozenset(router for router, names in votes.items() if len(names - partitioned) >= SEVERAL)
-    return Verdict(partitioned, deaf, suspects)
+    return Partitions(partitioned, deaf, suspects)

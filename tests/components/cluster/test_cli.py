@@ -13,17 +13,18 @@ from typer.testing import CliRunner
 
 import ridgeline.cluster.cli
 import ridgeline.cluster.commands.loadtest
+import ridgeline.cluster.commands.own_variants
 import ridgeline.cluster.commands.replay
 import ridgeline.cluster.commands.serve
 import ridgeline.cluster.runtime.ray_start
 from ridgeline.cluster.cli import app
-from ridgeline.cluster.commands.loadtest import devices_of, split_workers
+from ridgeline.cluster.commands.own_variants import devices_of, equal_hardware, split_workers
 from ridgeline.cluster.commands.setup import versions
 from ridgeline.cluster.config.models import RidgelineConfig
 from ridgeline.cluster.doctor.checks import CheckResult
 from ridgeline.cluster.errors import Unfit
 from ridgeline.contracts.former_names import FormerName
-from ridgeline.loadtest.plan import ComparePlan, ReplayPlan
+from ridgeline.loadtest.plan import MODES, ComparePlan, ReplayPlan
 from ridgeline.loadtest.run.calibration import Load, Workers
 from ridgeline.loadtest.run_folder import RunFolder, Settled
 from ridgeline.loadtest.variants import Devices
@@ -52,7 +53,7 @@ def _nothing_starts(monkeypatch):
         raise AssertionError("this command must not start anything")
 
     monkeypatch.setattr(ray, "init", started)
-    monkeypatch.setattr(ridgeline.cluster.runtime.ray_start, "ray_runtime", started)
+    monkeypatch.setattr(ridgeline.cluster.commands.own_variants, "ray_runtime", started)
     monkeypatch.setattr(ridgeline.cluster.commands.serve, "ray_runtime", started)
 
 
@@ -253,10 +254,8 @@ def test_a_model_that_cannot_be_prepared_is_named(run_ridgeline):
     [
         (["--trace", "no-such.csv"], 1, "there is no trace 'no-such.csv': give a file, 'demo', or 'poisson:"),
         (["--trace", "poisson:rate=fast"], 1, "poisson"),
-        (["--rate", "2", "--time-scale", "3"], 2, "rate and time_scale both rescale time: give one of them"),
         (["--rate", "0"], 2, "rate: must be a number above 0"),
         (["--rate", "fast"], 2, "rate: must be a number above 0 or auto, not 'fast'"),
-        (["--rate", "auto", "--time-scale", "3"], 2, "rate and time_scale both rescale time: give one of them"),
         (["--rate", "auto", "--trace", "poisson:n=1"], 1, "no spread of arrivals to rescale to a measured rate"),
         (
             ["--slo", "auto", "--slo-ttft-ms", "2000"],
@@ -322,6 +321,7 @@ def test_replay_without_a_server_says_where_it_looked(run_ridgeline):
     assert "http://127.0.0.1:9" in error
 
 
+TWO_SERVERS = ["--server", "one=http://127.0.0.1:9", "--server", "two=http://127.0.0.1:9"]
 UNEQUAL = ": change pools.colocated.workers or cores_per_worker"
 
 
@@ -352,58 +352,23 @@ def test_compare_of_what_would_say_nothing_is_refused_with_the_fix_before_anythi
     assert not (tmp_path / "out").exists()
 
 
-def test_a_former_name_of_an_option_works_and_is_told(run_ridgeline, tmp_path):
-    with pytest.warns(FormerName) as warned:
-        status, _, error = run_ridgeline("compare", "--out", tmp_path, "--opponent", "h:1", "--arms", "adaptive")
-    told = [str(one.message).partition(";")[0] for one in warned]
-    assert told == ["--arms is now --variants", "--opponent is now --baseline"]
-    assert status == 2
-    assert "baseline: must be URLs" in error
-    assert "--arms" not in run_ridgeline("compare", "--help")[1]
-
-
 @pytest.mark.parametrize(
-    ("grid", "settings", "sentence"),
+    ("flags", "sentence"),
     [
-        (
-            "colocated: {plain: {}, wide: {pools: {colocated: {workers: 3}}}}",
-            [],
-            "candidate wide of colocated, beside candidate as-configured of disaggregated: the two modes must run on "
-            "equal hardware: prefill and decode have 2 cores, colocated has 3",
-        ),
-        (
-            "disaggregated: {plain: {}, big: {pools: {decode: {kv_cache_bytes: 3 GiB}}}}",
-            [],
-            "candidate big of disaggregated, beside candidate as-configured of colocated: the two modes must have "
-            "equal KV caches",
-        ),
-        ("disaggregated: {plain: {}, lossy: {transfer: {faults: drop=0.1}}}", [], "candidate lossy of disaggregated"),
-        ("colocated: {plain: {}}", ["ray.share_cores=true"], "candidate plain of colocated"),
-        ("baseline: {plain: {}}", [], "its keys are colocated, disaggregated and adaptive"),
+        (["--server", "one=http://h:1"], "a comparison has two to 6 variants, not 1"),
+        (["--server", "one=h:1"], "server: must have URLs such as vllm=http://127.0.0.1:8001, not 'h:1'"),
+        ([*TWO_SERVERS, "--devices", "vllm=2"], "devices name vllm, which no server is called: one, two"),
+        ([*TWO_SERVERS, "--set", "server.port=8123"], "--config and --set are of an own deployment"),
     ],
 )
-def test_a_grid_with_an_impossible_candidate_is_refused_before_anything_starts(
-    run_ridgeline, tmp_path, grid, settings, sentence
+def test_running_servers_that_cannot_be_compared_are_refused_before_they_are_asked(
+    run_ridgeline, tmp_path, flags, sentence
 ):
-    (tmp_path / "grid.yaml").write_text(grid)
-    flags = [flag for setting in settings for flag in ("--set", setting)]
-    status, _, error = run_ridgeline("compare", "--out", tmp_path / "out", "--grid", tmp_path / "grid.yaml", *flags)
+    status, _, error = run_ridgeline("compare", "--out", tmp_path / "out", *flags)
     assert status == 2
     assert sentence in error
     assert error.count("error:") == 1
     assert not (tmp_path / "out").exists()
-
-
-def test_a_candidate_that_does_not_fit_the_machine_is_refused_by_name(run_ridgeline, tmp_path, monkeypatch):
-    def unfit(config):
-        if config.router.max_prompt_wait_s == 7:
-            raise Unfit("too large")
-
-    monkeypatch.setattr(ridgeline.cluster.commands.loadtest, "refuse_unfit_machine", unfit)
-    (tmp_path / "grid.yaml").write_text("colocated: {plain: {}, late: {router: {max_prompt_wait_s: 7}}}")
-    status, _, error = run_ridgeline("compare", "--out", tmp_path / "out", "--grid", tmp_path / "grid.yaml")
-    assert status == 1
-    assert "candidate late of colocated: too large" in error
 
 
 def _with_pools(pools) -> RidgelineConfig:
@@ -415,9 +380,9 @@ def _with_pools(pools) -> RidgelineConfig:
 def test_kv_caches_that_take_what_is_free_are_alike_only_if_all_do():
     free = {"gpus_per_worker": 1, "kv_cache_bytes": None}
     alike = _with_pools({"prefill": free, "decode": free, "colocated": free})
-    assert ridgeline.cluster.commands.loadtest.equal_hardware(alike) is None
+    assert equal_hardware(alike) is None
     mixed = _with_pools({"prefill": free, "decode": free, "colocated": {"gpus_per_worker": 1}})
-    assert "set for some pools and null" in ridgeline.cluster.commands.loadtest.equal_hardware(mixed)
+    assert "set for some pools and null" in equal_hardware(mixed)
 
 
 @pytest.mark.parametrize(
@@ -436,14 +401,15 @@ def test_kv_caches_that_take_what_is_free_are_alike_only_if_all_do():
     ],
 )
 def test_workers_of_the_split_are_counted_in_the_replicas_that_are_measured(pools, workers):
-    assert split_workers(_with_pools(pools)) == workers
+    assert split_workers(_with_pools(pools), MODES) == workers
+    assert split_workers(_with_pools(pools), ("disaggregated", "colocated")) is None
 
 
 def test_compare_on_an_unfit_machine_starts_nothing(run_ridgeline, tmp_path, monkeypatch):
     def unfit(config):
         raise Unfit("Free some memory.")
 
-    monkeypatch.setattr(ridgeline.cluster.commands.loadtest, "refuse_unfit_machine", unfit)
+    monkeypatch.setattr(ridgeline.cluster.commands.own_variants, "refuse_unfit_machine", unfit)
     status, _, error = run_ridgeline("compare", "--out", tmp_path)
     assert (status, error) == (1, "error: Free some memory.")
 
@@ -465,7 +431,7 @@ def test_compare_goes_on_in_one_folder_or_begins_in_one_but_not_both(run_ridgeli
     assert "holds no comparison that could go on" in error
 
 
-def _interrupted(folder: Path, settings: dict, tuning: dict | None = None, **other_versions: str) -> None:
+def _interrupted(folder: Path, settings: dict, **other_versions: str) -> None:
     config = RidgelineConfig()
     setup = {
         "configuration": config.model_dump(mode="json") | settings,
@@ -474,14 +440,14 @@ def _interrupted(folder: Path, settings: dict, tuning: dict | None = None, **oth
     load = Load(rate=2.0, rate_source="as given", slo_source="the defaults")
     plan = ComparePlan(pairs=2, rate=2)
     given, settled = plan.model_dump(mode="json", exclude_unset=True), plan.model_dump(mode="json")
-    RunFolder(folder).start(Settled(given, settled, load, setup, None, 1000, 1, tuning))
+    RunFolder(folder).start(Settled(given, settled, load, setup, None, 1000, 1))
 
 
 @pytest.mark.parametrize(
     ("flag", "told"),
     [
         ("--pairs=3", "pairs is 3, was 2"),
-        ("--margin=0.1", "margin is 0.1, was the default"),
+        ("--attainment=0.8", "attainment is 0.8, was the default"),
         ("--set=server.port=8123", "configuration.server.port is 8123, was 8000"),
     ],
 )
@@ -499,8 +465,7 @@ def test_an_interrupted_comparison_does_not_go_on_with_another_plan_configuratio
 def test_an_interrupted_comparison_goes_on_with_its_own_plan_and_configuration(run_ridgeline, tmp_path, monkeypatch):
     gone_on = []
 
-    async def compare_command(config, plan, out, console, past, grid):
-        assert grid is None
+    async def compare_command(config, plan, out, console, past):
         gone_on.append((config.mode, plan.pairs, plan.rate, out, past.next_number))
 
     monkeypatch.setattr(ridgeline.cluster.commands.loadtest, "compare_command", compare_command)
@@ -510,33 +475,10 @@ def test_an_interrupted_comparison_goes_on_with_its_own_plan_and_configuration(r
     assert gone_on == [("disaggregated", 2, 2.0, tmp_path / "run", 0)]
 
 
-def test_an_interrupted_comparison_goes_on_with_the_candidates_that_were_chosen(run_ridgeline, tmp_path, monkeypatch):
-    gone_on = []
-
-    async def compare_command(config, plan, out, console, past, grid):
-        gone_on.append(
-            {mode: [(each.name, each.config.router.max_prompt_wait_s) for each in grid[mode]] for mode in grid}
-        )
-
-    monkeypatch.setattr(ridgeline.cluster.commands.loadtest, "compare_command", compare_command)
-    tried = [("colocated", "plain", 5, False), ("colocated", "late", 7, True), ("disaggregated", "split", 9, True)]
-    candidates = [
-        {"label": mode, "candidate": name, "overrides": {"router": {"max_prompt_wait_s": wait_s}}, "chosen": chosen}
-        for mode, name, wait_s, chosen in tried
-    ]
-    _interrupted(tmp_path / "run", {}, {"candidates": candidates})
-    status, _, error = run_ridgeline("compare", "--resume", tmp_path / "run")
-    assert (status, error) == (0, "")
-    assert gone_on == [{"colocated": [("late", 7)], "disaggregated": [("split", 9)]}]
-
-
-def test_report_names_a_folder_without_a_run_and_takes_two_at_most(run_ridgeline, tmp_path):
+def test_report_names_a_folder_without_a_run(run_ridgeline, tmp_path):
     status, _, error = run_ridgeline("report", tmp_path)
     assert status == 1
     assert "holds no run: give a folder that compare has written" in error
-    status, _, error = run_ridgeline("report", tmp_path, tmp_path, tmp_path)
-    assert status == 1
-    assert "not 3" in error
 
 
 def test_help_lists_every_command(run_ridgeline):

@@ -12,12 +12,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from ridgeline.cluster.commands.report import report
 from ridgeline.loadtest.errors import LoadTestError
+from ridgeline.loadtest.export.saved_export import export_rounds
 from ridgeline.loadtest.export.vllm_bench import RoundHead, vllm_bench_result
 from ridgeline.loadtest.plan import Slo
+from ridgeline.loadtest.report.summary import SCHEMA
 from ridgeline.loadtest.run.records import RecordFile
 from tests.support.load_records import a_record
 
@@ -85,9 +85,10 @@ def test_a_round_in_which_nothing_finished_has_zeros_as_vllm_has_it():
 def _run(folder: Path, **summary: object) -> Path:
     rounds = [
         {"round": number, "variant": "a", "label": "colocated", "pair": 0, "valid": number == 1, "began": "2026-11-27"}
+        | {"rate": 1.5}
         for number in range(2)
     ]
-    whole = {"rounds": rounds, "slo": SLO.model_dump(), "plan": {"endpoint": "chat"}, "load": {"rate": None}}
+    whole = {"schema": SCHEMA, "variants": {}, "rounds": rounds, "slo": SLO.model_dump(), "plan": {"endpoint": "chat"}}
     setup = {"setup": {"configuration": {"model": {"path": "a model", "served_name": None}}}}
     (folder / "summary.json").write_text(json.dumps(whole | setup | summary))
     for number in range(2):
@@ -96,28 +97,16 @@ def _run(folder: Path, **summary: object) -> Path:
 
 
 def test_valid_rounds_of_a_run_are_written(tmp_path):
-    report([_run(tmp_path)], Console(quiet=True), "vllm-bench")
-    (path,) = (tmp_path / "vllm-bench").iterdir()
+    (path,) = export_rounds(_run(tmp_path), "vllm-bench")
     found = json.loads(path.read_text())
-    assert path.name == "round-1-a.json"
-    assert (found["backend"], found["model_id"], found["request_rate"]) == ("openai-chat", "a model", "inf")
+    assert path == tmp_path / "vllm-bench" / "round-1-a.json"
+    assert (found["backend"], found["model_id"], found["request_rate"]) == ("openai-chat", "a model", 1.5)
     assert (found["variant"], found["round"], found["pair"], found["completed"]) == ("a", "1", "0", 1)
 
 
-def test_a_round_of_a_search_has_its_rate_and_an_earlier_version_is_told(tmp_path):
-    one = {"round": 1, "variant": "b", "label": "x", "pair": 0, "valid": True, "began": "2026-11-27", "rate": 1.5}
-    report([_run(tmp_path, rates={"rounds": [one]})], Console(quiet=True), "vllm-bench")
-    assert json.loads((tmp_path / "vllm-bench" / "round-1-b.json").read_text())["request_rate"] == 1.5
-    del one["round"]
-    with pytest.raises(LoadTestError, match="run it again"):
-        report([_run(tmp_path, rates={"rounds": [one]})], Console(quiet=True), "vllm-bench")
-
-
 def test_what_cannot_be_exported_is_refused_with_the_fix(tmp_path):
-    with pytest.raises(LoadTestError, match="give one folder, not 2"):
-        report([tmp_path, tmp_path], Console(quiet=True), "vllm-bench")
-    with pytest.raises(LoadTestError, match="holds a replay"):
-        report([_run(tmp_path, rounds=None)], Console(quiet=True), "vllm-bench")
+    with pytest.raises(LoadTestError, match="written by another version"):
+        export_rounds(_run(tmp_path, schema="urn:ridgeline:summary:2"), "vllm-bench")
     (_run(tmp_path) / "records.jsonl").unlink()
     with pytest.raises(LoadTestError, match="no records of round 1"):
-        report([tmp_path], Console(quiet=True), "vllm-bench")
+        export_rounds(tmp_path, "vllm-bench")

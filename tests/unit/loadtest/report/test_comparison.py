@@ -16,7 +16,7 @@ from ridgeline.loadtest.run.calibration import Load
 from ridgeline.loadtest.run.machine import Disturbance
 from ridgeline.loadtest.run.replay import ReplayResult
 from ridgeline.loadtest.trace.trace import Trace, TraceRow
-from ridgeline.loadtest.variants import Devices
+from ridgeline.loadtest.variants import Devices, SwitchedVariant
 from tests.support.load_records import a_record
 
 PLAN = ComparePlan(
@@ -32,7 +32,7 @@ PAIRS_AT_A_RATE = 2
 
 def replayed(ttft_s: float, tpot_s: float, number: int = 20) -> ReplayResult:
     records = tuple(a_record(i, ttft_s * (1 + i / 100), tpot_s, output_tokens=11) for i in range(number))
-    return ReplayResult(TRACE, records, 20.0, None, ())
+    return ReplayResult(TRACE, records, 20.0, {}, ())
 
 
 def a_round(side: Side, pair: int, result: ReplayResult | None, *reasons: str, is_kept: bool = True) -> Round:
@@ -49,10 +49,10 @@ def comparison_summary(
         for pair, rate in enumerate(rates)
         for side in QUEUES
     ]
-    load, owned = Load(1.0, "as given", "as given"), {side: devices.get(side) for side in QUEUES}
-    labels = labels_of("colocated", name)
-    summary = summarise_comparison(rates, [*rounds, *kept], labels, plan, load, owned, 60.0)
-    return summary | {"setup": {}, "interruptions": []}
+    variants = {side: SwitchedVariant("http://unused", "colocated", devices=devices.get(side)) for side in QUEUES}
+    load, labels = Load(1.0, "as given", "as given"), labels_of("colocated", name)
+    summary = summarise_comparison(rates, [*rounds, *kept], labels, plan, load, variants, 60.0)
+    return summary | {"setup": {}, "interruptions": [], "unequal": []}
 
 
 def shown(summary: dict[str, Any]) -> str:

@@ -26,7 +26,7 @@ def test_every_line_is_a_row_with_its_round_and_the_figures_of_the_file(tmp_path
     valid.add(a_record(1, 0.3))
     valid.add(a_record(2, 0.1, error="broken", latency_s=None, itls_s=()))
     RecordFile(tmp_path / "records.jsonl", variant="b", mode="disaggregated", pair=0, round=4).add(a_record(0, 0.1))
-    result = ReplayResult(TRACE, (), 10.0, None, ())
+    result = ReplayResult(TRACE, (), 10.0, {}, ())
     rounds = [Round("a", 0, datetime.now(UTC), result, None, (), True, number=3)]
     path = tmp_path / "records.parquet"
     write_record_table(path, RunFolder(tmp_path).record_lines(), rounds, SLO)

@@ -102,7 +102,7 @@ def test_rate_rescales_time_and_duration_counts_in_rescaled_seconds():
         ({"pairs": 0}, "greater than or equal to 1"),
         ({"rate": 0}, "above 0"),
         ({"limit": 0}, "greater than or equal to 1"),
-        ({"rate": 1, "time_scale": 2}, "give one of them"),
+        ({"rate": 1, "time_scale": 2}, "should be 1"),
         ({"tracee": "demo"}, "tracee"),
     ],
 )
