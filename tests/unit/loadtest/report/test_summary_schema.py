@@ -47,7 +47,7 @@ def test_a_comparison_with_all_that_may_be_known_of_it_is_of_the_schema(summary)
 
 def test_rounds_with_all_figures_and_with_none_are_of_the_schema(summary):
     client = ClientLoad(1.0, 0.1, 0.1, 0.2, 0.3, 10.0, 0, (0, 1), 0)
-    whole = dataclasses.replace(replayed(0.1, 0.04), metrics=counted(AFTER + STEPS), client=client)
+    whole = dataclasses.replace(replayed(0.1, 0.04), deltas={"http://here": counted(AFTER + STEPS)}, client=client)
     lost, kept = a_round("a", 0, None, "a worker restarted", is_kept=False), a_round("f", 0, whole)
     summary["rounds"] = [round_summary(each, 2.0, "colocated", PLAN.slos) for each in (lost, kept)]
     assert summary["rounds"][1]["pools"]["colocated"]["step_kinds"]

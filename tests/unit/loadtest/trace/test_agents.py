@@ -3,6 +3,7 @@
 import json
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -33,9 +34,9 @@ FAMILY = (
 @pytest.fixture(autouse=True)
 def _words_are_tokens(monkeypatch):
     def encode(texts, **_):
-        return {"input_ids": [text.split() for text in texts]}
+        return [SimpleNamespace(ids=text.split()) for text in texts]
 
-    monkeypatch.setattr(sharegpt, "load_tokenizer", lambda _: encode)
+    monkeypatch.setattr(sharegpt, "load_tokenizer", lambda _: SimpleNamespace(encode_batch=encode))
 
 
 def read(folder, *objects) -> Trace:
@@ -232,7 +233,11 @@ def test_rounds_of_agents_have_as_many_requests_though_contexts_reach_the_limit(
     traces = PairTraces(ComparePlan(trace=SPEC.replace("sessions=6", "n=60"), pairs=6), 1024)
     assert 0 < traces.requests < 60
     for pair in range(3):
-        assert len(traces.of_pair(pair).rows) == len(traces.at_rate(pair, 2.0, traces.requests).rows) == traces.requests
+        assert (
+            len(traces.at_rate(pair, 1.0, traces.requests).rows)
+            == len(traces.at_rate(pair, 2.0, traces.requests).rows)
+            == traces.requests
+        )
     assert traces.at_rate(0, 2.0, traces.requests).mean_rate == pytest.approx(2.0)
 
 
@@ -241,9 +246,9 @@ def test_a_window_that_begins_within_a_session_begins_its_conversation_there(tmp
     turns = [turn | {"timestamp": 1000 * at} for at, turn in enumerate(turns) for _ in range(4)]
     (tmp_path / "trace").write_text("\n".join(map(json.dumps, turns)))
     traces = PairTraces(ComparePlan(trace=str(tmp_path / "trace"), limit=6, pairs=6))
-    assert [row.after for row in traces.of_pair(0).rows] == [(), (0,), (1,), (2,), (), (4,)]
-    assert [row.after for row in traces.of_pair(1).rows] == [(), (0,), (), (2,), (3,), (4,)]
-    assert [row.fresh for row in traces.of_pair(1).rows] == [True] + 5 * [False]
+    assert [row.after for row in traces.at_rate(0, 1.0, 6).rows] == [(), (0,), (1,), (2,), (), (4,)]
+    assert [row.after for row in traces.at_rate(1, 1.0, 6).rows] == [(), (0,), (), (2,), (3,), (4,)]
+    assert [row.fresh for row in traces.at_rate(1, 1.0, 6).rows] == [True] + 5 * [False]
 
 
 def test_the_example_is_an_agents_traffic(tmp_path):

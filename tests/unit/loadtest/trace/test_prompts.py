@@ -85,7 +85,7 @@ def test_pieces_are_on_average_as_many_as_tokens(folder, tokens):
 @pytest.mark.parametrize("tokens_per_part", [0.3, 0.97, 1.4, 5.0])
 def test_no_two_texts_begin_alike_and_shared_beginnings_are_shared(tokens_per_part):
     blocks = [TraceRow(float(i), 300, 8, prefix_ids=(0, 1) if i % 2 else (0, 2)) for i in range(40)]
-    turns = [TraceRow(float(i), 100 * (i + 1), 50, session="a") for i in range(3)]
+    turns = [TraceRow(float(i), 100 * (i + 1), 50, after=(39 + i,) if i else ()) for i in range(3)]
     alone = [TraceRow(float(i), 100, 8) for i in range(200)]
     trace = Trace("made", (*blocks, *turns, *alone), prefix_block_tokens=64)
     parts = text_parts(tokens_per_part)
