@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 
@@ -62,7 +62,7 @@ async def compare_command(
         fit_context(sizes, config.model.max_model_len_tokens)
     is_alone = config is None or config.ray.address is None
     notes = await _notes_of_other_work(console) if is_alone else ()
-    servers = running_servers(plan)
+    servers = running_servers(plan, _device_unit(config, plan))
     for server in servers:
         notes = (*notes, *await server.check(plan))
     cards = {server.mode: server.card for server in servers if server.card is not None}
@@ -117,6 +117,15 @@ async def _own(
 
     async with own_variants(config, plan.modes, console) as (url, variants), open_http(url) as http:
         yield variants, await first_model(http, plan.served_name)
+
+
+def _device_unit(config: RidgelineConfig | None, plan: ComparePlan) -> Literal["core", "GPU"]:
+    """Return what an own deployment runs on, since a fair comparison gives running servers the same."""
+    if config is None:
+        return "GPU"
+    from ridgeline.cluster.commands.own_variants import devices_of
+
+    return devices_of(config, plan.modes[0]).unit
 
 
 def _split_workers(config: RidgelineConfig | None, plan: ComparePlan) -> Workers | None:

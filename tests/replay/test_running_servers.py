@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,17 +17,17 @@ from starlette.applications import Starlette
 from starlette.responses import HTMLResponse
 from starlette.routing import Route
 
+from ridgeline.cluster.commands import own_variants as own_variants_module
 from ridgeline.cluster.commands.loadtest import compare_command, resume_command
+from ridgeline.cluster.config.models import RidgelineConfig
 from ridgeline.cluster.model_store import prepare_model
-from ridgeline.loadtest.compare import compare
 from ridgeline.loadtest.errors import ServerError
 from ridgeline.loadtest.plan import ComparePlan
 from ridgeline.loadtest.preparation import prepare
-from ridgeline.loadtest.run import replay as replay_module
 from ridgeline.loadtest.run.machine import serving_processes
 from ridgeline.loadtest.run.server import KEY_VARIABLE, ModelCard
 from ridgeline.loadtest.running_server import RunningServer, key_variable_of, note_models, running_servers
-from ridgeline.loadtest.variants import Reached
+from ridgeline.loadtest.variants import Devices, Reached
 from tests.support.http_server import listening
 from tests.support.openai_server import Behaviour, running
 from tests.support.patience import PATIENCE_S, eventually, in_the_end
@@ -207,9 +207,9 @@ def test_another_model_or_context_is_told(other, told):
 
 
 class _Ours:
-    """A mode whose server runs already."""
+    """A mode of an own deployment on two cores, whose server runs already."""
 
-    mode, start_s, devices, context_tokens = "colocated", 0.0, None, None
+    mode, start_s, devices, context_tokens = "colocated", 0.0, Devices("core", 2, {}), None
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -218,25 +218,35 @@ class _Ours:
         return Reached(self._url, is_fresh=False)
 
 
-async def test_a_mode_is_told_the_slos_and_a_running_server_beside_it_is_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(replay_module, "load_text_tokens", lambda _: tuple(range(5000)))
-    ours, theirs = Behaviour(ttft_s=0.01, tpot_s=0.001, mode="colocated"), Behaviour(ttft_s=0.01, tpot_s=0.001)
+async def test_a_mode_is_told_the_slos_and_a_running_server_beside_it_has_the_same_kind_of_devices(
+    tmp_path, fast, monkeypatch
+):
+    ours, theirs = fast(mode="colocated", has_metrics=True, tokenizer=None), fast()
     with running(ours) as url, running(theirs) as other:
+
+        @asynccontextmanager
+        async def own_variants(*_):
+            yield url, (_Ours(url),)
+
+        monkeypatch.setattr(own_variants_module, "own_variants", own_variants)
         plan = ComparePlan(
             variants="colocated",
             server=[f"vllm={other}"],
+            devices=["vllm=4"],
             trace=OPTIONS[1],
             rate=50,
             pairs=1,
             settle_s=0.02,
-            tokenizer="unused",
             slo_ttft_ms=200_000,
         )
-        (server,) = running_servers(plan)
-        await server.check(plan)
-        await compare((_Ours(url), server), plan, tmp_path, Console(quiet=True), is_alone=False)
+        await compare_command(RidgelineConfig(), plan, tmp_path, Console(quiet=True))
     assert set(ours.slos[-REQUESTS:]) == {"200000"}, "mode adaptive goes by what came before its turn"
     assert set(theirs.slos) == {None}
+    variants = json.loads((tmp_path / "summary.json").read_text())["variants"].values()
+    assert [(each["per_device"]["unit"], each["per_device"]["devices"]) for each in variants] == [
+        ("core", 2),
+        ("core", 4),
+    ]
 
 
 @contextmanager
