@@ -13,6 +13,7 @@ from rich.console import Console
 from ridgeline.loadtest.compare import compare
 from ridgeline.loadtest.plan import ComparePlan
 from ridgeline.loadtest.run import replay as replay_module
+from ridgeline.loadtest.run.server_facts import ServerFacts
 from ridgeline.loadtest.variants import Reached
 from tests.support.openai_server import Behaviour, running
 from tests.support.summary_schema import schema_problems
@@ -48,7 +49,7 @@ def test_a_trace_is_replayed_and_its_figures_are_used(url):
 class Variant:
     """One that is always ready."""
 
-    mode, start_s, devices, context_tokens = "colocated", 0.0, None, None
+    mode, start_s, devices, context_tokens, facts = "colocated", 0.0, None, None, ServerFacts()
 
     def __init__(self, url):
         self._url = url

@@ -14,6 +14,7 @@ from ridgeline.loadtest.compare import compare, resume
 from ridgeline.loadtest.errors import LoadTestError
 from ridgeline.loadtest.plan import ComparePlan
 from ridgeline.loadtest.run import replay as replay_module
+from ridgeline.loadtest.run.server_facts import ServerFacts
 from ridgeline.loadtest.run_folder import RunFolder
 from ridgeline.loadtest.saved import report_again
 from ridgeline.loadtest.variants import Reached
@@ -48,7 +49,7 @@ def console():
 class _Ready:
     """A variant that is always ready."""
 
-    mode, start_s, devices, context_tokens = "colocated", 0.0, None, None
+    mode, start_s, devices, context_tokens, facts = "colocated", 0.0, None, None, ServerFacts()
 
     def __init__(self, url: str) -> None:
         self._url = url

@@ -28,6 +28,7 @@ from ridgeline.loadtest.run import replay as replay_module
 from ridgeline.loadtest.run.calibration import Workers, given_load, most_rate
 from ridgeline.loadtest.run.records import RecordFile
 from ridgeline.loadtest.run.replay import ReplayResult, run_replay
+from ridgeline.loadtest.run.server_facts import ServerFacts
 from ridgeline.loadtest.run.unloaded import Unloaded, measure_unloaded, sizes_of
 from ridgeline.loadtest.valid_rounds import new_runner
 from ridgeline.loadtest.variants import Deployments, Reached
@@ -277,7 +278,7 @@ class _Cluster:
 class _Running:
     """A variant whose server runs all the time."""
 
-    start_s, devices, context_tokens = 0.0, None, None
+    start_s, devices, context_tokens, facts = 0.0, None, None, ServerFacts()
 
     def __init__(self, url: str, mode: str = "colocated", at_round=None) -> None:
         self.mode = mode

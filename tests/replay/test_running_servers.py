@@ -26,6 +26,7 @@ from ridgeline.loadtest.plan import ComparePlan
 from ridgeline.loadtest.preparation import prepare
 from ridgeline.loadtest.run.machine import serving_processes
 from ridgeline.loadtest.run.server import KEY_VARIABLE, ModelCard
+from ridgeline.loadtest.run.server_facts import ServerFacts
 from ridgeline.loadtest.running_server import RunningServer, key_variable_of, note_models, running_servers
 from ridgeline.loadtest.variants import Devices, Reached
 from tests.support.http_server import listening
@@ -74,14 +75,14 @@ def test_two_running_servers_are_compared_without_a_deployment_of_ours(tmp_path,
     with running(one) as url, running(two[0]) as first, running(two[1]) as second:
         said = compared(
             *("--server", f"one={url}/v1", "--server", f"two={first},{second}", "--pairs", 2, *OPTIONS),
-            *("--devices", "one=1", "--devices", "two=2", "--out", tmp_path / "run"),
+            *("--devices", "one=2", "--devices", "two=2", "--out", tmp_path / "run"),
             RIDGELINE_API_KEY="shared",
             RIDGELINE_API_KEY_ONE="mine",
         )
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert schema_problems(summary) == []
     assert [(each["label"], each["mode"]) for each in summary["variants"].values()] == [("one", "one"), ("two", "two")]
-    assert [each["per_device"]["devices"] for each in summary["variants"].values()] == [1, 2]
+    assert [each["per_device"]["devices"] for each in summary["variants"].values()] == [2, 2]
     assert summary["setup"]["configuration"] is None
     assert [each["completed"] for each in summary["rounds"]] == [REQUESTS] * len(summary["rounds"])
 
@@ -209,7 +210,8 @@ def test_another_model_or_context_is_told(other, told):
 class _Ours:
     """A mode of an own deployment on two cores, whose server runs already."""
 
-    mode, start_s, devices, context_tokens = "colocated", 0.0, Devices("core", 2, {}), None
+    mode, start_s, devices, context_tokens = "colocated", 0.0, Devices("core", 4, {}), None
+    facts = ServerFacts()
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -244,7 +246,7 @@ async def test_a_mode_is_told_the_slos_and_a_running_server_beside_it_has_the_sa
     assert set(theirs.slos) == {None}
     variants = json.loads((tmp_path / "summary.json").read_text())["variants"].values()
     assert [(each["per_device"]["unit"], each["per_device"]["devices"]) for each in variants] == [
-        ("core", 2),
+        ("core", 4),
         ("core", 4),
     ]
 
