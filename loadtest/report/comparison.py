@@ -21,7 +21,7 @@ from ridgeline.loadtest.report.pools import (
 )
 from ridgeline.loadtest.report.rounds import Round, Side, VariantLabel, round_summary, undisturbed_pairs
 from ridgeline.loadtest.report.summary import FORMULAS, SCHEMA, summarise
-from ridgeline.loadtest.report.wording import Findings, Pauses, loaded_rates, say
+from ridgeline.loadtest.report.wording import Findings, Pauses, say
 from ridgeline.loadtest.run.calibration import Load
 from ridgeline.loadtest.run.machine import describe_machine
 from ridgeline.loadtest.run.records import RequestRecord
@@ -88,10 +88,10 @@ class _Measured(msgspec.Struct, frozen=True):
         return {label: [count(*one) for one in self.kept(side)] for side, label in self.labels.items()}
 
     def under_load(self, side: Side) -> list[ReplayResult]:
-        """Return the results at the rates at which a variant missed the attainment; without such a rate, all."""
-        rates = loaded_rates(self.counts(self.slo.in_seconds()), self.attainment)
+        """Return the results at the highest rate that was measured, where what is short shows most."""
         found = self.kept(side)
-        return [result for each, result in found if self.rates[each.pair] in rates] or [result for _, result in found]
+        highest = max(self.rates[each.pair] for each, _ in found)
+        return [result for each, result in found if self.rates[each.pair] == highest]
 
     def judged(self, limits_s: tuple[float, float, float]) -> tuple[dict[VariantLabel, AttainmentCurve], RateVerdict]:
         """Return the curves of all variants and the verdict on them."""

@@ -181,10 +181,11 @@ def _unknown(found: Findings) -> str:
     verdict = found.verdict
     if verdict.factor is None or not verdict.open:
         return ""
+    rest = "the rest" if verdict.serves_more or verdict.alike else "them"
     if verdict.factor > MOST_FACTOR:
-        return f"To tell the rest apart takes more than {MOST_FACTOR:g} times as long as this run."
+        return f"To tell {rest} apart takes more than {MOST_FACTOR:g} times as long as this run."
     minutes = max(1, math.ceil((verdict.factor - 1) * found.took_s / 60))
-    return f"If what was seen so far holds, {counted(minutes, 'more minute')} would tell the rest apart."
+    return f"If what was seen so far holds, {counted(minutes, 'more minute')} would tell {rest} apart."
 
 
 def _pauses(found: Pauses | None) -> str:
