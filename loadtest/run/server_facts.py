@@ -116,10 +116,10 @@ async def ask_facts(http: httpx.AsyncClient, read: Scrape | None) -> ServerFacts
 async def _json(http: httpx.AsyncClient, path: str) -> Found:
     try:
         response = await http.get(path, timeout=30.0)
-        found = msgspec.json.decode(response.content) if response.status_code == httpx.codes.OK else {}
+        is_there = response.status_code == httpx.codes.OK
+        return msgspec.json.decode(response.content, type=dict[str, Any]) if is_there else {}
     except (httpx.HTTPError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def facts_of(version: Found, info: Found, read: Scrape | None) -> ServerFacts:
