@@ -53,7 +53,7 @@ def python(_: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
 
 
 def _install(extra: str) -> str:
-    return f"run `pip install 'ridgeline[{extra}]'`, or `make setup EXTRA={extra}` in a checkout"
+    return f"run `make setup EXTRA={extra}`, or `pip install '.[{extra}]'`, in a clone of Ridgeline"
 
 
 def packages(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:

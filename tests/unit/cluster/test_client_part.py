@@ -1,4 +1,4 @@
-"""What `pip install ridgeline` has without an extra runs where nothing else is, and says what the rest needs."""
+"""What `pip install .` has without an extra runs where nothing else is, and says what the rest needs."""
 
 import json
 import subprocess
@@ -98,4 +98,4 @@ def test_what_serves_is_named_with_its_extra(arguments):
     assert ended.returncode == 1
     assert ended.stderr.startswith("error: ")
     assert ended.stderr.count("\n") == 1
-    assert "pip install 'ridgeline[cpu]'" in ended.stderr
+    assert "pip install '.[cpu]'" in ended.stderr
