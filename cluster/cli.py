@@ -120,8 +120,8 @@ def main() -> None:
         if (missing := (error.name or "").partition(".")[0]) not in SERVING_MODULES:
             raise
         sys.exit(
-            f"error: this needs Ridgeline's serving part, and {missing} is not installed: run `pip install '.[cpu]'` in "
-            "a clone of Ridgeline, or '.[gpu]' for GPUs"
+            f"error: this needs Ridgeline's serving part, and {missing} is not installed: run `pip install '.[cpu]'`, "
+            "or '.[gpu]' for GPUs, in a clone of Ridgeline"
         )
 
 

@@ -33,6 +33,6 @@ class UnequalError(LoadTestError):
 
     def __init__(self, differences: Sequence[str]) -> None:
         super().__init__(
-            f"the variants are not equal, which can decide the comparison. {'. '.join(differences)}. Start them with "
-            "the same settings, or give --allow-unequal, and the report shows it"
+            f"these settings differ and could decide the result. {'. '.join(differences)}. Start the servers alike, or "
+            "accept it with --allow-unequal, and the report shows it"
         )

@@ -76,8 +76,8 @@ def prepared_before(past: Past) -> Prepared:
 
 
 def _workers(unloaded: Unloaded, servers: Servers) -> Workers:
-    """Return the workers that a server publishes; several that publish none are a replica each."""
-    return workers_of(unloaded.workers) if unloaded.workers else Workers(replicas=len(servers.urls))
+    """Return the workers that a server publishes; engines that publish none are a replica each."""
+    return workers_of(unloaded.workers) if unloaded.workers else Workers(replicas=len(servers.engines or servers.urls))
 
 
 async def prepare(

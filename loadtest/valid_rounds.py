@@ -132,7 +132,10 @@ class RoundRunner:
                 return result
             verb = "repeated" if lost < MOST_REPEATS else "given up"
             self.console.print(
-                f"discarded and {verb}: {'; '.join(reasons)}", style="yellow", highlight=False, markup=False
+                f"{title}, {label}, discarded and {verb}: {'; '.join(reasons)}",
+                style="yellow",
+                highlight=False,
+                markup=False,
             )
             if result is None or result.fleet_change is not None:
                 lost += 1
@@ -143,7 +146,7 @@ class RoundRunner:
                 self.cold |= set(self.variants)
 
     def _told_slos(self, variant: Variant, server: str | Servers) -> str | Servers:
-        """Return the server, told the plan's SLOs unless it is a baseline.
+        """Return the server, told the plan's SLOs unless it is a running server.
 
         The pure modes do not serve by them, but mode adaptive goes by what came before its turn: requests without SLOs
         would have it look for the least latency.

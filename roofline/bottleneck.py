@@ -112,7 +112,7 @@ class Bottleneck:
 def bottleneck(state: FleetState) -> Bottleneck:
     """Return what is short; nothing, or that it cannot be told, if the figures say so."""
     if state.requests == 0:
-        return Bottleneck("nothing", "Nothing is short: no request finished.")
+        return Bottleneck("unknown", "Cannot be told: no request finished.")
     found = next(_rows(state), None)
     if found is not None:
         return found
@@ -166,13 +166,13 @@ def _steps(pool: PoolState, state: FleetState) -> Iterator[Bottleneck]:
     if not (waits or missed) or not _from(pool.busy, QUEUED_FROM if waits and missed else BUSY_FROM):
         return
     resource: Resource = "time"
-    use = "steps fill it, at less than half of either peak" if pool.mfu is not None and pool.mbu is not None else ""
+    use = "compute and memory both below half of their peaks" if pool.mfu is not None and pool.mbu is not None else ""
     if _from(pool.mbu, max(BOUND_FROM, pool.mfu or 0.0)):
         resource, use = "bandwidth", f"{pool.mbu:.0%} of peak"
         use += "" if pool.running is None else f" at batch {pool.running:.0f}"
     elif _from(pool.mfu, BOUND_FROM):
         resource, use = "compute", f"{pool.mfu:.0%} of peak"
-    name = {"time": "time", "bandwidth": "memory bandwidth", "compute": "FLOP/s"}[resource]
+    name = {"time": "workers", "bandwidth": "memory bandwidth", "compute": "FLOP/s"}[resource]
     used = ", ".join(filter(None, (use, f"busy {pool.busy:.0%}")))
     giver = next((other for other in state.pools if other is not pool and _spares_one(other, state)), None)
     change: Change = "add_worker" if giver is None else "move_worker"
@@ -184,7 +184,7 @@ def _steps(pool: PoolState, state: FleetState) -> Iterator[Bottleneck]:
 
 
 def _idles(pool: PoolState) -> str:
-    return f"{pool.pool} idles {1 - (pool.busy or 0.0):.0%}"
+    return f"{pool.pool} is idle {1 - (pool.busy or 0.0):.0%}"
 
 
 def _link(state: FleetState) -> Iterator[Bottleneck]:
@@ -199,15 +199,17 @@ def _link(state: FleetState) -> Iterator[Bottleneck]:
 
 def _queue(pool: PoolState) -> Iterator[Bottleneck]:
     if _waits(pool) and pool.busy is not None and pool.busy < QUEUED_FROM:
-        said = f"{pool.title} has a queue: {pool.waiting:.0f} wait while it is busy {pool.busy:.0%}: its limits "
-        yield Bottleneck("queue", f"{said}on sequences or KV blocks hold them back.", pool.pool)
+        said = (
+            f"{pool.title} has a queue of {pool.waiting:.0f} while it is busy {pool.busy:.0%}; check max_num_seqs and "
+        )
+        yield Bottleneck("queue", f"{said}its KV blocks.", pool.pool)
 
 
 def _nothing(state: FleetState) -> Bottleneck:
     for name, share in (("TTFT", state.ttft_attainment), ("TPOT", state.tpot_attainment)):
         if share is not None and share < MIN_ATTAINMENT:
-            said = f"No resource is short, yet only {share:.0%} of requests meet the {name} SLO: "
-            return Bottleneck("nothing", f"{said}it may be too tight for one request alone.")
+            said = f"Only {share:.0%} of requests meet the {name} SLO, and no figure shows which resource is short."
+            return Bottleneck("unknown", said)
     giver = next((pool for pool in state.pools if _spares_one(pool, state)), None)
     if giver is not None:
         said = f"Nothing is short; {_idles(giver)}: one {giver.pool} worker fewer would do."

@@ -1,5 +1,6 @@
 """Makes summary.json of a comparison: the verdict, each variant, every round. Called at the end of `compare`."""
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -21,7 +22,7 @@ from ridgeline.loadtest.report.pools import (
 )
 from ridgeline.loadtest.report.rounds import Round, Side, VariantLabel, round_summary, undisturbed_pairs
 from ridgeline.loadtest.report.summary import FORMULAS, SCHEMA, summarise
-from ridgeline.loadtest.report.wording import Findings, Pauses, say
+from ridgeline.loadtest.report.wording import Findings, Pauses, loaded_rates, say
 from ridgeline.loadtest.run.calibration import Load
 from ridgeline.loadtest.run.machine import describe_machine
 from ridgeline.loadtest.run.records import RequestRecord
@@ -127,6 +128,7 @@ def summarise_comparison(
         took_s=took_s,
         by_slo=_by_slo(measured),
         pauses=_pauses(measured, held),
+        pairs=len(rates),
     )
     return {
         "schema": SCHEMA,
@@ -169,21 +171,22 @@ def _rate_figures(
     found: MaxGoodputRate, devices: Devices | None, mean_output_tokens: float, price_per_hour: float | None
 ) -> dict[str, Any]:
     """Return the maximum goodput rate of a variant, the tokens a second there, and both per device."""
+    rate = None if found.low is None or found.high is None else found.rate  # half an interval has no middle
     per_device = None
     if devices is not None:
         cost = None
-        if price_per_hour is not None and found.rate is not None:
-            cost = price_per_hour * devices.count / 3600 / (found.rate * mean_output_tokens) * 1e6
-        ends = {"rate_per_device": found.rate, "low_per_device": found.low, "high_per_device": found.high}
+        if price_per_hour is not None and rate is not None:
+            cost = price_per_hour * devices.count / 3600 / (rate * mean_output_tokens) * 1e6
+        ends = {"rate_per_device": rate, "low_per_device": found.low, "high_per_device": found.high}
         per_device = {
             "unit": devices.unit,
             "devices": devices.count,
-            **{name: None if rate is None else rate / devices.count for name, rate in ends.items()},
+            **{name: None if end is None else end / devices.count for name, end in ends.items()},
             "cost_per_million_output_tokens": cost,
         }
     return {
         "max_goodput_rate": msgspec.to_builtins(found),
-        "output_tokens_per_s": None if found.rate is None else found.rate * mean_output_tokens,
+        "output_tokens_per_s": None if rate is None else rate * mean_output_tokens,
         "per_device": per_device,
     }
 
@@ -263,13 +266,13 @@ def _seconds(milliseconds: float | None) -> float | None:
 
 def _pauses(measured: _Measured, held: Mapping[VariantLabel, MaxGoodputRate]) -> Pauses | None:
     """Return the longest pauses at the measured rates that all variants hold; None if there is no such rate."""
-    limit = min((one.rate for one in held.values() if one.rate is not None), default=max(measured.rates))
-    below = [rate for rate in measured.rates if rate <= limit]
-    if not below or any(one.outcome == "below" for one in held.values()):
+    loaded = loaded_rates(measured.counts(measured.slo.in_seconds()), measured.attainment)
+    below = [rate for rate in measured.rates if rate < min(loaded, default=math.inf)]
+    if not below:
         return None
     found = dict.fromkeys(held, 0.0)
     for each, result in measured.kept():
-        if measured.rates[each.pair] <= limit:
+        if measured.rates[each.pair] in below:
             gaps_s = [gap_s for one in result.counted_records if one.ok and (gap_s := one.largest_gap_s) is not None]
             label = measured.labels[each.side]
             found[label] = max([found[label], *gaps_s])

@@ -13,7 +13,7 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 from rich.console import Console
 
-from ridgeline.loadtest.plan import Slo
+from ridgeline.loadtest.plan import MODES, Slo
 from ridgeline.loadtest.report import plots
 from ridgeline.loadtest.report.pools import ratio
 from ridgeline.loadtest.report.tables import (
@@ -64,16 +64,23 @@ def explanations(summary: Summary) -> list[str]:
     return [
         f"{variant['label']}: {sentence}"
         for variant in summary["variants"].values()
-        for sentence in (variant["bottleneck"]["sentence"], (variant["router"] or {}).get("sentence"))
+        for sentence in (variant["bottleneck"]["sentence"], (variant["router"] or {}).get("sentence"), _split(variant))
         if sentence
     ]
+
+
+def _split(variant: Summary) -> str:
+    """Say what share of a running server's work really went through both pools."""
+    share = variant["split_fraction"]
+    is_told = share and variant["mode"] not in MODES
+    return f"{share:.0%} of its work went through prefill and decode engines." if is_told else ""
 
 
 def rate_rows(summary: Summary) -> tuple[list[str], list[list[str]]]:
     """Return a header, and a row for each variant: its highest rate, and latencies at a rate that it held."""
     variants = summary["variants"].values()
     header = ["", "highest rate, requests/s", "share under load", "output tokens/s"]
-    header += ["held at", "TTFT p50", "TPOT p50", "longest pause"]
+    header += [f"highest rate measured with {summary['attainment']:.0%}", "TTFT p50", "TPOT p50", "longest pause"]
     is_per_device = all(variant["per_device"] for variant in variants)
     if is_per_device:
         header.append(f"requests/s per {next(iter(variants))['per_device']['unit']}")

@@ -243,7 +243,7 @@ def _mean(delta: MetricsDelta, name: str, **labels: str) -> float | None:
 
 
 def _foreign_pools(deltas: Mapping[str, MetricsDelta]) -> Iterable[PoolState]:
-    """Yield a pool for each role of the engines; an engine is busy in the readings in which it ran something."""
+    """Yield a pool for each role of the engines. How busy they are is not known: one sequence keeps one running."""
     roles: dict[str, list[MetricsDelta]] = {}
     for url, role in roles_of(deltas).items():
         roles.setdefault(role, []).append(deltas[url])
@@ -257,7 +257,6 @@ def _foreign_pools(deltas: Mapping[str, MetricsDelta]) -> Iterable[PoolState]:
             yield PoolState(
                 role,
                 len(running),
-                sum(level.above_zero for level in running) / len(running),
                 kv_used=sum(used) / len(used) if used else None,
                 running=sum(level.mean for level in running) / len(running),
                 waiting=_sum(level.mean for delta in found for level in delta.levels_of(name, **labels)),

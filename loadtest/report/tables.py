@@ -120,7 +120,7 @@ def pool_sentences(summary: Summary) -> list[str]:
         f"{format_figure(variant['disaggregated_fraction'], '.1%')} of the requests of {variant['label']} went through "
         "both pools."
         for variant in summary["variants"].values()
-        if "disaggregated_fraction" in variant
+        if variant.get("disaggregated_fraction") is not None
     ]
 
 

@@ -43,6 +43,8 @@ class Findings(msgspec.Struct, frozen=True):
     by_slo: Mapping[str, RateVerdict] = {}
     """The verdict on each SLO alone, by its name."""
     pauses: Pauses | None = None
+    pairs: int = 0
+    """Pairs of rounds, disturbed ones included."""
 
 
 def say(found: Findings) -> list[str]:
@@ -53,6 +55,7 @@ def say(found: Findings) -> list[str]:
     sentences = [
         _verdict(found),
         _counts(found),
+        _disturbed(found),
         _by_slo(found.by_slo),
         _rates(found),
         _unknown(found),
@@ -78,8 +81,8 @@ def _why_nothing(found: Findings) -> str:
         return "The SLOs are out of reach: no rate measured was low enough for them."
     pairs = counted(found.verdict.pairs, "pair")
     return (
-        f"Nothing is concluded from {pairs} of rounds that no other work disturbed: it takes {LEAST_PAIRS}, and "
-        "more to tell small differences."
+        f"Nothing is concluded from {pairs} of rounds that no other work disturbed: a verdict needs {LEAST_PAIRS}, and "
+        "a small difference more."
     )
 
 
@@ -142,7 +145,16 @@ def _counts(found: Findings) -> str:
             f"At all rates measured, up to {where[-1]:.3g} requests/s, every variant met {found.slo.counted} for "
             f"{found.attainment:.0%} or more: {each}. Only higher rates can tell them apart."
         )
-    return f"Of the same {counted(requests, 'request')} at {_span(where)} requests/s, within the SLOs: {each}."
+    return (
+        f"Where a variant missed {found.attainment:.0%}, at {_listed(f'{rate:.3g}' for rate in where)} requests/s, of "
+        f"the same {counted(requests, 'request')} within the SLOs: {each}."
+    )
+
+
+def _disturbed(found: Findings) -> str:
+    if found.pairs <= found.verdict.pairs:
+        return ""
+    return f"{found.verdict.pairs} of {counted(found.pairs, 'pair')} of rounds were free of other work."
 
 
 def _by_slo(by_slo: Mapping[str, RateVerdict]) -> str:
@@ -154,15 +166,16 @@ def _by_slo(by_slo: Mapping[str, RateVerdict]) -> str:
     }
     if len(set(picks.values())) < 2:
         return ""
-    told = "; ".join(f"the SLO on {slo} alone picks {name}" for slo, name in picks.items())
+    told = "; ".join(f"by {slo} alone {name} serves more" for slo, name in picks.items())
     return f"{_upper(told)} (strong evidence)."
 
 
 def _rates(found: Findings) -> str:
     each = [f"{name} {rate_text(found.held[name])}" for name in found.verdict.variants]
     bounded = f"Highest rate with {found.attainment:.0%} of requests within the SLOs, in requests/s: {', '.join(each)}."
-    if any(one.low is None or one.high is None for one in found.held.values()):
-        bounded += " A bound is missing where no rate measured was clearly low or high enough."
+    for end, which in (("low", "lower"), ("high", "upper")):
+        if any(getattr(one, end) is None for one in found.held.values()):
+            bounded += f" A {which} bound is missing where no rate measured was clearly {end} enough."
     return bounded
 
 
@@ -183,7 +196,7 @@ def _unknown(found: Findings) -> str:
         return ""
     rest = "the rest" if verdict.serves_more or verdict.alike else "them"
     if verdict.factor > MOST_FACTOR:
-        return f"To tell {rest} apart takes more than {MOST_FACTOR:g} times as long as this run."
+        return f"If what was seen so far holds, to tell {rest} apart takes over {MOST_FACTOR:g} times as long."
     minutes = max(1, math.ceil((verdict.factor - 1) * found.took_s / 60))
     return f"If what was seen so far holds, {counted(minutes, 'more minute')} would tell {rest} apart."
 
@@ -201,12 +214,6 @@ def _ms(value_s: float) -> str:
 
 def _rates_of(rounds: Rounds) -> list[float]:
     return sorted({one.rate for each in rounds.values() for one in each})
-
-
-def _span(rates: Sequence[float]) -> str:
-    if len(rates) <= 2:
-        return " and ".join(f"{rate:.3g}" for rate in rates)
-    return f"{rates[0]:.3g} to {rates[-1]:.3g}"
 
 
 def _upper(text: str) -> str:

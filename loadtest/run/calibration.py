@@ -75,7 +75,7 @@ class Load(msgspec.Struct, frozen=True):
         if (found := self.unloaded) is None:
             return said
         measured = (
-            f"measured on this machine: TTFT {duration_text(found.median_ttft_s)}, "
+            f"measured without load: TTFT {duration_text(found.median_ttft_s)}, "
             f"TPOT {duration_text(found.median_tpot_s)} (medians of {len(found.input_tokens)} requests of "
             f"{found.input_tokens[0]} to {found.input_tokens[-1]} tokens, one at a time; mean TTFT "
             f"{duration_text(found.mean_ttft_s)}); with {found.batch_sequences} at once on each worker "
@@ -114,7 +114,7 @@ def settle(plan: Plan, trace: Trace, unloaded: Unloaded, workers: Workers) -> tu
     rate, rate_source = trace.mean_rate, _given_rate_source(plan)
     if plan.rate == AUTO:
         most, bound = most_rate(trace, unloaded, workers, limits)
-        rate, rate_source = _three_digits(RATE_SHARE * most), f"{RATE_SHARE:.0%} of what {bound}"
+        rate, rate_source = _three_digits(RATE_SHARE * most), f"{RATE_SHARE:.0%} of {bound}"
     elif isinstance(plan.rate, float):
         rate = plan.rate
     if plan.rate is not None:
@@ -132,8 +132,8 @@ def most_rate(trace: Trace, unloaded: Unloaded, workers: Workers, slo: Slo) -> t
     fills = (workers.prefill or workers.replicas) / mean_prompt_s
     for rate in (fills * RATE_STEP**step for step in range(RATE_STEPS)):
         if _attainment(trace, rate, unloaded, workers, slo) >= HELD_ATTAINMENT:
-            return rate, f"this server should hold: there {HELD_ATTAINMENT:.0%} of this trace's requests meet the SLOs"
-    return fills, "fills the workers with prompts; no rate is expected to meet the SLOs"
+            return rate, f"the calculated rate at which {HELD_ATTAINMENT:.0%} of the requests should meet the SLOs"
+    return fills, "the rate whose prompts fill the workers; no rate is expected to meet the SLOs"
 
 
 def _attainment(trace: Trace, rate: float, unloaded: Unloaded, workers: Workers, slo: Slo) -> float:
@@ -268,13 +268,13 @@ def fit_budget(
     ]
     if pairs < LEAST_PAIRS:
         notes.append(
-            f"one pair fits into this budget, of which nothing can be concluded: give --budget-s "
+            f"this budget allows one pair, too few for a verdict: give --budget-s "
             f"{math.ceil(spent_s + PLANNED_PAIRS * pair_s)} or more"
         )
     else:
         notes.append(
-            f"{counted(pairs, 'pair')} tell apart variants whose highest rates differ by "
-            f"{told_apart(pairs, requests) - 1:.0%} or more, in four of five comparisons"
+            f"at best, {counted(pairs, 'pair')} show that highest rates differ if they do by "
+            f"{told_apart(pairs, requests, schedule.rounds) - 1:.0%} or more"
         )
     return plan, msgspec.structs.replace(load, notes=(*load.notes, *notes))
 

@@ -50,7 +50,6 @@ class ServerFacts(msgspec.Struct, frozen=True):
 
 
 NAMES: Final[Mapping[str, str]] = {
-    "engine": "engine",
     "dtype": "dtype",
     "quantisation": "quantisation",
     "block_size_tokens": "tokens in a KV block",
@@ -58,14 +57,13 @@ NAMES: Final[Mapping[str, str]] = {
     "kv_cache_dtype": "dtype of the KV cache",
     "kv_cache_bytes": "bytes of KV cache",
     "kv_blocks": "KV blocks",
-    "max_num_seqs": "max_num_seqs",
     "token_budget": "token budget",
     "graphs": "graphs and compilation",
     "attention": "attention backend",
     "tensor_parallel": "tensor parallelism",
     "devices": "devices",
 }
-"""How sentences call the facts that must be equal."""
+"""How sentences call the facts that must be equal. Engine, version and places may differ: they are what is compared."""
 
 
 def unequal(variants: Mapping[str, ServerFacts]) -> list[str]:
@@ -89,7 +87,7 @@ def unknown(variants: Mapping[str, ServerFacts]) -> list[str]:
         label: [words for name, words in NAMES.items() if getattr(facts, name) == UNKNOWN]
         for label, facts in variants.items()
     }
-    return [f"{label} does not tell: {', '.join(words)}" for label, words in missing.items() if words]
+    return [f"{label} does not publish: {', '.join(words)}" for label, words in missing.items() if words]
 
 
 def _are_equal(values: set[str]) -> bool:

@@ -86,7 +86,7 @@ def judge(
     """Compare two variants or more, whose rounds `found` has in the order of pairs."""
     drawn = {name: curve.draws(place) for place, (name, curve) in enumerate(curves.items())}
     names = tuple(sorted(drawn, key=lambda name: -float(np.median(drawn[name]))))
-    level = 1 - (1 - LEVEL) / (len(names) - 1)
+    level = _level(len(names))
     ratios = [_ratio(one, other, drawn, level) for one, other in combinations(names, 2)]
     is_enough = undisturbed_pairs >= LEAST_PAIRS
     serves_more, alike = [], []
@@ -103,16 +103,20 @@ def judge(
     return RateVerdict(names, tuple(serves_more), tuple(alike), most, tuple(ratios), undisturbed_pairs, level)
 
 
-def told_apart(pairs: int, requests: int) -> float:
-    """Return the ratio of two maximum goodput rates that so many pairs show in four of five comparisons.
+def told_apart(pairs: int, requests: int, variants: int = 2) -> float:
+    """Return the ratio of two maximum goodput rates that so many pairs show in four of five comparisons at best.
 
     exp((z of the level + z of the power) x sqrt(2 / pairs) x the deviation of one round), as for two normal means
     (S. A. Julious, Statistics in Medicine 23 (2004) 1921-1986). A round's deviation has two parts: its scatter, and
     that of its `requests`, which the slope turns from logits into rates.
     """
     of_requests = 1 / (MIDDLE_SLOPE * math.sqrt(requests * MIDDLE_SHARE * (1 - MIDDLE_SHARE)))
-    quantiles = NormalDist().inv_cdf((1 + LEVEL) / 2) + NormalDist().inv_cdf(POWER)
+    quantiles = NormalDist().inv_cdf((1 + _level(variants)) / 2) + NormalDist().inv_cdf(POWER)
     return math.exp(quantiles * math.sqrt(2 / pairs) * math.hypot(MIDDLE_SCATTER, of_requests))
+
+
+def _level(variants: int) -> float:
+    return 1 - (1 - LEVEL) / (variants - 1)
 
 
 def _ratio(one: str, other: str, drawn: Mapping[str, Floats], level: float) -> Ratio:

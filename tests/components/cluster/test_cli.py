@@ -252,7 +252,7 @@ def test_a_model_that_cannot_be_prepared_is_named(run_ridgeline):
 @pytest.mark.parametrize(
     ("options", "status", "sentence"),
     [
-        (["--trace", "no-such.csv"], 1, "there is no trace 'no-such.csv': give a file, 'demo', or 'poisson:"),
+        (["--trace", "no-such.csv"], 1, "there is no trace 'no-such.csv': give a file, 'demo',"),
         (["--trace", "poisson:rate=fast"], 1, "poisson"),
         (["--rate", "0"], 2, "rate: must be a number above 0"),
         (["--rate", "fast"], 2, "rate: must be a number above 0 or auto, not 'fast'"),
@@ -357,7 +357,7 @@ def test_compare_of_what_would_say_nothing_is_refused_with_the_fix_before_anythi
     [
         (["--server", "one=http://h:1"], "a comparison has two to 6 variants, not 1"),
         (["--server", "one=h:1"], "server: must have URLs such as vllm=http://127.0.0.1:8001, not 'h:1'"),
-        ([*TWO_SERVERS, "--devices", "vllm=2"], "devices name vllm, which no server is called: one, two"),
+        ([*TWO_SERVERS, "--devices", "vllm=2"], "devices name vllm, which no server is called; servers: one, two"),
         ([*TWO_SERVERS, "--set", "server.port=8123"], "--config and --set are of an own deployment"),
     ],
 )

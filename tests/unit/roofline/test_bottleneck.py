@@ -21,7 +21,7 @@ def pools(*found, **fleet):
 
 
 CASES = [
-    (pools(PREFILL, DECODE, requests=0), "nothing", None, "none", None),
+    (pools(PREFILL, DECODE, requests=0), "unknown", None, "none", None),
     (FleetState(requests=9), "unknown", None, "none", None),
     (pools(PREFILL, DECODE, tokens_per_event=1.3), "router", None, "router_processes", None),
     (pools(PREFILL, DECODE, router_cores=0.95), "router", None, "router_processes", None),
@@ -66,7 +66,7 @@ CASES = [
     (pools(PREFILL, DECODE), "nothing", None, "none", None),
     (pools(replace(PREFILL, busy=0.99), DECODE), "nothing", None, "none", None),
     (pools(PREFILL, DECODE, link_busy=0.9, handoff_wait_s=0.1, wire_s=0.3), "nothing", None, "none", None),
-    (pools(PREFILL, DECODE, ttft_attainment=0.4), "nothing", None, "none", None),
+    (pools(PREFILL, DECODE, ttft_attainment=0.4), "unknown", None, "none", None),
     (pools(replace(ENGINE, busy=None)), "nothing", None, "none", None),
     (pools(replace(ENGINE, busy=None), tpot_attainment=None), "unknown", None, "none", None),
     (pools(replace(ENGINE, busy=None, waiting=5)), "unknown", None, "none", None),
@@ -85,7 +85,7 @@ def test_a_planted_bottleneck_is_named_with_what_to_change(state, resource, pool
 def test_the_sentence_has_the_figures():
     state = pools(replace(PREFILL, workers=2, busy=0.39), replace(DECODE, mbu=0.78, busy=0.9), tpot_attainment=0.5)
     assert bottleneck(state).sentence == (
-        "Decode is short of memory bandwidth: 78% of peak at batch 14, busy 90%; prefill idles 61%: "
+        "Decode is short of memory bandwidth: 78% of peak at batch 14, busy 90%; prefill is idle 61%: "
         "move one prefill worker to decode."
     )
 

@@ -105,7 +105,7 @@ def test_an_slo_on_the_largest_gap_holds_in_the_counts_and_in_every_cell_of_the_
 
 def test_an_slo_that_alone_picks_another_variant_is_named():
     told = comparison_summary(PLAN.model_copy(update={"slo_tpot_ms": 45.0}))["verdict"]["sentences"]
-    picks = "The SLO on TTFT alone picks disaggregated; the SLO on TPOT alone picks colocated (strong evidence)."
+    picks = "By TTFT alone disaggregated serves more; by TPOT alone colocated serves more (strong evidence)."
     assert picks in told
 
 

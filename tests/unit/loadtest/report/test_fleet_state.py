@@ -109,13 +109,13 @@ def vllm_level(running, capacity, used):
     """
 
 
-def test_vllms_engines_are_busy_in_the_readings_in_which_they_ran_something():
+def test_how_busy_vllms_engines_are_is_not_known():
     levels = [vllm_level(*each) for each in ((8, 0, 0.3), (8, 4, 0.5), (0, 0, 0.0), (0, 0, 0.0))]
     state = fleet_state({URL: seen(VLLM, levels=levels), OTHER: seen(VLLM, levels=levels)}, 1.0, 1.0)
     (engine,) = state.pools
-    assert (engine.pool, engine.workers, engine.busy, engine.running, engine.waiting) == ("engine", 2, 0.5, 4, 2)
+    assert (engine.pool, engine.workers, engine.busy, engine.running, engine.waiting) == ("engine", 2, None, 4, 2)
     assert (engine.kv_used, engine.preemptions, engine.mfu, state.requests) == (pytest.approx(0.2), 0, None, 20)
-    assert bottleneck(state).resource == "queue"
+    assert bottleneck(state).resource == "unknown"
 
 
 def test_sglangs_engines_say_their_role():

@@ -103,11 +103,11 @@ def test_the_worst_of_three_is_named_with_the_counts_and_what_is_open():
     assert verdict.startswith("Disaggregated serves the fewest requests within the SLOs (strong evidence).")
     assert "Adaptive and colocated are not told apart" in verdict
     assert counts == (
-        "Of the same 68 requests at 2.16 and 2.29 requests/s, within the SLOs: adaptive 82%, colocated 78%, "
-        "disaggregated 43%."
+        "Where a variant missed 90%, at 2.16 and 2.29 requests/s, of the same 68 requests within the SLOs: "
+        "adaptive 82%, colocated 78%, disaggregated 43%."
     )
     assert "not bounded" in rates
-    assert "A bound is missing where" in rates
+    assert "A lower bound is missing where" in rates
     assert "minute" in unknown or "times as long" in unknown
 
 
@@ -134,4 +134,4 @@ def test_where_each_slo_picks_another_variant_both_are_named():
     ttft = rounds_of(rates, totals, adaptive=low, colocated=high)
     tpot = rounds_of(rates, totals, adaptive=high, colocated=low)
     sentences = say(found_in(rounds_of(rates, totals, adaptive=low, colocated=low), 9, TTFT=ttft, TPOT=tpot))
-    assert "The SLO on TTFT alone picks colocated; the SLO on TPOT alone picks adaptive (strong evidence)." in sentences
+    assert "By TTFT alone colocated serves more; by TPOT alone adaptive serves more (strong evidence)." in sentences

@@ -84,9 +84,9 @@ def test_a_measured_rate_makes_no_slo_one_that_was_named(asked, named):
 def test_both_are_printed_with_their_source():
     plan, load = settle(ReplayPlan(rate="auto", slo="auto"), TRACE, CPU, PAIR)
     assert load.sentences(plan.slos) == [
-        "measured on this machine: TTFT 1.00 s, TPOT 40 ms (medians of 5 requests of 128 to 1024 tokens, one at a "
+        "measured without load: TTFT 1.00 s, TPOT 40 ms (medians of 5 requests of 128 to 1024 tokens, one at a "
         "time; mean TTFT 1.25 s); with 8 at once on each worker 400 prompt tokens/s and 54 ms a token",
-        "rate: 0.64 requests/s: 80% of what this server should hold: there 90% of this trace's requests meet the SLOs",
+        "rate: 0.64 requests/s: 80% of the calculated rate at which 90% of the requests should meet the SLOs",
         "SLOs: TTFT <= 5000 ms and TPOT <= 100 ms: 5 times the unloaded median TTFT and 2.5 times the median TPOT",
     ]
     plan, load = settle(ReplayPlan(slo="auto", slo_gap_ms=900), TRACE, CPU, PAIR)
@@ -189,14 +189,14 @@ def test_a_budget_gives_six_pairs_or_two_at_each_rate_and_then_longer_rounds(bud
         f"about {pairs} pair{'s' * (pairs > 1)} of 2 rounds, each with arrivals for {requests - 1} s ({requests} "
         f"requests at the first rate), about {minutes_text(COURSE.pair_s(requests, 1.0))} a pair"
     )
-    can_tell = "tell apart variants whose highest rates differ by" in load.notes[1]
+    can_tell = "show that highest rates differ if they do by" in load.notes[1]
     assert can_tell == (pairs >= LEAST_PAIRS)
 
 
 def test_a_budget_of_which_nothing_can_be_concluded_is_told_with_one_that_is_enough():
     plan = ComparePlan(rate=1.0, budget_s=100.0)
     _, load = fit_budget(plan, given_load(plan, TRACE), 60, COURSE, 60.0, 1)
-    assert "one pair fits into this budget" in load.notes[1]
+    assert "this budget allows one pair" in load.notes[1]
     enough_s = float(load.notes[1].partition("--budget-s ")[2].partition(" ")[0])
     plan = ComparePlan(rate=1.0, budget_s=enough_s)
     _, load = fit_budget(plan, given_load(plan, TRACE), 60, COURSE, 60.0, 1)

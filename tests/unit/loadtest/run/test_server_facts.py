@@ -95,8 +95,8 @@ def test_only_what_differs_or_is_not_said_is_named():
     assert unequal({"a": known, "b": msgspec.structs.replace(known, server="y")}) == []
     other = msgspec.structs.replace(known, kv_cache_dtype="fp8", attention=UNKNOWN)
     assert unequal({"a": known, "b": other}) == ["Dtype of the KV cache: x in a, fp8 in b"]
-    assert unknown({"a": known, "b": other}) == ["b does not tell: attention backend"]
-    assert set(NAMES) == set(ServerFacts.__struct_fields__) - {"server"}
+    assert unknown({"a": known, "b": other}) == ["b does not publish: attention backend"]
+    assert set(NAMES) == set(ServerFacts.__struct_fields__) - {"server", "engine", "max_num_seqs"}
 
 
 async def test_closed_pages_pages_for_people_and_former_addresses_are_read_as_far_as_they_tell():
