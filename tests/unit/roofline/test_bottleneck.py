@@ -133,7 +133,7 @@ def test_no_sentence_names_what_is_not_short_or_a_change_that_its_figures_contra
     found, by_name = bottleneck(state), {pool.pool: pool for pool in state.pools}
     pool = by_name.get(found.pool or "")
     assert (found.resource in ("router", "link", "nothing", "unknown")) == (pool is None)
-    assert found.sentence.startswith((found.pool or "").capitalize() or ("The", "Nothing", "No resource", "Cannot"))
+    assert found.sentence.startswith((found.pool or "").capitalize() or ("The", "Nothing", "Only", "Cannot"))
     waits = pool is not None and (pool.waiting or 0) >= rule.WAITING_FROM
     missed = any(
         (met if met is not None else 1) < rule.MIN_ATTAINMENT for met in (state.ttft_attainment, state.tpot_attainment)
