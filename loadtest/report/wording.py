@@ -173,9 +173,9 @@ def _by_slo(by_slo: Mapping[str, RateVerdict]) -> str:
 def _rates(found: Findings) -> str:
     each = [f"{name} {rate_text(found.held[name])}" for name in found.verdict.variants]
     bounded = f"Highest rate with {found.attainment:.0%} of requests within the SLOs, in requests/s: {', '.join(each)}."
-    for end, which in (("low", "lower"), ("high", "upper")):
+    for end, which in (("low", "A lower"), ("high", "An upper")):
         if any(getattr(one, end) is None for one in found.held.values()):
-            bounded += f" A {which} bound is missing where no rate measured was clearly {end} enough."
+            bounded += f" {which} bound is missing where no rate measured was clearly {end} enough."
     return bounded
 
 
