@@ -26,7 +26,7 @@ from ridgeline.loadtest.report.tables import (
     print_table,
     served_model,
 )
-from ridgeline.loadtest.report.wording import loaded_rates, rate_text
+from ridgeline.loadtest.report.wording import loaded_rates, rate_text, shares_at
 from ridgeline.loadtest.statistics.attainment_curve import MaxGoodputRate, RoundCount
 
 TEMPLATE_FILE = Path(__file__).parents[1] / "data" / "report.html.template"
@@ -114,13 +114,7 @@ def _shares_under_load(summary: Summary) -> dict[str, float]:
         ]
         for variant in summary["variants"].values()
     }
-    rates = loaded_rates(counts, summary["attainment"])
-    shares = {}
-    for label, rounds in counts.items():
-        there = [one for one in rounds if one.rate in rates]
-        if there:
-            shares[label] = sum(one.met for one in there) / sum(one.total for one in there)
-    return shares
+    return shares_at(counts, loaded_rates(counts, summary["attainment"]))
 
 
 def _held_point(variant: Summary, attainment: float) -> Any:
