@@ -139,7 +139,8 @@ async def test_a_client_process_that_dies_is_told_and_keeps_the_records_it_has_s
         with pytest.raises(LoadTestError, match="the client process ended with status -9"):
             await task
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    assert {record["index"] for record in records} == {0, 1, 2, 4, 5}
+    assert len(records) == 5
+    assert len({record["index"] for record in records} & set(range(6))) == 5, "the one that arrived fourth hangs"
     assert {record["mode"] for record in records} == {"colocated"}
 
 
