@@ -120,17 +120,28 @@ def _alike(verdict: RateVerdict) -> list[str]:
 
 
 def _not_told_apart(found: Findings) -> str:
-    """Name what is open, with the most by which highest rates may differ where measured rates bound them."""
+    """Name what is open, with the bounds of the others' highest rates against that of the first."""
     verdict = found.verdict
     open_names = [name for name in verdict.variants if any(name in two for two in verdict.open)]
     is_clique = len(verdict.open) == math.comb(len(open_names), 2)
     told = _listed(open_names) if is_clique else "; ".join(f"{one} and {other}" for one, other in verdict.open)
-    bounds = [found.held[name] for name in open_names]
-    text = f"{_upper(told)} are not told apart"
-    if any(None in (one.low, one.high) for one in bounds):
-        return f"{text}."
-    most = max(verdict.between(one, other).most for one, other in verdict.open)
-    return f"{text}: their highest rates differ by a factor of {most:.2f} at most."
+    first, *others = open_names
+    bounds = [_against(found, first, other) for other in others if (first, other) in verdict.open]
+    against = f" Against {first}, {', '.join(filter(None, bounds))} times the rate." if any(bounds) else ""
+    return f"{_upper(told)} are not told apart.{against}"
+
+
+def _against(found: Findings, first: str, other: str) -> str:
+    """Say how many times the highest rate of `first` another one holds, as far as measured rates bound both."""
+    ratio = found.verdict.between(first, other)
+    least, most = (1 / ratio.high, 1 / ratio.low) if ratio.one == first else (ratio.low, ratio.high)
+    is_least = None not in (found.held[other].low, found.held[first].high)
+    is_most = None not in (found.held[other].high, found.held[first].low)
+    if is_least and is_most:
+        return f"{other} holds {least:.2f} to {most:.2f}"
+    if is_least or is_most:
+        return f"{other} holds at least {least:.2f}" if is_least else f"{other} holds at most {most:.2f}"
+    return ""
 
 
 def _counts(found: Findings) -> str:

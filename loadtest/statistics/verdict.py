@@ -45,11 +45,6 @@ class Ratio(msgspec.Struct, frozen=True):
         """Whether all of the interval lies within `ALIKE`."""
         return self.low >= 1 / ALIKE and self.high <= ALIKE
 
-    @property
-    def most(self) -> float:
-        """The largest factor, 1 or more, by which either rate may be above the other."""
-        return max(self.high, 1 / self.low)
-
 
 class RateVerdict(msgspec.Struct, frozen=True):
     """What the rounds of all variants say together."""

@@ -81,7 +81,6 @@ def test_rounds_far_from_the_highest_rates_tell_the_worst_variant():
     verdict = judged(TWO_ROUNDS)
     assert set(verdict.serves_more) == {("adaptive", "disaggregated"), ("colocated", "disaggregated")}
     assert verdict.open == (("adaptive", "colocated"),)
-    assert verdict.between("colocated", "adaptive").most > 1
 
 
 @pytest.mark.parametrize("undisturbed", [0, 1])
