@@ -10,7 +10,7 @@ options.py     the settings of one engine, from the plan to the fetcher
 names.py       the names and limits that settings use
 control.py     describe, renew and release over gRPC
 faults.py      fetches that fail on purpose
-wire/          frames, codecs and gRPC methods
+wire/          frames and gRPC methods
 memory/        KV blocks as bytes, on host and device
 collective/    the `collective` transport, experimental
 nixl/          the `nixl` transport, experimental

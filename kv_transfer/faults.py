@@ -96,7 +96,7 @@ class FaultyPuller(Puller):
         self._wrapped = wrapped
         self._plan = plan
         self._pulls = 0
-        self.name, self.copies_raw, self.covered_by_tls = wrapped.name, wrapped.copies_raw, wrapped.covered_by_tls
+        self.name, self.covered_by_tls = wrapped.name, wrapped.covered_by_tls
 
     def unsupported_reason(self, source: SourceDescription) -> str | None:
         return self._wrapped.unsupported_reason(source)

@@ -50,8 +50,6 @@ class FetchRequest(msgspec.Struct, frozen=True, kw_only=True):
     layout: KvLayout
     part_start: int
     part_bytes: int
-    wire_dtype: str = "none"
-    """How frames are to be encoded, one of `names.WIRE_DTYPES`; without effect where blocks are copied as they are."""
 
 
 @dataclass(slots=True)
@@ -122,8 +120,6 @@ class Puller(ABC):
     """Moves bytes by one transport. Its methods run on the fetcher's event loop; pulls may run concurrently."""
 
     name: str
-    copies_raw: bool
-    """Whether blocks arrive as they are, so that a `wire_dtype` has nothing to encode: there are no frames."""
     covered_by_tls: bool = True
     """Whether TLS, where it is configured, protects what it sends over a network, if it sends anything."""
 

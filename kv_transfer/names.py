@@ -21,6 +21,3 @@ LONGEST_FETCH_S: Final = 600.0
 """Longest read that a source accepts: a read pins its blocks for as long as its call lives."""
 LONGEST_FETCH_DEADLINE_S: Final = 590.0
 """Longest deadline that a fetch may set, below the limit so that no rounding exceeds it."""
-
-WireDtype = Literal["none", "int8", "fp8"]
-WIRE_DTYPES: Final = get_args(WireDtype)

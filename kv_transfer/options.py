@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ridgeline.contracts.rpc.tls import TlsFiles
-from ridgeline.kv_transfer.names import TransportName, WireDtype
+from ridgeline.kv_transfer.names import TransportName
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,6 @@ class TransferOptions:
     """Where the source listens; 0: any free port."""
     transport: TransportName = "auto"
     """What its own fetches use, `auto` picks for each source; others may use anything that it offers."""
-    wire_dtype: WireDtype = "none"
-    """How it asks for blocks where they travel in frames; as a source it encodes as it is asked to."""
     lease_s: float = 30.0
     """How long a hand-off that nobody fetches or renews stays pinned."""
     fetch_deadline_s: float = 30.0

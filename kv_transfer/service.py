@@ -69,7 +69,7 @@ class TransferService:
     def __init__(self, cache: RankLayers, options: TransferOptions, on_news: Callable[[], None] = lambda: None) -> None:
         """`on_news` is called, in any thread, whenever `poll` has something.
 
-        Raises ValueError if the layout does not match the layers, or does not support the wire_dtype.
+        Raises ValueError if the layout does not match the layers.
         """
         layers, layout = list(cache.layers.values()), cache.layout
         self._pool = BlockPool.from_layer_tensors(layers, cache.on_lost)

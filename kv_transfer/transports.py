@@ -82,10 +82,6 @@ def make_transport(cache: RankCache, options: TransferOptions) -> tuple[GrpcKvSo
     """
     if options.transport != "auto":
         asked_for = puller_class(options.transport)
-        if asked_for.copies_raw and options.wire_dtype != "none":
-            raise ValueError(
-                f"{asked_for.name} copies blocks as they are: wire_dtype must be none, not {options.wire_dtype}"
-            )
         if options.tls is not None and not asked_for.covered_by_tls:
             raise ValueError(f"{asked_for.name} moves bytes in plain text and does not work with TLS")
     control = GrpcControl(largest_frame_bytes(cache.layout), options.tls)

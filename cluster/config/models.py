@@ -15,7 +15,7 @@ from ridgeline.contracts.rpc.tls import TlsFiles
 from ridgeline.contracts.section import GIB, MIB, Bytes, Resources, Section
 from ridgeline.contracts.vocabulary import Mode, Pool
 from ridgeline.engine import passed_args
-from ridgeline.kv_transfer.names import AUTO, LONGEST_FETCH_DEADLINE_S, MAX_GROUPS, TransportName, WireDtype
+from ridgeline.kv_transfer.names import AUTO, LONGEST_FETCH_DEADLINE_S, MAX_GROUPS, TransportName
 from ridgeline.router.settings import RouterConfig, ServerConfig, without_port
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
@@ -216,11 +216,6 @@ class TransferConfig(Section):
         description="what carries KV: shm (one host), cuda-ipc (GPUs of one host), grpc, collective (NCCL or "
         "gloo), nixl (UCX, an extra package); auto: cuda-ipc on one GPU, shm between CPUs of one "
         "host, else grpc",
-    )
-    wire_dtype: WireDtype = Field(
-        default="none",
-        description="int8 or fp8: quantize KV on the wire, with one scale per head and block; shm and cuda-ipc "
-        "always copy it unchanged",
     )
     faults: Annotated[str, AfterValidator(_fault_plan)] | None = Field(
         default=None, description="for tests: injects transfer faults, as in seed=7,drop=0.02,corrupt=0.05"
@@ -526,12 +521,6 @@ def _transfer_conflicts(config: RidgelineConfig) -> list[str]:
             "divide each other, so the KV heads of a rank cannot be split or joined whole: set one to a multiple of "
             "the other (on GPUs through gpus_per_worker)."
         )
-    if config.transfer.wire_dtype != "none" and _copies_raw(config.transfer.transport):
-        found.append(
-            f"transfer.wire_dtype ({config.transfer.wire_dtype}) has nothing to encode with transfer.transport "
-            f"{config.transfer.transport}, which copies blocks as they are: set transfer.wire_dtype to none, or "
-            "transfer.transport to grpc."
-        )
     if config.router.min_remote_prefill_tokens >= config.model.max_model_len_tokens:
         found.append(
             f"router.min_remote_prefill_tokens ({config.router.min_remote_prefill_tokens}) leaves no prompt whose KV "
@@ -563,18 +552,10 @@ def _collective_conflicts(config: RidgelineConfig) -> list[str]:
     ]
 
 
-def _copies_raw(transport: str) -> bool:
-    if transport == "auto":
-        return False
-    # Imports torch, which a command line has no other use for.
-    from ridgeline.kv_transfer.transports import puller_class
-
-    return puller_class(transport).copies_raw
-
-
 def _covered_by_tls(transport: str) -> bool:
     if transport in ("auto", *AUTO):
         return True
+    # Imports torch, which a command line has no other use for.
     from ridgeline.kv_transfer.transports import puller_class
 
     return puller_class(transport).covered_by_tls
@@ -630,12 +611,6 @@ def _passed_conflicts(config: RidgelineConfig) -> list[str]:
                 f"gpu_memory_utilization has no effect on {config.section_of(name)}, whose KV cache is sized by "
                 f"kv_cache_bytes ({pool.kv_cache_bytes}): leave one of them out, kv_cache_bytes by setting it to null."
             )
-    kv_dtype = str(config.engine_args.get("kv_cache_dtype", "auto"))
-    if kv_dtype.startswith(("fp8", "int8", "nvfp4", "turboquant")) and config.transfer.wire_dtype != "none":
-        found.append(
-            f"transfer.wire_dtype ({config.transfer.wire_dtype}) cannot round engine_args.kv_cache_dtype ({kv_dtype}) "
-            "once more: set transfer.wire_dtype to none."
-        )
     return [*found, *_file_conflicts(config)]
 
 

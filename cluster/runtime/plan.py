@@ -146,7 +146,6 @@ class Plan:
         return TransferOptions(
             host=transfer.host or host,
             transport=transfer.transport,
-            wire_dtype=transfer.wire_dtype,
             lease_s=transfer.lease_s,
             fetch_deadline_s=transfer.fetch_deadline_s,
             faults=transfer.faults,

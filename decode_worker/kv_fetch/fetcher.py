@@ -19,7 +19,6 @@ from ridgeline.kv_transfer.interfaces import FetchProgress, FetchRequest, Pull, 
 from ridgeline.kv_transfer.memory.blocks import BlockPool
 from ridgeline.kv_transfer.names import AUTO, LONGEST_FETCH_DEADLINE_S
 from ridgeline.kv_transfer.options import TransferOptions
-from ridgeline.kv_transfer.wire.codec import make_codec
 
 FOLLOW_LIMIT_S: Final = LONGEST_FETCH_DEADLINE_S
 """Longest duration of a fetch that overlaps its prefill. A dead source is noticed much sooner, by its connection."""
@@ -46,11 +45,7 @@ class KvFetcher:
         options: TransferOptions,
         rank: int = 0,
     ) -> None:
-        """Each source gets the first of the `pullers` that reaches it, in the order of `options.transport` or `AUTO`.
-
-        Raises ValueError if blocks of this layout cannot travel as `options.wire_dtype`.
-        """
-        make_codec(options.wire_dtype, layout, layout.block_bytes)  # fail now rather than in every fetch
+        """Each source gets the first of the `pullers` that reaches it, in the order of `options.transport` or `AUTO`."""
         self._layout = layout
         self._control = control
         self._pullers = {puller.name: puller for puller in pullers}
@@ -93,8 +88,6 @@ class KvFetcher:
         for puller in filter(None, map(self._pullers.get, allowed)):
             reason = puller.unsupported_reason(source)
             if reason is None:
-                if self._options.wire_dtype != "none" and puller.copies_raw:
-                    reasons.append(f"copies blocks as they are, wire_dtype {self._options.wire_dtype} is not used")
                 return Pairing(source, puller, "; ".join(reasons))
             reasons.append(f"not {puller.name}: {reason}")
         raise errors.TransferFailed(
@@ -157,7 +150,6 @@ class KvFetcher:
                     layout=self._layout,
                     part_start=part.source_start,
                     part_bytes=part.num_bytes,
-                    wire_dtype=self._options.wire_dtype,
                 ),
                 target_block_ids=target_block_ids,
                 pool=pool.part(part.target_start, part.num_bytes),

@@ -10,7 +10,6 @@ from ridgeline.kv_transfer.control import GrpcControl
 from ridgeline.kv_transfer.interfaces import Pull, Puller, SourceDescription
 from ridgeline.kv_transfer.memory.glibc import keep_freed_memory
 from ridgeline.kv_transfer.wire import grpc_methods
-from ridgeline.kv_transfer.wire.codec import make_codec
 from ridgeline.kv_transfer.wire.frames import FrameReader
 
 
@@ -18,7 +17,6 @@ class GrpcPuller(Puller):
     """The `grpc` transport. Each pull borrows one thread, which writes every frame straight into the pool."""
 
     name = "grpc"
-    copies_raw = False
 
     def __init__(self, control: GrpcControl) -> None:
         keep_freed_memory()
@@ -30,8 +28,7 @@ class GrpcPuller(Puller):
 
     async def pull(self, pull: Pull) -> None:
         stream = SourceStream(self._control.channel(pull.address), grpc_methods.FETCH, pull)
-        codec = make_codec(pull.request.wire_dtype, pull.request.layout, pull.request.part_bytes)
-        reader = FrameReader(pull.pool, pull.target_block_ids, pull.progress, codec)
+        reader = FrameReader(pull.pool, pull.target_block_ids, pull.progress)
 
         def consume(call: Any) -> None:
             for frame in call:

@@ -57,7 +57,6 @@ writes to the target any more. It raises ValueError if what the source said does
 class PinnedPuller(Puller, Generic[Opened]):
     """A transport that opens each source process once and copies from it on a thread."""
 
-    copies_raw = True
     not_offered: ClassVar[str]
     """Why a source without an offer for this transport cannot be reached."""
     failures: ClassVar[tuple[type[Exception], ...]] = ()

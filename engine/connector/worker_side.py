@@ -71,7 +71,7 @@ class WorkerSide:
 
         By `transport` if it is named, else by the one that is picked.
 
-        The cache is still empty, and each block is copied onto itself: zeros, which every codec leaves unchanged. A
+        The cache is still empty, and each block is copied onto itself: zeros. A
         failure is ignored here, because the first real transfer will report it.
         """
         if transport is not None:

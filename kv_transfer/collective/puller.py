@@ -60,7 +60,6 @@ class CollectivePuller(Puller):
     """The `collective` transport; keeps one pair group for each source process."""
 
     name = "collective"
-    copies_raw = True
     covered_by_tls = False  # torch.distributed has none
 
     def __init__(self, control: GrpcControl, device: torch.device, host: str) -> None:

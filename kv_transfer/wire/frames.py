@@ -2,8 +2,7 @@
 
 Only `write_frames` and `FrameReader` know the format. Blocks come in segments, as prefill makes them final: each
 segment covers the positions after the last one's, layer by layer, positions ascending. So a frame that is lost,
-duplicated or out of order is detected at once, and every claim of a header is checked before a byte is written. The
-codec (`codec`) defines how blocks look inside a frame; both ends must use the same one.
+duplicated or out of order is detected at once, and every claim of a header is checked before a byte is written.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ from ridgeline.contracts import errors
 from ridgeline.contracts.handoff import WIRE_VERSION, KvLayout
 from ridgeline.kv_transfer.interfaces import FetchProgress
 from ridgeline.kv_transfer.memory.blocks import BlockPool
-from ridgeline.kv_transfer.wire.codec import Codec, Raw
 
 MAGIC: Final = 0x524B5631
-_PREFIX: Final = struct.Struct("<IHHIIIIQ")
-"""Fields: magic, wire version, codec, layer, first position, block count, position after the segment, payload bytes."""
+_PREFIX: Final = struct.Struct("<IIIIIIQ")
+"""Fields: magic, wire version, layer, first position, block count, position after the segment, payload bytes."""
 _CHECKSUM: Final = struct.Struct("<Q")
-"""Field: xxh3_64 of prefix and payload, the payload as it travels."""
+"""Field: xxh3_64 of prefix and payload."""
 HEADER_BYTES: Final = _PREFIX.size + _CHECKSUM.size
 TARGET_FRAME_BYTES: Final = 2 << 20
 """Frame size aimed at: so large that per-frame work is negligible (measured), so small that many streams fit memory."""
@@ -38,7 +36,7 @@ def blocks_per_frame(block_bytes: int, num_blocks: int, target_bytes: int = TARG
 
 
 def largest_frame_bytes(layout: KvLayout) -> int:
-    """Return the frame size that a receiver must accept with any codec: no codec makes blocks larger."""
+    """Return the frame size that a receiver must accept."""
     return HEADER_BYTES + max(TARGET_FRAME_BYTES, layout.block_bytes)
 
 
@@ -47,54 +45,42 @@ def write_frames(
     block_ids: Sequence[int],
     position: int = 0,
     target_bytes: int = TARGET_FRAME_BYTES,
-    codec: Codec | None = None,
     wait_layer: Callable[[int], None] = lambda _: None,
 ) -> Generator[bytes]:
     """Yield the frames of one segment: all layers of these blocks, the first of which has this position.
 
-    Each byte is copied or encoded once, when its frame is asked for. `target_bytes` counts bytes before encoding, so
-    that it bounds both ends' buffers. Without a codec, blocks travel as they are. `wait_layer` is called before each
-    layer and returns when that layer may be read.
+    Each byte is copied once, when its frame is asked for. `wait_layer` is called before each layer and returns when
+    that layer may be read.
     """
     if not block_ids:
         return
-    codec = codec or Raw(pool.block_bytes)
     step = blocks_per_frame(pool.block_bytes, len(block_ids), target_bytes)
     end = position + len(block_ids)
     for layer in range(pool.num_layers):
         wait_layer(layer)
         for first in range(0, len(block_ids), step):
-            yield _frame(codec, layer, position + first, end, pool.read(layer, block_ids[first : first + step]))
+            yield _frame(layer, position + first, end, pool.read(layer, block_ids[first : first + step]))
 
 
 def payload_bytes(frame: bytes) -> int:
-    """Return the KV bytes in a frame as they travel: encoded, with the scales."""
+    """Return the KV bytes in a frame."""
     return len(frame) - HEADER_BYTES
 
 
-def _frame(codec: Codec, layer: int, first: int, end: int, blocks: Sequence[memoryview]) -> bytes:
-    buffers = codec.encode(blocks)
-    num_bytes = sum(buffer.nbytes for buffer in buffers)
-    prefix = _PREFIX.pack(MAGIC, WIRE_VERSION, codec.number, layer, first, len(blocks), end, num_bytes)
+def _frame(layer: int, first: int, end: int, blocks: Sequence[memoryview]) -> bytes:
+    num_bytes = sum(block.nbytes for block in blocks)
+    prefix = _PREFIX.pack(MAGIC, WIRE_VERSION, layer, first, len(blocks), end, num_bytes)
     checksum = xxhash.xxh3_64(prefix)
-    for buffer in buffers:
-        checksum.update(buffer)
-    return b"".join((prefix, _CHECKSUM.pack(checksum.intdigest()), *buffers))
+    for block in blocks:
+        checksum.update(block)
+    return b"".join((prefix, _CHECKSUM.pack(checksum.intdigest()), *blocks))
 
 
 class FrameReader:
     """Writes the frames of one fetch into the target blocks; raises TransferFailed(`corrupted`) for unexpected ones."""
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        target_block_ids: Sequence[int],
-        progress: FetchProgress,
-        codec: Codec | None = None,
-    ) -> None:
-        """`codec` is the one that was asked for, for blocks of this pool; None: blocks come as they are."""
+    def __init__(self, pool: BlockPool, target_block_ids: Sequence[int], progress: FetchProgress) -> None:
         self._pool = pool
-        self._codec = codec or Raw(pool.block_bytes)
         self._targets = target_block_ids
         self._progress = progress
         self._segment_start = 0
@@ -105,8 +91,7 @@ class FrameReader:
     def accept(self, frame: bytes) -> None:
         """Check one frame and write its blocks. Raises TransferFailed(`corrupted`)."""
         self._progress.first_byte()
-        count, payload = self._check(memoryview(frame))
-        blocks = self._decoded(payload, count)
+        count, blocks = self._check(memoryview(frame))
         self._pool.write(self._layer, self._targets[self._next : self._next + count], blocks)
         self._progress.landed(blocks.nbytes)
         self._next += count
@@ -124,23 +109,13 @@ class FrameReader:
         if self._layer or self._next != len(self._targets):
             raise _corrupted(f"the stream ended at block {self._next} of {len(self._targets)}, layer {self._layer}")
 
-    def _decoded(self, payload: memoryview, count: int) -> memoryview:
-        try:
-            return self._codec.decode(payload, count)
-        except ValueError as error:
-            raise _corrupted(f"layer {self._layer} block {self._next}: {error}") from error
-
     def _check(self, frame: memoryview) -> tuple[int, memoryview]:
         """Return (block count, payload). Nothing from the header is kept before the checksum has been verified."""
         if frame.nbytes < HEADER_BYTES:
             raise _corrupted(f"a frame of {frame.nbytes} bytes is shorter than its header")
-        magic, version, codec, layer, first, count, end, num_bytes = _PREFIX.unpack_from(frame)
+        magic, version, layer, first, count, end, num_bytes = _PREFIX.unpack_from(frame)
         if (magic, version) != (MAGIC, WIRE_VERSION):
             raise _corrupted(f"not a frame of wire version {WIRE_VERSION}: magic {magic:#x}, version {version}")
-        if codec != self._codec.number:
-            raise _corrupted(
-                f"a frame of codec {codec} came where {self._codec.number} was asked for, wire_dtype {self._codec.name}"
-            )
         if (layer, first) != (self._layer, self._next):
             raise _corrupted(f"layer {layer} block {first} came where layer {self._layer} block {self._next} was due")
         begins = layer == 0 and first == self._segment_start
@@ -149,7 +124,7 @@ class FrameReader:
         if not 1 <= count <= end - first:
             raise _corrupted(f"{count} blocks came where at most {end - first} were due")
         payload = frame[HEADER_BYTES:]
-        if not num_bytes == payload.nbytes == self._codec.encoded_bytes(count):
+        if not num_bytes == payload.nbytes == count * self._pool.block_bytes:
             raise _corrupted(f"{payload.nbytes} bytes came for {count} blocks, the header says {num_bytes}")
         (checksum,) = _CHECKSUM.unpack_from(frame, _PREFIX.size)
         seen = xxhash.xxh3_64(frame[: _PREFIX.size])

@@ -17,7 +17,6 @@ from ridgeline.contracts.handoff import KvLayout, explain_mismatch, new_handoff_
 from ridgeline.kv_transfer.interfaces import FetchRequest, SourceDescription
 from ridgeline.kv_transfer.memory.blocks import BlockPool
 from ridgeline.kv_transfer.wire import frames
-from ridgeline.kv_transfer.wire.codec import Codec, make_codec
 from ridgeline.prefill_worker.kv_source.lease import Lease, LeaseTable
 
 PUBLISH_WAIT_S: Final = 1.0
@@ -58,11 +57,9 @@ class Segment:
 class BlockRead:
     """One request in progress: its blocks stay readable until the read ends."""
 
-    def __init__(self, request: FetchRequest, leases: LeaseTable, lease: Lease, pool: BlockPool, codec: Codec) -> None:
+    def __init__(self, request: FetchRequest, leases: LeaseTable, lease: Lease, pool: BlockPool) -> None:
         self.pool = pool
         """The pool narrowed to the part of each block that was asked for."""
-        self.codec = codec
-        """The encoding that the fetcher asked for; without effect where blocks are not put in frames."""
         self._request = request
         self._leases = leases
         self._lease = lease
@@ -145,14 +142,13 @@ class BlockServer:
             raise errors.LayoutMismatch(errors.LAYOUT_MISMATCH, mismatch)
         try:
             pool = self._cache.pool.part(request.part_start, request.part_bytes)
-            codec = make_codec(request.wire_dtype, self._cache.layout, request.part_bytes)
         except ValueError as error:
             raise errors.TransferFailed(errors.BAD_REQUEST, str(error)) from error
         if request.first_block < 0 or request.num_blocks < 0:
             raise errors.TransferFailed(errors.BAD_REQUEST, f"{request.num_blocks} blocks from {request.first_block}")
         self._wait_published(request.handoff_id, wanted)
         with self._cache.leases.reading(request.handoff_id) as lease:
-            yield BlockRead(request, self._cache.leases, lease, pool, codec)
+            yield BlockRead(request, self._cache.leases, lease, pool)
 
     def frames(self, request: FetchRequest, wanted: Wanted = lambda: True) -> Generator[bytes, None, int | None]:
         """Yield the answer as frames; the generator returns the first token.
@@ -163,7 +159,7 @@ class BlockServer:
             first_token = None
             for segment in read.segments(wanted, by_layer=True):
                 for frame in frames.write_frames(
-                    read.pool, segment.block_ids, segment.first, codec=read.codec, wait_layer=segment.wait_layer
+                    read.pool, segment.block_ids, segment.first, wait_layer=segment.wait_layer
                 ):
                     self.count_sent(frames.payload_bytes(frame))
                     yield frame

@@ -85,7 +85,7 @@ def _calls(
 def kv_calls() -> st.SearchStrategy[Call]:
     """Return calls of `ridgeline.KvTransfer`."""
     request = _fetch(num_blocks=3)
-    fetches = [builtins(request), builtins(msgspec.structs.replace(request, wire_dtype="int8"))]
+    fetches = [builtins(request)]
     fetches.append(builtins(msgspec.structs.replace(request, part_start=512, part_bytes=512)))
     releases = [builtins(grpc_methods.Release("unknown")), ["unknown", 1, 2]]
     service = grpc_methods.SERVICE

@@ -185,7 +185,6 @@ def test_what_vllms_parser_refuses_is_an_error_and_does_not_end_the_process():
         ({"engine_args.reasoning_parser": "qwen"}, "engine_args.reasoning_parser: vLLM has no parser 'qwen'"),
         ({"server_args.chat_template": "no/such.jinja"}, "server_args.chat_template: there is no file no/such.jinja"),
         ({"engine_args.gpu_memory_utilization": "0.8"}, "gpu_memory_utilization has no effect on pools.prefill"),
-        ({"engine_args.kv_cache_dtype": "fp8", "transfer.wire_dtype": "int8"}, "set transfer.wire_dtype to none."),
     ],
 )
 def test_what_cannot_be_passed_on_is_a_sentence_that_names_it_and_the_way_out(override, sentence):

@@ -27,7 +27,6 @@ UNUSUAL = TransferOptions(
     host="10.0.0.9",
     port=7001,
     transport="grpc",
-    wire_dtype="int8",
     lease_s=7.0,
     fetch_deadline_s=11.5,
     faults="seed=7,drop=0.02",

@@ -21,7 +21,7 @@ NUM_BLOCKS = 16
 LAYER_STRIDE = 1 << 20
 
 
-def make_service(transport="grpc", lease_s=30.0, num_layers=2, wire_dtype="none", **changes):
+def make_service(transport="grpc", lease_s=30.0, num_layers=2, **changes):
     allocation = KvCacheAllocation()
     with allocation.serving_torch_zeros():
         buffer = torch.zeros(num_layers * LAYER_STRIDE, dtype=torch.int8, device="cpu")
@@ -34,7 +34,7 @@ def make_service(transport="grpc", lease_s=30.0, num_layers=2, wire_dtype="none"
     fields = {"kv_dtype": "auto", "block_size_tokens": 4, "num_layers": num_layers, "block_bytes": 64}
     layout = kv_layout(**fields | changes)
     options = TransferOptions(
-        host="127.0.0.1", lease_s=lease_s, fetch_deadline_s=PATIENCE_S, transport=transport, wire_dtype=wire_dtype
+        host="127.0.0.1", lease_s=lease_s, fetch_deadline_s=PATIENCE_S, transport=transport
     )
     service = TransferService(RankLayers(layers, layout, allocation.offer(list(layers.values()))), options)
     service.waited_for = waited_for_in(service)
@@ -96,29 +96,6 @@ def collect(service, wanted, timeout_s=PATIENCE_S):
         sent |= completed.sent
         results |= completed.results
     return sent, results
-
-
-def test_encoded_bytes_are_counted_where_they_leave_and_decoded_ones_where_they_arrive():
-    prefill, source = make_service("grpc", kv_dtype="bfloat16")
-    decode, target = make_service("grpc", kv_dtype="bfloat16", wire_dtype="int8")
-    try:
-        for layer in source.values():
-            layer.copy_(torch.full((NUM_BLOCKS, 32), -1.5).bfloat16().view(torch.uint8).view(layer.shape))
-        decode.start_fetch("d", offer(prefill, "p", [3, 1, 2]), 1, [7, 8])
-        _, results = collect(decode, lambda _sent, results: results)
-        assert results["d"].outcome == "ok", results
-        assert results["d"].num_bytes == decode.stats().bytes_received_total == 2 * 2 * 64
-        assert prefill.stats().bytes_sent_total == 2 * 2 * 2 * (4 + 16)  # layers, blocks, heads
-        for name in source:
-            assert torch.equal(target[name][[7, 8]], source[name][[1, 2]])  # the largest of a head is exact
-    finally:
-        decode.close()
-        prefill.close()
-
-
-def test_a_service_whose_blocks_cannot_be_encoded_does_not_start():
-    with pytest.raises(ValueError, match="KV of type 'auto' cannot be sent as fp8"):
-        make_service("grpc", wire_dtype="fp8")
 
 
 def test_a_handoff_ends_with_equal_blocks_and_nothing_held(pair):
@@ -347,16 +324,6 @@ def test_a_source_that_is_gone_is_forgotten_with_what_was_mapped_of_it(pair):
     decode.start_fetch("d", offer(prefill, "p", [3]), 0, [7])  # it was not gone after all
     _, results = collect(decode, lambda _sent, results: results)
     assert results["d"].outcome == "ok"
-
-
-def test_a_pair_that_copies_blocks_as_they_are_says_that_no_encoding_is_used():
-    kv_dtype = {"kv_dtype": "bfloat16"}
-    source, asking = make_service("auto", **kv_dtype), make_service("auto", wire_dtype="int8", **kv_dtype)
-    paired = asking[0].pair([source[0].address]).result(PATIENCE_S)[source[0].address]
-    for service in (asking[0], source[0]):
-        service.close()
-    assert not isinstance(paired, str)
-    assert (paired.transport, "wire_dtype int8 is not used" in paired.why) == ("shm", True)
 
 
 def test_a_cache_for_which_this_process_has_no_address_space_is_fetched_over_grpc():

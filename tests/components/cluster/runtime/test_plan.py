@@ -196,14 +196,13 @@ def test_an_engine_gets_its_own_pools_limits_and_the_shared_ones(planned, tmp_pa
         model__max_model_len_tokens="512",
         model__dtype="float32",
         transfer__lease_s="7",
-        transfer__wire_dtype="int8",
     )
     prefill, decode = (plan.engine_config(worker, "10.0.0.1") for worker in plan.workers)
     assert (prefill.worker_id, prefill.pool, prefill.max_num_batched_tokens) == ("worker-0", "prefill", 1000)
     assert (decode.worker_id, decode.pool, decode.kv_cache_bytes_per_rank) == ("worker-1", "decode", 64 * 1024**2)
     for engine in (prefill, decode):
         assert (engine.max_model_len_tokens, engine.block_size_tokens, engine.dtype) == (512, 32, "float32")
-        assert (engine.transfer.transport, engine.transfer.wire_dtype) == ("auto", "int8")
+        assert engine.transfer.transport == "auto"
         assert (engine.transfer.lease_s, engine.transfer.host, engine.model_path) == (7.0, "10.0.0.1", str(tmp_path))
         assert (engine.on_cpu, engine.enforce_eager, engine.tensor_parallel_size) == (True, True, 1)
 

@@ -232,14 +232,6 @@ def test_shipped_settings_keep_two_steps_of_prompts_at_every_worker_in_both_mode
         assert loaded.config.window_tokens(name) == 2 * pool.max_num_batched_tokens
 
 
-@pytest.mark.parametrize("transport", ["shm", "collective", "nixl"])
-@pytest.mark.parametrize("wire_dtype", ["int8", "fp8"])
-def test_encoded_blocks_and_a_transport_without_frames_exclude_each_other_in_one_sentence(transport, wire_dtype):
-    problem = only_problem_of(transfer__transport=transport, transfer__wire_dtype=wire_dtype)
-    assert f"transfer.wire_dtype ({wire_dtype}) has nothing to encode with transfer.transport {transport}" in problem
-    assert "set transfer.wire_dtype to none, or transfer.transport to grpc" in problem
-
-
 def test_a_copy_from_gpu_to_gpu_without_gpus_is_refused_and_shared_memory_named_as_the_fix():
     problem = only_problem_of(transfer__transport="cuda-ipc")
     assert "with 0 in pools.prefill.gpus_per_worker and pools.decode.gpus_per_worker all workers are on CPUs" in problem
@@ -328,17 +320,6 @@ def test_more_fetching_ranks_than_a_source_can_have_pair_groups_are_refused_befo
     [problem] = problems_with({"transfer.transport": "collective", **overrides})
     assert f"collective lets at most {MAX_GROUPS} ranks fetch from a source" in problem
     assert named in problem
-
-
-@pytest.mark.parametrize(("transport", "wire_dtype"), [("auto", "int8"), ("grpc", "fp8"), ("shm", "none")])
-def test_other_transports_may_encode_and_shared_memory_may_not(transport, wire_dtype):
-    overrides = {"transfer.transport": transport, "transfer.wire_dtype": wire_dtype}
-    assert load_config(None, overrides).config.transfer.wire_dtype == wire_dtype
-
-
-def test_a_wire_dtype_that_does_not_exist_is_answered_with_those_that_do():
-    problem = only_problem_of(transfer__wire_dtype="int4")
-    assert "transfer.wire_dtype: input should be 'none', 'int8' or 'fp8'" in problem
 
 
 @pytest.mark.parametrize("gpus", [False, True], ids=["cpu", "gpu"])
