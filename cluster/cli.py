@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import logging
 import math
@@ -294,30 +295,18 @@ def transfer(
     block_bytes: Annotated[
         int, typer.Option(help="bytes of a block of 32 tokens in one layer; the default is SmolLM2-135M in bfloat16")
     ] = 24 << 10,
-    rounds: Annotated[int, typer.Option(help="hand-offs of each transport and layout")] = 20,
+    rounds: Annotated[int, typer.Option(help="hand-offs of each transport")] = 20,
     transports: Annotated[
         list[str] | None, typer.Option("--transport", help="grpc, shm, ...; may be repeated; all by default")
-    ] = None,
-    layouts: Annotated[
-        list[str] | None, typer.Option("--layout", help="contiguous or scattered blocks; both by default")
-    ] = None,
-    pin: Annotated[
-        bool | None, typer.Option("--pin/--no-pin", help="one core for each side; by default if there are two")
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="file for all figures and rounds")] = None,
 ) -> None:
     """Move KV blocks between two processes by each transport: GB/s, latency and CPU time, compared with memcpy."""
     from ridgeline.cluster.commands.bench import BadBench, MeasureError, MeasureSettings, bench_transfer
 
-    chosen: dict[str, Any] = {"transports": transports, "layouts": layouts}
-    settings = MeasureSettings(
-        tokens=tokens,
-        layers=layers,
-        block_bytes=block_bytes,
-        rounds=rounds,
-        pin=pin,
-        **{name: tuple(dict.fromkeys(values)) for name, values in chosen.items() if values},
-    )
+    settings = MeasureSettings(tokens, layers, block_bytes, rounds)
+    if transports:
+        settings = dataclasses.replace(settings, transports=tuple(dict.fromkeys(transports)))
     try:
         bench_transfer(settings, json_file, console)
     except BadBench as error:

@@ -14,5 +14,5 @@ wire/          frames and gRPC methods
 memory/        KV blocks as bytes, on host and device
 collective/    the `collective` transport, experimental
 nixl/          the `nixl` transport, experimental
-bench/         the measurement behind `ridgeline bench transfer`
+bench.py       the measurement behind `ridgeline bench transfer`
 """

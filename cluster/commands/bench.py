@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -14,12 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from ridgeline.cluster.doctor.facts import memory_available_bytes
-from ridgeline.kv_transfer.bench.measure import MeasureError, MeasureReport, MeasureSettings, measure
-from ridgeline.roofline.process_cores import usable_cores
+from ridgeline.kv_transfer.bench import MeasureError, MeasureReport, MeasureSettings, measure
 
 __all__ = ["BadBench", "MeasureError", "MeasureSettings", "bench_transfer", "render"]
-
-LINE_EVERY_S = 5.0
 
 
 class BadBench(Exception):
@@ -32,57 +27,45 @@ class BadBench(Exception):
 
 def bench_transfer(settings: MeasureSettings, file: Path | None, console: Console) -> None:
     """Measure, print the table, write JSON to `file`. Raises BadBench before anything starts, MeasureError after."""
-    problems = settings.problems(memory_available_bytes(), len(usable_cores()))
+    problems = settings.problems(memory_available_bytes())
     if file is not None:
         problems += _cannot_write(file)
     if problems:
         raise BadBench(problems)
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # or gRPC tells of every connection that ends, in both processes
-    with _progress(console) as tell:
-        report = measure(settings, tell)
+    report = measure(settings, lambda sentence: console.print(sentence, highlight=False, markup=False))
     console.print(render(report))
     if any(row.transport == "cuda-ipc" for row in report.figures):
         console.print("cuda-ipc copied host memory here, as it would copy a GPU's: this is no figure of a GPU")
     for transport, why in report.refused.items():
         console.print(f"[yellow]not measured:[/] {transport}: {escape(why)}", highlight=False)
     if file is not None:
-        file.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
+        file.write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
         console.print(f"wrote {escape(str(file))}", highlight=False)
 
 
 def render(report: MeasureReport) -> Table:
-    """Build the table: one row for each transport and layout, and memcpy last."""
-    settings = report.settings
+    """Build the table: one row for each transport, and memcpy last."""
+    settings, memcpy = report.settings, report.figures[-1]
     pinned = f"cores {report.cores[0]} and {report.cores[1]}" if report.cores else "not pinned"
     table = Table(
-        title=f"{settings.num_bytes / 1e6:.1f} MB per hand-off: {settings.num_blocks} blocks of 32 tokens, "
+        title=f"{settings.num_bytes / 1e6:.1f} MB per hand-off: {settings.num_blocks} scattered blocks of 32 tokens, "
         f"{settings.layers} layers of {settings.block_bytes} bytes\n{settings.rounds} rounds, {pinned}",
         title_justify="left",
     )
-    for name in ("transport", "blocks"):
-        table.add_column(name)
+    table.add_column("transport")
     for name in ("GB/s", "of memcpy", "median ms", "p90 ms", "CPU s/GB"):
         table.add_column(name, justify="right")
     for row in report.figures:
         table.add_row(
             row.transport,
-            row.layout,
             f"{row.gb_s:.2f}",
-            f"{report.ratio(row):.0%}",
+            f"{row.gb_s / memcpy.gb_s:.0%}",
             f"{row.median_ms:.1f}",
             f"{row.p90_ms:.1f}",
             f"{row.cpu_s_per_gb:.2f}",
+            end_section=row is report.figures[-2],
         )
-    table.add_section()
-    table.add_row(
-        "memcpy",
-        "one thread",
-        f"{report.memcpy_gb_s:.2f}",
-        "",
-        f"{settings.num_bytes / 1e6 / report.memcpy_gb_s:.1f}",
-        "",
-        f"{1 / report.memcpy_gb_s:.2f}",
-    )
     return table
 
 
@@ -94,21 +77,3 @@ def _cannot_write(file: Path) -> list[str]:
             return []
     except OSError as error:
         return [f"json: {file} cannot be written ({error.strerror}): name a file in a folder of your own"]
-
-
-@contextmanager
-def _progress(console: Console) -> Iterator[Callable[[str], None]]:
-    """Show progress: a line that changes on a terminal, elsewhere a line at first and then every five seconds."""
-    if console.is_terminal:
-        with console.status("") as status:
-            yield status.update
-        return
-    told_s = -LINE_EVERY_S
-
-    def tell(sentence: str) -> None:
-        nonlocal told_s
-        if time.monotonic() - told_s >= LINE_EVERY_S:
-            told_s = time.monotonic()
-            console.print(sentence, highlight=False, markup=False)
-
-    yield tell

@@ -9,15 +9,17 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from ridgeline.kv_transfer.bench import measure as measure_module
-from ridgeline.kv_transfer.bench.measure import (
+from ridgeline.kv_transfer import bench
+from ridgeline.kv_transfer.bench import (
     MEASURABLE,
+    CacheShape,
+    MeasureError,
     MeasureReport,
     MeasureSettings,
+    SourceProcess,
     TransferFigures,
     measure,
 )
-from ridgeline.kv_transfer.bench.source_process import CacheShape, MeasureError, SourceProcess
 from ridgeline.kv_transfer.names import TRANSPORT_NAMES
 from ridgeline.roofline.process_cores import usable_cores
 from tests.support.patience import PATIENCE_S, in_the_end
@@ -30,8 +32,8 @@ PLENTY = 1 << 40
 def report() -> MeasureReport:
     told = []
     before = os.sched_getaffinity(0)
-    settings = MeasureSettings(tokens=500, layers=2, rounds=3, transports=("grpc", "shm"), pin=False)
-    assert settings.problems(PLENTY, 1) == []
+    settings = MeasureSettings(tokens=500, layers=2, rounds=3, transports=("grpc", "shm"))
+    assert settings.problems(PLENTY) == []
     found = measure(settings, told.append)
     assert os.sched_getaffinity(0) == before
     assert told[0] == "starting the source process"
@@ -39,12 +41,11 @@ def report() -> MeasureReport:
     return found
 
 
-def test_every_transport_is_measured_with_every_layout(report):
-    assert {(row.transport, row.layout) for row in report.figures} == {
-        (transport, layout) for transport in ("grpc", "shm") for layout in ("contiguous", "scattered")
-    }
+def test_every_transport_is_measured_and_memcpy_last(report):
+    assert [row.transport for row in report.figures] == ["shm", "grpc", "memcpy"]
     assert report.refused == {}
-    assert report.cores == ()
+    cores = usable_cores()[:2]
+    assert report.cores == (tuple(cores) if len(cores) == 2 else ())
 
 
 def test_every_round_of_a_row_is_kept_and_means_something(report):
@@ -54,46 +55,13 @@ def test_every_round_of_a_row_is_kept_and_means_something(report):
         assert min(row.latency_s) * 1e3 <= row.median_ms <= row.p90_ms <= max(row.latency_s) * 1e3
         assert row.gb_s == pytest.approx(row.num_bytes / row.median_ms / 1e6)
         assert min(row.cpu_s) > 0
-        assert report.ratio(row) == pytest.approx(row.gb_s / report.memcpy_gb_s)
-    assert len(report.memcpy_s) == 3
-
-
-def test_the_json_has_settings_figures_and_rounds(report):
-    told = report.to_dict()
-    assert told["settings"]["tokens"] == 500
-    assert told["handoff"] == {"blocks": 16, "bytes": 16 * 2 * (24 << 10)}
-    assert told["memcpy_gb_s"] == report.memcpy_gb_s
-    assert len(told["transfers"]) == 4
-    for row in told["transfers"]:
-        assert row.keys() == {
-            "transport",
-            "layout",
-            "gb_s",
-            "ratio_to_memcpy",
-            "median_ms",
-            "p90_ms",
-            "cpu_s_per_gb",
-            "latency_s",
-            "cpu_s",
-        }
-
-
-@pytest.mark.skipif(len(usable_cores()) < 2, reason="one core cannot be shared out")
-def test_each_side_gets_a_core_of_its_own_and_the_caller_gets_his_back():
-    before = os.sched_getaffinity(0)
-    found = measure(MeasureSettings(tokens=32, layers=22, rounds=3, transports=("shm",), layouts=("contiguous",)))
-    assert found.cores == tuple(usable_cores()[:2])
-    assert os.sched_getaffinity(0) == before
 
 
 def test_figures_come_from_the_rounds():
-    row = TransferFigures("grpc", "scattered", 10_000_000, (0.01, 0.03, 0.02), (0.02, 0.01, 0.03))
-    report = MeasureReport(MeasureSettings(tokens=32, layers=1, block_bytes=10_000_000), (), (0.001,), (row,), {})
+    row = TransferFigures("grpc", 10_000_000, [0.01, 0.03, 0.02], [0.02, 0.01, 0.03])
     assert (row.median_ms, row.gb_s) == (pytest.approx(20), pytest.approx(0.5))
     assert row.p90_ms == pytest.approx(28)
     assert row.cpu_s_per_gb == pytest.approx(2)
-    assert report.memcpy_gb_s == pytest.approx(10)
-    assert report.ratio(row) == pytest.approx(0.05)
 
 
 def test_the_list_of_transports_is_the_projects_own():
@@ -113,9 +81,6 @@ def test_the_list_of_transports_is_the_projects_own():
         ({"block_bytes": 0}, "block-bytes must be 1 or more, not 0"),
         ({"rounds": 2}, "rounds must be 3 or more, not 2"),
         ({"transports": ("tcp",)}, "transport 'tcp' cannot be measured: give one or more of "),
-        ({"transports": ()}, "no transport is given: give one or more of "),
-        ({"layouts": ("odd",)}, "layout 'odd' cannot be measured: give one or more of contiguous, scattered"),
-        ({"pin": True}, "pin needs 2 cores, one for each side, and 1 is usable here: use --no-pin"),
         (
             {"tokens": 32, "layers": 2},
             "is too small for shared memory, which takes at least 1048576 bytes: raise tokens to",
@@ -124,20 +89,20 @@ def test_the_list_of_transports_is_the_projects_own():
     ],
 )
 def test_what_cannot_be_measured_is_refused_with_its_fix(changes, sentence):
-    problems = MeasureSettings(**changes).problems(1 << 30, 1)
+    problems = MeasureSettings(**changes).problems(1 << 30)
     assert len(problems) == 1
     assert sentence in problems[0]
 
 
 def test_the_number_of_tokens_that_shared_memory_is_said_to_need_is_enough():
-    problem = MeasureSettings(tokens=1, layers=3, block_bytes=999).problems(PLENTY, 2)[0]
+    problem = MeasureSettings(tokens=1, layers=3, block_bytes=999).problems(PLENTY)[0]
     tokens = int(problem.partition("raise tokens to ")[2].split(",")[0])
-    assert MeasureSettings(tokens=tokens, layers=3, block_bytes=999).problems(PLENTY, 2) == []
-    assert MeasureSettings(tokens=tokens - 32, layers=3, block_bytes=999).problems(PLENTY, 2)
+    assert MeasureSettings(tokens=tokens, layers=3, block_bytes=999).problems(PLENTY) == []
+    assert MeasureSettings(tokens=tokens - 32, layers=3, block_bytes=999).problems(PLENTY)
 
 
 def test_a_small_cache_is_enough_for_a_transport_that_does_not_map_it():
-    assert MeasureSettings(tokens=32, layers=2, transports=("grpc",)).problems(PLENTY, 2) == []
+    assert MeasureSettings(tokens=32, layers=2, transports=("grpc",)).problems(PLENTY) == []
 
 
 # --- the child
@@ -165,7 +130,7 @@ def test_a_source_that_dies_is_an_error_and_not_a_hang(source):
 
 
 def test_a_source_that_dies_before_it_is_fetched_from_is_an_error_and_not_a_hang(monkeypatch):
-    monkeypatch.setattr(measure_module, "FETCH_DEADLINE_S", 0.5)
+    monkeypatch.setattr(bench, "FETCH_DEADLINE_S", 0.5)
     publish = SourceProcess.publish
 
     def publish_and_die(source, *what):
@@ -175,12 +140,12 @@ def test_a_source_that_dies_before_it_is_fetched_from_is_an_error_and_not_a_hang
 
     monkeypatch.setattr(SourceProcess, "publish", publish_and_die)
     with pytest.raises(MeasureError, match=r"a hand-off over grpc failed \((unreachable|timeout)\)"):
-        measure(MeasureSettings(tokens=32, layers=2, rounds=3, transports=("grpc",), pin=False))
+        measure(MeasureSettings(tokens=32, layers=2, rounds=3, transports=("grpc",)))
 
 
 PARENT = """
 import time
-from ridgeline.kv_transfer.bench.source_process import CacheShape, SourceProcess
+from ridgeline.kv_transfer.bench import CacheShape, SourceProcess
 if __name__ == "__main__":
     source = SourceProcess(CacheShape(2, 32, 24576), ("grpc",), None)
     source._process.start()

@@ -11,25 +11,24 @@ import msgspec
 import xxhash
 
 from ridgeline.contracts.handoff import KvHandoff
-from ridgeline.kv_transfer.bench import source_process
-from ridgeline.kv_transfer.bench.source_process import Cache, CacheShape, offer
+from ridgeline.kv_transfer.bench import Cache, CacheShape, offer
 
 SHAPE = CacheShape(num_layers=30, num_blocks=108, block_bytes=24 << 10)
 LEASE_S = 5.0
+"""So that a test sees a lease end."""
 
 
 class Peer:
     """Its methods are the commands."""
 
     def __init__(self, host, fetch_deadline_s):
-        source_process.LEASE_S = LEASE_S  # so that a test sees a lease end
         self.cache = Cache(SHAPE)
-        self.service = self.cache.service("grpc", host, fetch_deadline_s)
+        self.service = self.cache.service("grpc", host, fetch_deadline_s, LEASE_S)
         self.service.start()
         self.freed = set()
 
     def publish(self, request_id, blocks):
-        return offer(self.service, request_id, blocks, SHAPE).to_params()
+        return offer(self.service, request_id, blocks, SHAPE, LEASE_S).to_params()
 
     def fetch(self, request_id, handoff, blocks):
         """The result, and the seconds from asking to the completion."""

@@ -10,16 +10,13 @@ from typer.testing import CliRunner
 import ridgeline.cluster.commands.bench
 from ridgeline.cluster.cli import app
 from ridgeline.cluster.commands.bench import render
-from ridgeline.kv_transfer.bench.measure import MeasureError, MeasureReport, MeasureSettings, TransferFigures
+from ridgeline.kv_transfer.bench import MeasureError, MeasureReport, MeasureSettings, TransferFigures
 
 
 def some_report(settings=None, **changes):
-    rows = tuple(
-        TransferFigures(transport, layout, 39_813_120, (0.04, 0.05, 0.06), (0.08, 0.08, 0.08))
-        for transport in ("shm", "grpc")
-        for layout in ("contiguous", "scattered")
-    )
-    fields = {"settings": settings or MeasureSettings(), "cores": (0, 1), "memcpy_s": (0.005,), "figures": rows}
+    rows = [TransferFigures(name, 39_813_120, [0.04, 0.05, 0.06], [0.08, 0.08, 0.08]) for name in ("shm", "grpc")]
+    memcpy = TransferFigures("memcpy", 39_813_120, [0.005], [0.005])
+    fields = {"settings": settings or MeasureSettings(), "cores": (0, 1), "figures": (*rows, memcpy)}
     return MeasureReport(**(fields | {"refused": {}} | changes))
 
 
@@ -45,28 +42,22 @@ def bench(monkeypatch):
     return run
 
 
-def test_the_table_has_a_row_for_each_transport_and_layout_and_one_for_memcpy():
+def test_the_table_has_a_row_for_each_transport_and_one_for_memcpy():
     out = io.StringIO()
     Console(file=out, width=100).print(render(some_report()))
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.getvalue().splitlines() if "│" in line]
-    assert [row[:2] for row in rows] == [
-        ["shm", "contiguous"],
-        ["shm", "scattered"],
-        ["grpc", "contiguous"],
-        ["grpc", "scattered"],
-        ["memcpy", "one thread"],
-    ]
-    assert rows[0] == ["shm", "contiguous", "0.80", "10%", "50.0", "58.0", "2.01"]
-    assert rows[-1][2] == "7.96"
-    assert "39.8 MB per hand-off: 54 blocks of 32 tokens, 30 layers of 24576 bytes" in out.getvalue()
+    assert [row[0] for row in rows] == ["shm", "grpc", "memcpy"]
+    assert rows[0] == ["shm", "0.80", "10%", "50.0", "58.0", "2.01"]
+    assert rows[-1][1] == "7.96"
+    assert "39.8 MB per hand-off: 54 scattered blocks of 32 tokens, 30 layers of 24576 bytes" in out.getvalue()
     assert "20 rounds, cores 0 and 1" in out.getvalue()
 
 
 def test_options_become_settings_and_json_is_written(bench, tmp_path):
     file = tmp_path / "new" / "figures.json"
     status, shown, _, (settings,) = bench(
-        *("--tokens", 100, "--layers", 12, "--block-bytes", 49152, "--rounds", 4, "--no-pin", "--json", file),
-        *("--transport", "grpc", "--transport", "shm", "--transport", "grpc", "--layout", "scattered"),
+        *("--tokens", 100, "--layers", 12, "--block-bytes", 49152, "--rounds", 4, "--json", file),
+        *("--transport", "grpc", "--transport", "shm", "--transport", "grpc"),
     )
     assert status == 0
     assert settings == MeasureSettings(
@@ -75,17 +66,15 @@ def test_options_become_settings_and_json_is_written(bench, tmp_path):
         block_bytes=49152,
         rounds=4,
         transports=("grpc", "shm"),
-        layouts=("scattered",),
-        pin=False,
     )
     assert "starting the source process" in shown
     assert "figures.json" in "".join(shown.split())
     told = json.loads(file.read_text(encoding="utf-8"))
-    assert len(told["transfers"]) == 4
+    assert [row["transport"] for row in told["figures"]] == ["shm", "grpc", "memcpy"]
     assert told["settings"]["block_bytes"] == 49152
 
 
-def test_without_options_everything_is_measured_and_cores_are_shared_out_where_there_are_two(bench):
+def test_without_options_everything_is_measured_(bench):
     status, _, _, (settings,) = bench()
     assert status == 0
     assert settings == MeasureSettings()
@@ -120,8 +109,8 @@ def test_a_transport_that_does_not_work_here_is_named_beside_the_figures_of_the_
 
 def test_figures_of_cuda_ipc_are_said_to_be_of_host_memory(bench, monkeypatch):
     assert "no figure of a GPU" not in bench()[1]
-    row = TransferFigures("cuda-ipc", "scattered", 39_813_120, (0.04,), (0.08,))
+    row = TransferFigures("cuda-ipc", 39_813_120, [0.04], [0.08])
     monkeypatch.setattr(
-        ridgeline.cluster.commands.bench, "measure", lambda settings, on_progress: some_report(figures=(row,))
+        ridgeline.cluster.commands.bench, "measure", lambda settings, on_progress: some_report(figures=(row, row))
     )
     assert "no figure of a GPU" in " ".join(bench()[1].split())

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ridgeline.contracts.handoff import KvLayout
-from ridgeline.kv_transfer.bench.measure import MEASURABLE, MeasureSettings, measurable_here
+from ridgeline.kv_transfer.bench import MEASURABLE, MeasureSettings, measurable_here
 from ridgeline.kv_transfer.memory.blocks import BlockPool
 from ridgeline.kv_transfer.names import AUTO
 from ridgeline.kv_transfer.nixl import library
@@ -38,8 +38,8 @@ def test_an_engine_that_asks_for_it_in_vain_is_told_what_to_install(missing):
 
 def test_a_measurement_leaves_it_out_unless_it_is_asked_for(missing):
     assert set(measurable_here()) == set(MEASURABLE) - {"nixl"}
-    assert MeasureSettings().problems(1 << 40, 2) == []
-    (problem,) = MeasureSettings(transports=("nixl",)).problems(1 << 40, 2)
+    assert MeasureSettings().problems(1 << 40) == []
+    (problem,) = MeasureSettings(transports=("nixl",)).problems(1 << 40)
     assert "transport 'nixl' cannot be measured: the package nixl-cu1" in problem
 
 
