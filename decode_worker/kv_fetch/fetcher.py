@@ -45,7 +45,7 @@ class KvFetcher:
         options: TransferOptions,
         rank: int = 0,
     ) -> None:
-        """Each source gets the first of the `pullers` that reaches it, in the order of `options.transport` or `AUTO`."""
+        """Each source gets the first of the `pullers` that reaches it: that of `options.transport`, or in `AUTO`'s order."""
         self._layout = layout
         self._control = control
         self._pullers = {puller.name: puller for puller in pullers}
