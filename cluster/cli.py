@@ -8,7 +8,6 @@ import json
 import logging
 import math
 import sys
-import warnings
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +18,6 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 from rich.markup import escape
-from typer.core import TyperGroup
 
 from ridgeline.cluster.commands.plan_options import with_plan
 from ridgeline.cluster.commands.server_url import server_url
@@ -32,31 +30,18 @@ from ridgeline.cluster.doctor import checks as doctor_checks
 from ridgeline.cluster.errors import ServingError
 from ridgeline.cluster.model_store import ModelError, prepare_model
 from ridgeline.cluster.user_folders import NoHome
-from ridgeline.contracts.former_names import FormerName, warn_of_former_name
 from ridgeline.contracts.vocabulary import Mode
 from ridgeline.loadtest.errors import LoadTestError
 from ridgeline.loadtest.plan import ComparePlan, ReplayPlan
 from ridgeline.roofline.errors import RooflineError
 
-FORMER_COMMANDS = {"orders": "operations"}
-"""The present name of each command that was renamed in this version."""
 SERVING_MODULES = frozenset(
     {"grpc", "jsonschema", "ray", "setproctitle", "torch", "transformers", "uvicorn", "uvloop", "vllm", "xxhash"}
 )
 """What the extras `cpu` and `gpu` install and the commands of the client part do without."""
 
 
-class _Commands(TyperGroup):
-    """The subcommands, of which some may be given by a former name."""
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if (present := FORMER_COMMANDS.get(cmd_name)) is not None:
-            warn_of_former_name(f"`ridgeline {cmd_name}`", f"`ridgeline {present}`")
-        return super().get_command(ctx, present or cmd_name)
-
-
 app = typer.Typer(
-    cls=_Commands,
     help="Serve one model colocated, disaggregated or adaptive on Ray, and measure which pays.",
     no_args_is_help=True,
     add_completion=False,
@@ -97,19 +82,8 @@ NameOption = Annotated[str, typer.Option(help="the deployment's name, as in `rid
 DEFAULT_NAME = "ridgeline"
 
 
-def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-    if issubclass(category, FormerName):
-        errors.print("[yellow]warning:[/]", escape(str(message)), highlight=False)
-    else:
-        _show_other_warning(message, category, *where, **more)
-
-
-_show_other_warning = warnings.showwarning
-
-
 def main() -> None:
     """Entry point of the `ridgeline` script."""
-    warnings.showwarning = _show_warning
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # what the locale has no sign for

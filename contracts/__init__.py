@@ -6,6 +6,5 @@ workers.py     who a worker is, how it is, and the calls that are not tasks
 handoff.py     layouts, hand-offs and results of KV blocks
 errors.py      every error that crosses a process
 section.py     what all sections of the configuration have in common (pydantic)
-former_names.py  warns of names of settings, options and commands that the next version will not know
 rpc/           addresses, channels, TLS
 """

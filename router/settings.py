@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from ipaddress import IPv6Address
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import msgspec
@@ -58,12 +58,6 @@ def _origin(text: str) -> str:
 
 class ServerConfig(Section):
     """Where clients connect."""
-
-    FORMER_NAMES: ClassVar = {
-        "write_deadline_s": "send_timeout_s",
-        "max_unread_stream_bytes": "max_stream_buffer_bytes",
-        "max_unread_bytes": "max_send_buffer_bytes",
-    }
 
     host: Annotated[str, AfterValidator(without_port)] = Field(
         default="127.0.0.1", min_length=1, description="address the HTTP server listens on"

@@ -6,7 +6,7 @@ Part of `ridgeline.cluster.config.models`; `ridgeline.cluster.config.loader` che
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from pydantic import Field
 
@@ -37,8 +37,6 @@ class PoolBounds(Section):
 
 class AutoscaleConfig(Section):
     """Whether pools get more workers or fewer by themselves, and when."""
-
-    FORMER_NAMES: ClassVar = {"ttft_limit_ms": "ttft_slo_ms", "tpot_limit_ms": "tpot_slo_ms"}
 
     mode: Literal["none", "advise", "act"] = Field(
         default="none",

@@ -20,7 +20,6 @@ from rich.table import Table
 from ridgeline.cluster.config.autoscale import autoscale_conflicts
 from ridgeline.cluster.config.gpu_defaults import GPU_ORIGIN, fill_adaptive, gpu_defaults
 from ridgeline.cluster.config.models import RidgelineConfig, conflicts
-from ridgeline.contracts.former_names import warn_of_former_name
 from ridgeline.contracts.section import Section
 from ridgeline.contracts.vocabulary import Mode, Pool
 
@@ -135,15 +134,6 @@ def _leaf_of(path: str) -> str | None:
     return next((table for table in _TABLES if path.startswith(f"{table}.")), None)
 
 
-def _present_name(path: str) -> str:
-    """Return what a setting is called now; warns if that is another name."""
-    section, _, name = path.rpartition(".")
-    if section not in _SECTIONS or (present := _SECTIONS[section].FORMER_NAMES.get(name)) is None:
-        return path
-    warn_of_former_name(path, f"{section}.{present}")
-    return f"{section}.{present}"
-
-
 def read_yaml(path: Path) -> yaml.Node | None:
     """Return the tree of a YAML file, with the line of each key; None if it is empty. Raises ConfigError."""
     try:
@@ -211,7 +201,7 @@ def _walk(node: yaml.Node, prefix: str, file: Path, problems: list[str]) -> Iter
     first_lines: dict[str, int] = {}
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
-        path = _present_name(f"{prefix}{key_node.value}")
+        path = f"{prefix}{key_node.value}"
         if path in first_lines:
             problems.append(f"{file}:{line}: {path} is already set in line {first_lines[path]}: remove one of them.")
         first_lines.setdefault(path, line)
@@ -229,7 +219,7 @@ def _read_overrides(overrides: Mapping[str, str], problems: list[str]) -> Iterat
     for path, text in overrides.items():
         try:
             root = yaml.compose(text, Loader=yaml.SafeLoader)
-            yield _Assignment(_present_name(path), None if root is None else value_of(root), FLAG_ORIGIN)
+            yield _Assignment(path, None if root is None else value_of(root), FLAG_ORIGIN)
         except yaml.YAMLError:
             problems.append(f"{FLAG_ORIGIN}: {path}: {text!r} is not a valid value; quote it as in YAML.")
 

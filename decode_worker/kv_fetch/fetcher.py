@@ -45,7 +45,7 @@ class KvFetcher:
         options: TransferOptions,
         rank: int = 0,
     ) -> None:
-        """Each source gets the first of the `pullers` that reaches it: that of `options.transport`, or in `AUTO`'s order."""
+        """Each source gets the first of `options.transport`, or of `AUTO`, whose puller reaches it."""
         self._layout = layout
         self._control = control
         self._pullers = {puller.name: puller for puller in pullers}

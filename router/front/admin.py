@@ -17,12 +17,11 @@ from http import HTTPStatus
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Depends, HTTPException, Query
+from fastapi import APIRouter, HTTPException, Query
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response, StreamingResponse
 
 from ridgeline.contracts.errors import WorkerLost
-from ridgeline.contracts.former_names import warn_of_former_name
 from ridgeline.contracts.section import MIB
 from ridgeline.contracts.vocabulary import Mode, Pool
 from ridgeline.router.dispatch.modes import AnyModes
@@ -47,8 +46,6 @@ _WITHOUT: dict[Pool, str] = {
     "adaptive": "nothing can be served",
 }
 """What follows when the last worker of a pool leaves."""
-FORMER_PATH = "orders"
-"""Another name of `operations`, answered for one version."""
 DRAIN_TIMEOUT_S = 30.0
 MOST_WORKERS = 1000
 MOST_RECORDERS = 4
@@ -224,22 +221,17 @@ def _operation_routes(modes: AnyModes, operations: OperationLog) -> APIRouter:
     async def restart(body: RestartBody) -> dict[str, Any]:
         return _given(operations.give("restart", body.timeout_s))
 
-    routes.include_router(_known_operations(operations, "operations"))
-    routes.include_router(_known_operations(operations, FORMER_PATH), dependencies=[Depends(_warn_of_former_path)])
+    routes.include_router(_known_operations(operations))
     return routes
 
 
-async def _warn_of_former_path() -> None:
-    warn_of_former_name(f"{ADMIN_PATH}/{FORMER_PATH}", f"{ADMIN_PATH}/operations")
-
-
-def _known_operations(operations: OperationLog, path: str) -> APIRouter:
-    routes = APIRouter(prefix=f"/{path}")
+def _known_operations(operations: OperationLog) -> APIRouter:
+    routes = APIRouter(prefix="/operations")
 
     @routes.get("")
     async def all_operations() -> dict[str, Any]:
         """Return all operations that are known, the newest first."""
-        return {path: [_progress_row(progress) for progress in reversed(operations.all)]}
+        return {"operations": [_progress_row(progress) for progress in reversed(operations.all)]}
 
     @routes.get("/{operation_id}")
     async def one_operation(operation_id: str) -> dict[str, Any]:
@@ -285,7 +277,6 @@ def _progress_row(progress: Progress) -> dict[str, Any]:
     operation = progress.operation
     return {
         "operation": operation.operation_id,
-        "order": operation.operation_id,  # former name
         "kind": operation.kind,
         "workers": operation.workers,
         "mode": operation.mode,
@@ -297,7 +288,7 @@ def _progress_row(progress: Progress) -> dict[str, Any]:
 
 def _given(operation: Operation) -> dict[str, Any]:
     logger.warning("an operator gives %s", operation.title)
-    return {"operation": operation.operation_id, "order": operation.operation_id}  # the latter is the former name
+    return {"operation": operation.operation_id}
 
 
 async def _forget(worker: Worker) -> bool:

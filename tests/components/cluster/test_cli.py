@@ -23,7 +23,6 @@ from ridgeline.cluster.commands.setup import versions
 from ridgeline.cluster.config.models import RidgelineConfig
 from ridgeline.cluster.doctor.checks import CheckResult
 from ridgeline.cluster.errors import Unfit
-from ridgeline.contracts.former_names import FormerName
 from ridgeline.loadtest.plan import MODES, ComparePlan, ReplayPlan
 from ridgeline.loadtest.run.calibration import Load, Workers
 from ridgeline.loadtest.run_folder import RunFolder, Settled
@@ -68,16 +67,6 @@ def run_ridgeline():
         return result.exit_code, result.stdout, " ".join(result.stderr.split())
 
     return run
-
-
-# --- former names
-
-
-def test_a_command_is_known_by_its_former_name_for_one_version(run_ridgeline):
-    with pytest.warns(FormerName, match="`ridgeline operations`"):
-        status, out, _ = run_ridgeline("orders", "cancel", "--help")
-    assert status == 0
-    assert "operation" in out
 
 
 # --- wrong input

@@ -24,7 +24,6 @@ from ridgeline.cluster.commands.operators.scale import cancel, operations, resta
 from ridgeline.cluster.commands.top import watch
 from ridgeline.cluster.config.api_keys import ApiKeyError, key_hashes
 from ridgeline.cluster.config.loader import explain, load_config
-from ridgeline.contracts.former_names import FormerName
 from ridgeline.loadtest.errors import ServerError
 from ridgeline.router.client_identity import hash_key
 from ridgeline.router.dispatch.modes import Modes
@@ -285,16 +284,7 @@ async def test_the_mode_does_not_change_while_pools_are_scaled(kind):
         assert (await http.post("/ridgeline/mode", json={"mode": "colocated"})).status_code == 200
 
 
-async def test_the_former_path_of_operations_answers_with_a_warning():
-    async with admin() as (http, _, _, _):
-        first = (await http.post("/ridgeline/restart", json={})).json()["order"]
-        with pytest.warns(FormerName, match="/ridgeline/operations"):
-            listed = await http.get("/ridgeline/orders")
-        assert [row["order"] for row in listed.json()["orders"]] == [first]
-
-
 OPERATION_CALLS = [
-    ("GET", "/ridgeline/orders"),
     ("GET", "/ridgeline/operations"),
     ("GET", "/ridgeline/operations/x"),
     ("DELETE", "/ridgeline/operations/x"),
@@ -302,7 +292,6 @@ OPERATION_CALLS = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore::ridgeline.contracts.former_names.FormerName")
 async def test_only_operators_see_and_cancel_operations():
     wrong = {"authorization": "Bearer a-clients-key"}
     async with admin("10.0.0.7") as (http, _, _, _):

@@ -9,7 +9,6 @@ from rich.console import Console
 
 from ridgeline.cluster.config.loader import ConfigError, explain, load_config
 from ridgeline.cluster.config.models import RidgelineConfig
-from ridgeline.contracts.former_names import FormerName
 from ridgeline.kv_transfer.names import MAX_GROUPS
 
 REPOSITORY = Path(__file__).parents[4]
@@ -45,23 +44,6 @@ def test_a_flag_beats_the_file_which_beats_the_default(tmp_path):
     assert (loaded.config.server.port, loaded.origins["server.port"]) == (2, "flag")
     assert (loaded.config.server.host, loaded.origins["server.host"]) == ("0.0.0.0", f"{path}:3")
     assert (loaded.config.server.drain_timeout_s, loaded.origins["server.drain_timeout_s"]) == (30.0, "default")
-
-
-def test_a_setting_is_known_by_its_former_name_for_one_version(tmp_path):
-    path = write(tmp_path, "server:\n  write_deadline_s: 7\n")
-    with pytest.warns(FormerName, match="server.write_deadline_s is now server.send_timeout_s"):
-        loaded = load_config(path)
-    assert (loaded.config.server.send_timeout_s, loaded.origins["server.send_timeout_s"]) == (7.0, f"{path}:2")
-    with pytest.warns(FormerName, match="autoscale.ttft_limit_ms is now autoscale.ttft_slo_ms"):
-        assert load_config(None, {"autoscale.ttft_limit_ms": "80"}).config.autoscale.ttft_slo_ms == 80.0
-    with pytest.warns(FormerName, match="send_timeout_s"):  # what a comparison has saved
-        assert RidgelineConfig.model_validate({"server": {"write_deadline_s": 7}}) == loaded.config
-
-
-def test_a_setting_is_not_given_by_both_of_its_names(tmp_path):
-    path = write(tmp_path, "server:\n  write_deadline_s: 7\n  send_timeout_s: 8\n")
-    with pytest.warns(FormerName):
-        assert "server.send_timeout_s is already set in line 2" in only_problem_of(path)
 
 
 def test_a_partly_given_pool_keeps_the_other_defaults_of_its_role(tmp_path):
