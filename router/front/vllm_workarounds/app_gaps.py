@@ -22,7 +22,7 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 from vllm.renderers import hf
 from vllm.renderers.chat_utils import ChatTemplateResolutionError
 
-from ridgeline.engine.passed_args import SERVER_ARGS
+from ridgeline.engine.passed_args import is_servers
 from ridgeline.router.front.http.context import current
 from ridgeline.router.front.http.types import Asgi, Receive, Scope, Send
 
@@ -110,7 +110,7 @@ def refuse_unknown_ids(state: Any) -> None:
 
 def _our_name(flag: re.Match[str]) -> str:
     name = flag[1].replace("-", "_")
-    return f"server_args.{name}" if name in SERVER_ARGS else flag[0]
+    return f"server_args.{name}" if is_servers(name) else flag[0]
 
 
 async def _refuse_unreadable(_request: Any, error: Exception) -> JSONResponse:

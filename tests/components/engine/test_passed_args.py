@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import enum
+import fnmatch
 import json
 import subprocess
 import sys
@@ -64,17 +64,20 @@ def arguments_of(kind: type) -> dict[str, dict[str, Any]]:
 def table() -> dict[str, Any]:
     """What engine/vllm_arguments.json must hold."""
     return {
-        "arguments": dict(sorted((arguments_of(AsyncEngineArgs) | arguments_of(FrontendArgs)).items())),
         "tool_parsers": sorted(ToolParserManager.list_registered()),
         "reasoning_parsers": sorted(ReasoningParserManager.list_registered()),
+        "engine": dict(sorted(arguments_of(AsyncEngineArgs).items())),
+        "server": dict(sorted(arguments_of(FrontendArgs).items())),
     }
 
 
 def text_of(contents: dict[str, Any]) -> str:
     """One argument a line, so that a change of vLLM's can be read."""
-    lines = [f"    {json.dumps(name)}: {json.dumps(schema)}" for name, schema in contents["arguments"].items()]
-    lists = [f"  {json.dumps(name)}: {json.dumps(contents[name])}" for name in ("tool_parsers", "reasoning_parsers")]
-    return "{\n" + ",\n".join(lists) + ',\n  "arguments": {\n' + ",\n".join(lines) + "\n  }\n}\n"
+    parts = [f"  {json.dumps(name)}: {json.dumps(contents[name])}" for name in ("tool_parsers", "reasoning_parsers")]
+    for group in ("engine", "server"):
+        lines = [f"    {json.dumps(name)}: {json.dumps(schema)}" for name, schema in contents[group].items()]
+        parts.append(f'  "{group}": {{\n' + ",\n".join(lines) + "\n  }")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 @pytest.fixture(scope="module")
@@ -100,19 +103,27 @@ def test_the_table_of_vllms_arguments_is_the_installed_vllms():
     )
 
 
-def test_every_argument_of_vllms_server_is_passed_on_or_ours_or_refused_with_a_reason(parser):
-    kinds = [passed_args.ENGINE_ARGS, passed_args.SERVER_ARGS, set(passed_args.OUR_SETTINGS), set(passed_args.REFUSED)]
-    known = set().union(*kinds)
-    assert sum(map(len, kinds)) == len(known), "an argument is in two tables"
-    of_the_parser = {action.dest for action in parser._actions if not isinstance(action, argparse._HelpAction)}
-    assert known == of_the_parser | set(table()["arguments"])
+def passed_on(group: str) -> list[str]:
+    return [
+        name
+        for name in table()[group]
+        if name not in passed_args.OUR_SETTINGS and passed_args.why_refused(name) is None
+    ]
+
+
+def test_every_name_that_is_judged_is_an_argument_of_vllms(parser):
+    known = {*table()["engine"], *table()["server"], *(action.dest for action in parser._actions)}
+    judged = [*passed_args.OUR_SETTINGS, *passed_args.FOR_THE_MODEL]
+    assert [name for name in judged if name not in known] == []
+    patterns = [pattern for patterns in passed_args.REFUSED.values() for pattern in patterns]
+    assert [pattern for pattern in patterns if not fnmatch.filter(known, pattern)] == []
+    assert [name for name in passed_args.FOR_THE_MODEL if name not in passed_on("engine")] == []
 
 
 def test_every_argument_for_the_engine_has_a_flag_of_vllms_parser(parser):
-    for name in sorted(passed_args.ENGINE_ARGS):
-        schema = table()["arguments"][name]
-        flag = name.replace("_", "-")
-        flags = [f"--{flag}"] + [f"--no-{flag}"] * (schema == {"type": "boolean"})
+    for name in passed_on("engine"):
+        flag, is_switch = name.replace("_", "-"), table()["engine"][name] == {"type": "boolean"}
+        flags = [f"--{flag}"] + [f"--no-{flag}"] * is_switch
         assert all(flag in parser._option_string_actions for flag in flags), name
 
 
