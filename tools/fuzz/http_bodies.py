@@ -14,7 +14,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from ridgeline.router.front.request_fields import FIELDS, FOREIGN, INSTEAD
+from ridgeline.router.front.request_fields import APIS, FOREIGN, INSTEAD
 from tools.fuzz.damage import bent, trees
 
 DEADLINE_S = 120.0
@@ -96,6 +96,7 @@ _scalar: st.SearchStrategy[Any] = st.one_of(
     st.floats(),
     st.text(st.characters(codec=None), max_size=20),
 )
+FIELDS = sorted({name for model in APIS.values() for name in model.model_fields})
 _names = st.sampled_from([*FIELDS, *FOREIGN, *INSTEAD, "type", "a", ""])
 _json = st.recursive(
     _scalar,
@@ -160,7 +161,7 @@ _KNOWN: dict[str, st.SearchStrategy[Any]] = {
     "repetition_detection": st.just({"max_pattern_size": 2, "min_pattern_size": 1, "min_count": 2}),
 }
 """What a field that is no number or text may look like; `trees` then changes it somewhere."""
-_added = st.one_of(st.sampled_from(list(FIELDS)), st.sampled_from(list(_KNOWN)))
+_added = st.one_of(st.sampled_from(FIELDS), st.sampled_from(list(_KNOWN)))
 
 
 @st.composite
