@@ -4,7 +4,5 @@ checks.py         the checks, and their order
 facts.py          this machine and this model as plain values
 gpus.py           driver, memory and compiler of a GPU host
 software.py       packages, kernel settings, TLS files, keys
-heads.py          whether heads can be split over ranks
 model_support.py  whether a model can be served as configured
-architectures.py  whether the installed vLLM makes text with it, and its imports are there
 """

@@ -23,7 +23,6 @@ from typing import Any
 import psutil
 
 from ridgeline.cluster.config.models import RidgelineConfig
-from ridgeline.cluster.doctor.architectures import missing_import, pooling_reason
 from ridgeline.cluster.model_store import ModelError, ModelState, model_state, prepare_model
 from ridgeline.cluster.node_gpus import Gpu, NoGpus, mps_problem, read_gpus
 from ridgeline.cluster.socket_folders import RayFolder, ray_folder
@@ -90,14 +89,11 @@ class HostFacts:
     torch_of_engine: str = ""
     """The version of torch that the installed vLLM was built for; empty if its metadata do not say."""
     model: ModelFacts = ModelFacts()
-    missing_import: str = ""
-    """What the model needs and this machine lacks, in words; empty if nothing is known to be missing."""
 
 
 def read_host_facts(config: RidgelineConfig) -> HostFacts:
     """Read the facts of this machine; takes a few milliseconds, and seconds where a driver is asked about GPUs."""
     gpu_devices, gpu_problem = _read_gpus() if config.uses_gpus() else ((), "")
-    model = read_model_facts(config.model.path)
     return HostFacts(
         python_version=sys.version_info[:2],
         machine=platform.machine().lower(),
@@ -119,16 +115,8 @@ def read_host_facts(config: RidgelineConfig) -> HostFacts:
         packages=_installed_packages(),
         pinned_packages=_pinned_packages(),
         torch_of_engine=_torch_of_engine(),
-        model=model,
-        missing_import=_missing_import(config, model),
+        model=read_model_facts(config.model.path),
     )
-
-
-def _missing_import(config: RidgelineConfig, model: ModelFacts) -> str:
-    path = os.path.expanduser(config.model.path)
-    if config.ray.address is not None or not os.path.isdir(path):
-        return ""  # engines run elsewhere, or nothing is on disk yet
-    return missing_import(path, tuple(model.config.get("architectures") or ()))
 
 
 def read_cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
@@ -172,8 +160,22 @@ def read_model_facts(path_or_name: str) -> ModelFacts:
         attention_heads=shape.get("num_attention_heads"),
         kv_heads=_kv_heads(shape),
         config=shape,
-        pooling=pooling_reason(directory),
+        pooling=_pooling_reason(directory),
     )
+
+
+def _pooling_reason(directory: Path) -> str | None:
+    """Return why a model whose files say that its vectors are pooled makes no text (Sentence Transformers)."""
+    try:
+        modules = json.loads((directory / "modules.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    kinds = [str(module.get("type")) for module in modules if isinstance(module, dict)]
+    if any(kind.endswith(".Pooling") for kind in kinds):
+        return (
+            "its modules.json makes it a model of embeddings, and so it makes no text: serve a model of text generation"
+        )
+    return None
 
 
 def _read_model_shape(directory: Path) -> dict[str, Any]:

@@ -6,10 +6,9 @@ model that is still on the hub, `ridgeline.engine.vllm_engine` makes the same ch
 
 from __future__ import annotations
 
-from ridgeline.cluster.config.models import RidgelineConfig
-from ridgeline.cluster.doctor.architectures import architecture_reason
+from ridgeline.cluster.config.models import PoolConfig, RidgelineConfig
 from ridgeline.cluster.doctor.facts import ModelFacts
-from ridgeline.cluster.doctor.heads import head_conflicts
+from ridgeline.contracts.vocabulary import Pool
 from ridgeline.engine.connector.transferable_models import why_unsupported
 
 
@@ -19,14 +18,10 @@ def model_conflicts(config: RidgelineConfig, model: ModelFacts) -> list[str]:
 
 
 def _unsupported(config: RidgelineConfig, model: ModelFacts) -> list[str]:
-    reason = (
-        architecture_reason(model.config)
-        or model.pooling
-        or why_unsupported(
-            model.config,
-            max_model_len_tokens=config.model.max_model_len_tokens,
-            hands_over=config.mode != "colocated",
-        )
+    reason = model.pooling or why_unsupported(
+        model.config,
+        max_model_len_tokens=config.model.max_model_len_tokens,
+        hands_over=config.mode != "colocated",
     )
     return [] if reason is None else [f"{config.model.path} cannot be served: {reason}."]
 
@@ -43,3 +38,38 @@ def _unequal_ranks(config: RidgelineConfig, model: ModelFacts) -> list[str]:
         f"of a prefill engine cannot share it with the {decode} of a decode engine: set pools.prefill.tensor_parallel "
         "and pools.decode.tensor_parallel alike (on GPUs through gpus_per_worker)."
     ]
+
+
+def head_conflicts(config: RidgelineConfig, model: ModelFacts) -> list[str]:
+    """Return one sentence for each pool of this mode whose ranks cannot hold whole heads.
+
+    None if the heads are unknown.
+    """
+    found = []
+    for name, pool in config.active_pools().items():
+        for kind, heads in (("KV", model.kv_heads), ("attention", model.attention_heads)):
+            if heads and not _splits(heads, name, pool):
+                found.append(_sentence(config, name, pool, f"{heads} {kind} heads", _allowed(model)))
+                break
+    return found
+
+
+def _splits(heads: int, name: Pool, pool: PoolConfig) -> bool:
+    if name == "colocated" and pool.ranks > heads:  # nothing is handed over: vLLM may keep copies of KV heads
+        return pool.ranks % heads == 0
+    return heads % pool.ranks == 0
+
+
+def _sentence(config: RidgelineConfig, name: Pool, pool: PoolConfig, heads: str, allowed: list[int]) -> str:
+    setting = "gpus_per_worker" if pool.gpus_per_worker else "tensor_parallel"
+    values = " or ".join(map(str, allowed))
+    return (
+        f"{config.model.path} has {heads}, which cannot be split over the {pool.ranks} ranks of each {name} engine: "
+        f"set {config.section_of(name)}.{setting} to {values}, or serve another model."
+    )
+
+
+def _allowed(model: ModelFacts) -> list[int]:
+    """Return the numbers of ranks that divide both kinds of heads."""
+    kinds = [heads for heads in (model.kv_heads, model.attention_heads) if heads]
+    return [ranks for ranks in range(1, min(kinds) + 1) if all(heads % ranks == 0 for heads in kinds)]

@@ -132,9 +132,6 @@ def model(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
     }
     if host.model.state is None:
         yield CheckResult("model", False, config.model.path, host.model.problem)
-    elif host.missing_import:
-        fix = f"{config.model.path} cannot be loaded here: {host.missing_import}. Install that, or serve another model."
-        yield CheckResult("model", False, config.model.path, fix)
     else:
         yield CheckResult("model", True, f"{config.model.path}, {what[host.model.state]}")
 

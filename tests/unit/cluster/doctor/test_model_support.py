@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -53,57 +52,6 @@ def test_a_directory_is_judged_by_its_file_before_it_is_loaded(tmp_path: Path, n
     assert read_model_facts(str(tmp_path)).state == "ready"
     with pytest.raises(ModelError, match="every layer has a sliding window of 512 tokens"):
         make_plan(load_config(None, {"model.path": str(tmp_path)}).config)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "words"),
-    [
-        ("BertModel", "BertModel computes embeddings or scores and makes no text"),
-        ("XLMRobertaForSequenceClassification", "makes no text"),
-        ("QWenLMHeadModel", "vLLM has dropped QWenLMHeadModel after version"),
-        ("MadeUpForCausalLM", "neither the installed vLLM nor the installed transformers knows MadeUpForCausalLM"),
-    ],
-)
-def test_a_model_that_makes_no_text_here_is_refused_by_its_architecture(architecture, words):
-    model = ModelFacts("ready", config={"architectures": [architecture]})
-    [sentence] = model_conflicts(RidgelineConfig(), model)
-    assert words in sentence
-
-
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2_5_VLForConditionalGeneration", "BloomForCausalLM"])
-def test_one_that_does_is_not_and_neither_is_one_with_code_of_its_own(architecture):
-    assert model_conflicts(RidgelineConfig(), ModelFacts("ready", config={"architectures": [architecture]})) == []
-    own = {"architectures": ["MadeUpForCausalLM"], "auto_map": {"AutoModelForCausalLM": "modeling_made_up.MadeUp"}}
-    assert model_conflicts(RidgelineConfig(), ModelFacts("ready", config=own)) == []
-
-
-@pytest.mark.parametrize(
-    "architecture",
-    [
-        "Dots1ForCausalLM",  # dropped by vLLM, but in transformers
-        "PersimmonForCausalLM",
-        "TransformersForCausalLM",
-        "TransformersMoEForCausalLM",
-        "TransformersMultiModalForCausalLM",
-        "Qwen3LMHeadModel",  # vLLM serves it as Qwen3ForCausalLM
-    ],
-)
-def test_one_that_vllm_loads_by_another_name_or_through_transformers_is_not_refused(architecture):
-    assert model_conflicts(RidgelineConfig(), ModelFacts("ready", config={"architectures": [architecture]})) == []
-
-
-def test_one_that_vllm_has_dropped_is_not_refused_if_other_code_may_serve_it(monkeypatch):
-    dropped = {"architectures": ["QWenLMHeadModel"]}
-    own = {**dropped, "auto_map": {"AutoModelForCausalLM": "modeling_qwen.QWenLMHeadModel"}}
-    assert model_conflicts(RidgelineConfig(), ModelFacts("ready", config=own)) == []
-    plugin = EntryPoint("more_models", "more_models:register", "vllm.general_plugins")
-    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [plugin])
-    assert model_conflicts(RidgelineConfig(), ModelFacts("ready", config=dropped)) == []
-
-
-def test_the_transformers_backend_makes_no_text_with_a_model_that_scores():
-    model = ModelFacts("ready", config={"architectures": ["TransformersForSequenceClassification"]})
-    assert "makes no text" in model_conflicts(RidgelineConfig(), model)[0]
 
 
 def test_a_model_of_embeddings_with_the_architecture_of_one_that_makes_text_is_refused(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 
 from ridgeline.cluster.config.loader import load_config
 from ridgeline.cluster.doctor.facts import ModelFacts
-from ridgeline.cluster.doctor.heads import head_conflicts
+from ridgeline.cluster.doctor.model_support import head_conflicts
 
 
 def conflicts_of(model: ModelFacts, mode: str = "disaggregated", gpus: bool = False, **ranks: int) -> list[str]:
