@@ -47,8 +47,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-operations = typer.Typer(help="List the operations of a running server, or cancel one.", invoke_without_command=True)
-app.add_typer(operations, name="operations")
 bench = typer.Typer(help="Measure one part of Ridgeline on this machine, without a model.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 trace = typer.Typer(help="Look at a trace before it is replayed.", no_args_is_help=True)
@@ -391,8 +389,11 @@ def whatif(
 
 @app.command()
 def scale(
-    workers: Annotated[list[str], typer.Argument(help="how many workers a pool shall have: prefill=2 decode=1")],
+    workers: Annotated[
+        list[str] | None, typer.Argument(help="how many workers a pool shall have: prefill=2 decode=1")
+    ] = None,
     url: UrlOption = LOCAL_URL,
+    cancel: Annotated[bool, typer.Option("--cancel", help="cancel the scale or restart that is under way")] = False,
     timeout_s: Annotated[
         float,
         typer.Option(
@@ -403,12 +404,21 @@ def scale(
     ] = 30.0,
     admin_key_file: AdminKeyOption = None,
 ) -> None:
-    """Give pools of a running server more workers or fewer; no request is lost."""
+    """Give pools of a running server more workers or fewer; no request is lost.
+
+    With --cancel, serving workers stay. A worker that drains already leaves, or comes back from a restart.
+    """
+    from ridgeline.cluster.commands.operators.scale import cancel as cancel_operation
     from ridgeline.cluster.commands.operators.scale import scale as scale_workers
     from ridgeline.cluster.commands.operators.scale import wanted_workers
 
+    if cancel == bool(workers):
+        fail(["say how many workers pools shall have, such as prefill=2, or --cancel"], status=2)
+    if cancel:
+        run(cancel_operation(url, admin_key_file=admin_key_file, console=console))
+        return
     try:
-        wanted = wanted_workers(workers)
+        wanted = wanted_workers(workers or [])
     except ValueError as error:
         fail([str(error)], status=2)
     run(scale_workers(url, wanted, timeout_s, admin_key_file=admin_key_file, console=console))
@@ -429,35 +439,6 @@ def restart(
     from ridgeline.cluster.commands.operators.scale import restart as restart_workers
 
     run(restart_workers(url, timeout_s, admin_key_file=admin_key_file, console=console))
-
-
-@operations.callback()
-def list_operations(context: typer.Context, url: UrlOption = LOCAL_URL, admin_key_file: AdminKeyOption = None) -> None:
-    """List the operations of a running server and their progress: scale, restart, and those of its autoscaler."""
-    if context.invoked_subcommand is not None:
-        early = {"--url": "url", "--admin-key-file": "admin_key_file"}
-        sources = {option: context.get_parameter_source(name) for option, name in early.items()}
-        if given := [option for option, source in sources.items() if source and source.name == "COMMANDLINE"]:
-            fail([f"say {' and '.join(given)} after {context.invoked_subcommand}"], 2)
-        return
-    from ridgeline.cluster.commands.operators.scale import operations as show_operations
-
-    run(show_operations(url, admin_key_file=admin_key_file, console=console))
-
-
-@operations.command()
-def cancel(
-    operation: Annotated[str, typer.Argument(help="operation ID, as scale and restart print it")],
-    url: UrlOption = LOCAL_URL,
-    admin_key_file: AdminKeyOption = None,
-) -> None:
-    """Cancel a waiting or running operation.
-
-    Serving workers stay. A worker that already drains leaves, or comes back if the operation was a restart.
-    """
-    from ridgeline.cluster.commands.operators.scale import cancel as cancel_operation
-
-    run(cancel_operation(url, operation, admin_key_file=admin_key_file, console=console))
 
 
 @trace.command("inspect")

@@ -36,7 +36,7 @@ from ridgeline.router.front.http.types import Asgi
 from ridgeline.router.front.metrics_page import metrics_endpoint
 from ridgeline.router.front.middleware.http_protocol import BoundedHeads
 from ridgeline.router.front.middleware.ingress import Gates
-from ridgeline.router.front.operations import OperationLog
+from ridgeline.router.front.operations import Operations
 from ridgeline.router.front.vllm_workarounds import unread
 from ridgeline.router.idle_times import OUTPUT_TOKENS, measure, too_short
 from ridgeline.router.observe.collectors import QueueCollector, WorkerCollector
@@ -103,7 +103,7 @@ class Router:
             self._fleet, self._decisions.placement, settings, self._metrics, self._releaser.release
         )
         requests.register(InFlight(lambda: self._orchestrator.in_flight))
-        self.operations = OperationLog()
+        self.operations = Operations()
         """Operations of operators, for whoever starts and ends workers."""
         self._hardware: dict[Pool, PoolHardware] = {}
         REGISTRY.register(

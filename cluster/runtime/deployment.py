@@ -21,8 +21,8 @@ from ridgeline.cluster.runtime.autoscale.loop import Autoscaler
 from ridgeline.cluster.runtime.handles.actor import DeploymentFailed, NoPlace
 from ridgeline.cluster.runtime.handles.routing import DispatcherHandle, RouterHandle
 from ridgeline.cluster.runtime.handles.worker import WorkerHandle
-from ridgeline.cluster.runtime.operation_queue import OperationQueue
 from ridgeline.cluster.runtime.operation_steps import OperationSteps
+from ridgeline.cluster.runtime.operations import OperationRunner
 from ridgeline.cluster.runtime.plan import CoreTable, PlacementError, Plan, dtype_of_nodes
 from ridgeline.cluster.runtime.services import WorkerReady
 from ridgeline.cluster.runtime.supervisor import Say, Supervisor
@@ -69,7 +69,7 @@ class Deployment:
         kv_pairs: list[KvPair],
         routers: list[RouterHandle],
         supervisor: Supervisor,
-        operations: OperationQueue,
+        operations: OperationRunner,
         autoscaler: Autoscaler,
         warnings: Sequence[str] = (),
     ) -> None:
@@ -219,7 +219,7 @@ async def _start(
 
     start_within_s = plan.config.ray.patience_s + plan.config.supervision.start_timeout_s
     steps = OperationSteps(group.lead, supervisor, another, start_within_s, plan.config.transfer.lease_s)
-    operations = OperationQueue(group.routers, steps.carry_out)
+    operations = OperationRunner(group.routers, steps.carry_out)
     autoscaler = Autoscaler(plan.config.autoscale, group.lead, group.routers, supervisor, operations)
     pairs, warnings = await group.kv_pairs(), await limits_too_short(plan.config.router.slo, group.routers[0], say)
     return Deployment(url, rows, pairs, group.routers, supervisor, operations, autoscaler, warnings)

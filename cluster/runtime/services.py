@@ -29,7 +29,7 @@ from ridgeline.contracts.vocabulary import Health, Pool
 from ridgeline.engine.config import EngineConfig
 from ridgeline.engine.vllm_workarounds.forked import CPU_ENGINE_MODULES
 from ridgeline.router.fleet.pairing import KvPair
-from ridgeline.router.front.operations import News, Progress, Taken
+from ridgeline.router.front.operations import Asked, Progress
 from ridgeline.router.gc_schedule import GcSchedule
 from ridgeline.router.observe.fleet_use import FleetUse, Members, members
 from ridgeline.router.observe.metrics import LimitedLatency, Within
@@ -323,10 +323,10 @@ class RouterService(_RoutingService):
         """Join the dispatcher at this address, where another one has been started. Raises NotServing."""
         await self._serving().follow_dispatcher(address)
 
-    async def take_operations(self, within_s: float, known: list[News]) -> Taken:
-        """Return what operators want that is not `known`, or wait for it up to this many seconds. Raises NotServing."""
-        taken: Taken = await self._serving().operations.take(within_s, known)
-        return taken
+    async def take_operation(self, within_s: float) -> Asked:
+        """Return what operators want, or wait for it up to this many seconds. Raises NotServing."""
+        asked: Asked = await self._serving().operations.take(within_s)
+        return asked
 
     async def within(self, limits_s: Mapping[LimitedLatency, float]) -> dict[LimitedLatency, Within]:
         """Return how many sequences have kept each limit since the router's start. Raises NotServing."""

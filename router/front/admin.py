@@ -3,7 +3,7 @@
 Part of the HTTP app.
 
 `ridgeline.router.front.middleware.admin_access` decides who may use them; without its permission nobody may. `ridgeline
-drain`, `mode`, `decisions`, `record`, `scale`, `restart` and `operations` are clients.
+drain`, `mode`, `decisions`, `record`, `scale` and `restart` are clients.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ridgeline.router.fleet.request_route import pools_of
 from ridgeline.router.fleet.roles import ModeImpossible
 from ridgeline.router.front.http.context import current
 from ridgeline.router.front.middleware.admin_access import ADMIN_PATH
-from ridgeline.router.front.operations import Operation, OperationLog, Progress
+from ridgeline.router.front.operations import NotTaken, Operation, OperationRuns, Operations, Progress, new_operation
 from ridgeline.router.front.single_flight import SingleFlight
 from ridgeline.router.observe.explanations import KEPT, SHOWN_BY_DEFAULT, Explanations
 from ridgeline.router.scheduler.recorded_events import Stopped, line_of
@@ -100,7 +100,7 @@ class RestartBody(BaseModel):
 def admin_routes(
     fleet: Fleet,
     modes: AnyModes,
-    operations: OperationLog,
+    operations: Operations,
     explanations: Explanations,
     record: Callable[[Wanted], AsyncGenerator[bytes, None]],
     stopping: asyncio.Event,
@@ -203,8 +203,18 @@ async def _until_stopped(
             await asyncio.wait({following})
 
 
-def _operation_routes(modes: AnyModes, operations: OperationLog) -> APIRouter:
+def _operation_routes(modes: AnyModes, operations: Operations) -> APIRouter:
     routes = APIRouter()
+
+    async def begun(operation: Operation) -> dict[str, Any]:
+        logger.warning("an operator wants %s", operation)
+        try:
+            return _progress_row(await operations.begin(operation))
+        except OperationRuns as error:
+            raise HTTPException(HTTPStatus.CONFLICT, str(error)) from error
+        except NotTaken as error:
+            look = "GET /ridgeline/operation says whether it has begun meanwhile"
+            raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}: {look}") from error
 
     @routes.post("/scale", status_code=HTTPStatus.ACCEPTED)
     async def scale(body: ScaleBody) -> dict[str, Any]:
@@ -215,62 +225,34 @@ def _operation_routes(modes: AnyModes, operations: OperationLog) -> APIRouter:
                 f"in mode {modes.mode} there is no pool {', '.join(unknown)}: scale {' or '.join(pools)}, or change "
                 "the mode first",
             )
-        return _given(operations.give("scale", body.timeout_s, body.workers, mode=modes.mode))
+        return await begun(new_operation("scale", body.timeout_s, body.workers, mode=modes.mode))
 
     @routes.post("/restart", status_code=HTTPStatus.ACCEPTED)
     async def restart(body: RestartBody) -> dict[str, Any]:
-        return _given(operations.give("restart", body.timeout_s))
+        return await begun(new_operation("restart", body.timeout_s, {}))
 
-    routes.include_router(_known_operations(operations))
-    return routes
+    @routes.get("/operation")
+    async def last_operation() -> dict[str, Any]:
+        """Return the operation that is under way, or the last one that was; empty if there was none."""
+        return {} if operations.last is None else _progress_row(operations.last)
 
-
-def _known_operations(operations: OperationLog) -> APIRouter:
-    routes = APIRouter(prefix="/operations")
-
-    @routes.get("")
-    async def all_operations() -> dict[str, Any]:
-        """Return all operations that are known, the newest first."""
-        return {"operations": [_progress_row(progress) for progress in reversed(operations.all)]}
-
-    @routes.get("/{operation_id}")
-    async def one_operation(operation_id: str) -> dict[str, Any]:
-        return _progress_row(_known(operations, operation_id))
-
-    @routes.delete("/{operation_id}", status_code=HTTPStatus.ACCEPTED)
-    async def cancel(operation_id: str) -> dict[str, Any]:
+    @routes.delete("/operation", status_code=HTTPStatus.ACCEPTED)
+    async def cancel() -> dict[str, Any]:
         """Have it cancelled; its state says when that is done."""
-        progress = _known(operations, operation_id)
-        if not progress.is_open:
-            raise HTTPException(
-                HTTPStatus.CONFLICT, f"operation {operation_id} has ended already: it is {progress.state}"
-            )
-        logger.warning("an operator cancels %s", progress.operation.title)
-        operations.cancel(operation_id)
-        return _progress_row(progress)
+        if operations.last is None or (running := operations.running) is None:
+            raise HTTPException(HTTPStatus.CONFLICT, "no operation is under way: there is nothing to cancel")
+        logger.warning("an operator cancels operation %s", running.operation_id)
+        operations.cancel(running)
+        return _progress_row(operations.last)
 
     return routes
 
 
-def _refuse_change_during(operations: OperationLog, mode: Mode) -> None:
+def _refuse_change_during(operations: Operations, mode: Mode) -> None:
     """Refuse while pools are scaled, which the other mode may not have; a restart is about all workers in any mode."""
-    scaling = next((progress.operation for progress in operations.open if progress.operation.kind == "scale"), None)
-    if scaling is not None:
-        raise HTTPException(
-            HTTPStatus.CONFLICT,
-            f"the mode cannot become {mode} while {scaling.title} is under way, which is about pools of mode "
-            f"{scaling.mode}: wait until it has ended (ridgeline operations), or cancel it ({scaling.how_to_cancel})",
-        )
-
-
-def _known(operations: OperationLog, operation_id: str) -> Progress:
-    progress = operations.progress(operation_id)
-    if progress is None:
-        raise HTTPException(
-            HTTPStatus.NOT_FOUND,
-            f"this router knows no operation {operation_id}: `ridgeline operations` lists the known ones",
-        )
-    return progress
+    running = operations.running
+    if running is not None and running.kind == "scale":
+        raise HTTPException(HTTPStatus.CONFLICT, f"the mode cannot become {mode}: {running.under_way}")
 
 
 def _progress_row(progress: Progress) -> dict[str, Any]:
@@ -280,15 +262,9 @@ def _progress_row(progress: Progress) -> dict[str, Any]:
         "kind": operation.kind,
         "workers": operation.workers,
         "mode": operation.mode,
-        "given_s_ago": round(max(0.0, time.time() - operation.given_unix_s), 1),
         "state": progress.state,
         "sentences": progress.sentences,
     }
-
-
-def _given(operation: Operation) -> dict[str, Any]:
-    logger.warning("an operator gives %s", operation.title)
-    return {"operation": operation.operation_id}
 
 
 async def _forget(worker: Worker) -> bool:

@@ -1,28 +1,32 @@
-"""Operations on running workers, as one router knows them: another number of workers, or a restart of all of them.
+"""What operators want of running workers: another number of them, or a restart of all, one operation at a time.
 
-They are asked for over HTTP (`ridgeline.router.front.admin`), or by the driver's autoscaler, and carried out by the
-driver, whose `ridgeline.cluster.runtime.operation_queue` takes what it does not know yet and tells how that goes on. An
-operation is handed out until its end is told, so an answer that got lost loses none.
+It is asked for over HTTP (`ridgeline.router.front.admin`) and carried out by the driver, whose
+`ridgeline.cluster.runtime.operations` takes it from here and tells all routers how it goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 from ridgeline.contracts.vocabulary import Mode, Pool
 
-KEPT = 100
-"""Operations that can be looked up after their end; older ones are forgotten."""
+TAKEN_WITHIN_S: Final = 10.0
+"""How long the driver may take to begin an operation or to refuse it: it waits for one all the time."""
 OperationKind = Literal["scale", "restart"]
-OperationState = Literal["given", "running", "done", "failed", "cancelled"]
-OPEN: tuple[OperationState, ...] = ("given", "running")
-"""The states of an operation that has not ended."""
+OperationState = Literal["running", "done", "failed", "cancelled", "refused"]
+
+
+class OperationRuns(Exception):
+    """Another operation is under way; the message names it."""
+
+
+class NotTaken(Exception):
+    """The driver did not say whether it begins the operation."""
 
 
 @dataclass(frozen=True)
@@ -41,18 +45,13 @@ class Operation:
     """To scale: the mode that has these pools. In another one the operation is void."""
     reason: str = ""
     """Why, if nobody but the loop that follows the load wants it."""
-    given_unix_s: float = 0.0
 
     @property
-    def title(self) -> str:
-        """It in a few words."""
+    def under_way(self) -> str:
+        """Say that it is, and how to end it."""
         wanted = " ".join(f"{pool}={number}" for pool, number in self.workers.items())
-        return f"operation {self.operation_id} ({' '.join(filter(None, (self.kind, wanted)))})"
-
-    @property
-    def how_to_cancel(self) -> str:
-        """The command that ends it."""
-        return f"ridgeline operations cancel {self.operation_id}"
+        title = f"operation {self.operation_id} ({' '.join(filter(None, (self.kind, wanted)))})"
+        return f"{title} is under way: wait until it has ended, or cancel it (ridgeline scale --cancel)"
 
 
 def new_operation(
@@ -63,20 +62,8 @@ def new_operation(
     mode: Mode | None = None,
     reason: str = "",
 ) -> Operation:
-    """Return an operation that is asked for now."""
-    return Operation(
-        secrets.token_hex(4), kind, timeout_s, workers, decided_at or {}, mode, reason, given_unix_s=time.time()
-    )
-
-
-@dataclass(frozen=True)
-class Cancellation:
-    """An operation that nobody wants any more."""
-
-    operation_id: str
-
-
-News = Operation | Cancellation
+    """Return an operation with a name of its own."""
+    return Operation(secrets.token_hex(4), kind, timeout_s, workers, decided_at or {}, mode, reason)
 
 
 @dataclass(frozen=True)
@@ -84,89 +71,80 @@ class Progress:
     """How far an operation is."""
 
     operation: Operation
-    state: OperationState = "given"
+    state: OperationState = "running"
     sentences: tuple[str, ...] = ()
+    number: int = 0
+    """Grows with everything that the driver tells: calls may overtake each other."""
 
     @property
     def is_open(self) -> bool:
         """Whether it has not ended."""
-        return self.state in OPEN
+        return self.state == "running"
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What a book has that its reader does not know."""
+class Asked:
+    """What the driver is asked for."""
 
-    book_id: str
-    """Another one if the book is another one: its router has been started again, and knows nothing."""
-    news: tuple[News, ...]
+    operation: Operation | None = None
+    cancels: str = ""
+    """The id of an operation that nobody wants any more."""
 
 
-class OperationLog:
-    """The operations that one router has been given or told about."""
+class Operations:
+    """The operation that is under way, or the last one that was, as one router knows it."""
 
     def __init__(self) -> None:
-        self._book_id = secrets.token_hex(4)
-        self._progress: dict[str, Progress] = {}
-        self._news: list[News] = []
-        """What was said here of operations that have not ended."""
+        self.last: Progress | None = None
+        self._given: tuple[Operation, asyncio.Future[Progress]] | None = None
+        self._cancels = ""
         self._changed = asyncio.Event()
 
-    def give(
-        self, kind: OperationKind, timeout_s: float, workers: Mapping[Pool, int] | None = None, mode: Mode | None = None
-    ) -> Operation:
-        """Enter an operation."""
-        operation = new_operation(kind, timeout_s, workers or {}, mode=mode)
-        self._enter(Progress(operation))
-        self._tell(operation)
-        return operation
+    @property
+    def running(self) -> Operation | None:
+        """The operation that has not ended."""
+        return self.last.operation if self.last is not None and self.last.is_open else None
 
-    def cancel(self, operation_id: str) -> None:
+    async def begin(self, operation: Operation, within_s: float = TAKEN_WITHIN_S) -> Progress:
+        """Return once the driver has begun it. Raises OperationRuns, NotTaken."""
+        if (other := self._given[0] if self._given else self.running) is not None:
+            raise OperationRuns(other.under_way)
+        self._given = operation, asyncio.get_running_loop().create_future()
+        self._changed.set()
+        try:
+            async with asyncio.timeout(within_s):
+                progress = await self._given[1]
+        except TimeoutError:
+            raise NotTaken(f"the driver has not begun operation {operation.operation_id} in {within_s:g} s") from None
+        finally:
+            self._given = None
+        if progress.state == "refused":
+            raise OperationRuns(progress.sentences[-1])
+        return progress
+
+    def cancel(self, operation: Operation) -> None:
         """Enter that nobody wants an operation any more; whoever carries it out says when it has ended."""
-        if (cancellation := Cancellation(operation_id)) not in self._news:
-            self._tell(cancellation)
+        self._cancels = operation.operation_id
+        self._changed.set()
 
-    @property
-    def open(self) -> list[Progress]:
-        """The operations that have not ended, the oldest first."""
-        return [progress for progress in self._progress.values() if progress.is_open]
+    async def take(self, within_s: float) -> Asked:
+        """Return what the driver is asked for; if there is nothing, wait for it, up to this many seconds.
 
-    @property
-    def all(self) -> list[Progress]:
-        """All that are known, the oldest first."""
-        return list(self._progress.values())
-
-    async def take(self, within_s: float, known: Collection[News]) -> Taken:
-        """Return what is not `known`; if there is nothing, wait for it, up to this many seconds."""
+        An operation is handed out until something is told about it, a cancellation once.
+        """
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
-                while all(news in known for news in self._news):
+                while not (self._given or self._cancels):
                     self._changed.clear()
                     await self._changed.wait()
-        return Taken(self._book_id, tuple(news for news in self._news if news not in known))
+        asked = Asked(self._given[0] if self._given else None, self._cancels)
+        self._cancels = ""
+        return asked
 
     def report(self, progress: Progress) -> None:
         """Note how an operation goes on, also of one that another router was given."""
-        operation_id = progress.operation.operation_id
-        self._enter(progress)
-        if not progress.is_open:
-            self._news = [news for news in self._news if news.operation_id != operation_id]
-
-    def progress(self, operation_id: str) -> Progress | None:
-        """Return how far an operation is; None if it is not known here."""
-        return self._progress.get(operation_id)
-
-    def _tell(self, news: News) -> None:
-        self._news.append(news)
-        self._changed.set()
-
-    def _enter(self, progress: Progress) -> None:
-        self._progress[progress.operation.operation_id] = progress
-        forget_old(self._progress)
-
-
-def forget_old(progress: dict[str, Progress]) -> None:
-    """Forget the oldest operations that have ended, beyond those that are kept."""
-    ended = [operation_id for operation_id, each in progress.items() if not each.is_open]
-    for operation_id in ended[:-KEPT]:
-        del progress[operation_id]
+        operation, answer = self._given or (None, None)
+        if answer and not answer.done() and operation and operation.operation_id == progress.operation.operation_id:
+            answer.set_result(progress)
+        if progress.state != "refused" and (self.last is None or self.last.number <= progress.number):
+            self.last = progress

@@ -70,8 +70,6 @@ def problem_of(command: list[str]) -> str | None:
     found: Any = typer.main.get_command(app)
     name = "ridgeline"
     while hasattr(found, "commands"):  # a group, such as `ridgeline bench`
-        if found.invoke_without_command and (not words or words[0].startswith("-")):  # such as `ridgeline operations`
-            break
         if not words or words[0] not in found.commands:
             return f"no command {' '.join([name, *words[:1]])}"
         name = f"{name} {words[0]}"

@@ -89,7 +89,9 @@ class Operations:
             return float("nan")
         progress: dict[str, Any] = {}
         while time.monotonic() - began_s < CARRIED_OUT_WITHIN_S:
-            progress = (await http.get(f"/ridgeline/operations/{given.json()['operation']}")).json()
+            progress = (await http.get("/ridgeline/operation")).json()
+            if progress.get("operation") != given.json()["operation"]:  # a router that has not been told yet
+                progress = {"state": "unknown"}
             if progress["state"] == "done":
                 return time.monotonic() - began_s
             if progress["state"] == "failed":

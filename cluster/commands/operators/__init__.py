@@ -5,5 +5,5 @@ decisions.py  `ridgeline decisions`
 drain.py      `ridgeline drain`
 mode.py       `ridgeline mode`
 record.py     `ridgeline record`
-scale.py      `ridgeline scale`, `ridgeline restart` and `ridgeline operations`
+scale.py      `ridgeline scale` and `ridgeline restart`
 """

@@ -16,7 +16,7 @@ T = TypeVar("T")
 ANSWER_WITHIN_S = 30.0
 """More than an answer takes: a drain may wait for another one, and each asks a worker within 10 s and all within 2."""
 _LOOK: Final = {"/ridgeline/drain": "GET /ridgeline/workers", "/ridgeline/mode": "`ridgeline mode`"}
-"""What tells whether a request was accepted; all other paths begin operations, or cancel them."""
+"""Where to see whether a request was accepted, if not in the operation that it begins or cancels."""
 
 
 class NoAnswer(ServerError):
@@ -55,7 +55,7 @@ async def ask(
             return msgspec.json.decode(response.content, type=kind)
         raise refusal(response)
     except httpx.TimeoutException as error:
-        look = _LOOK.get(path, "`ridgeline operations`")
+        look = _LOOK.get(path, "GET /ridgeline/operation")
         done = f", but the request may have been accepted: look at {look} before you repeat it" * (method != "GET")
         raise NoAnswer(f"no answer from {client.base_url} within {within_s:.0f} s{done}") from error
     except httpx.TransportError as error:

@@ -11,7 +11,7 @@ from ridgeline.cluster.config.autoscale import AutoscaleConfig
 from ridgeline.cluster.runtime.autoscale.policy import Decision, Memory, decide
 from ridgeline.cluster.runtime.autoscale.use import Reading
 from ridgeline.cluster.runtime.handles.actor import DeploymentFailed
-from ridgeline.cluster.runtime.operation_queue import OperationQueue
+from ridgeline.cluster.runtime.operations import OperationRunner
 from ridgeline.cluster.runtime.supervisor import Say
 from ridgeline.contracts.vocabulary import Mode, Pool
 from ridgeline.router.fleet.request_route import pools_of
@@ -54,7 +54,7 @@ class Autoscaler:
         lead: FleetUseSource,
         routers: Sequence[CountingRouter],
         supervised: SupervisedWorkers,
-        operations: OperationQueue,
+        operations: OperationRunner,
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -113,10 +113,7 @@ class Autoscaler:
             mode,
             f"autoscale, {decision.sentence}",
         )
-        if not self._operations.begin(operation):
-            return False
-        say(f"operation {operation.operation_id}: {operation.reason}")
-        return True
+        return self._operations.begin(operation)
 
     async def _read(self) -> Reading:
         """Return what the routers know; without workers if the leader does not answer or misses some."""

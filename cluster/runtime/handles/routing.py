@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from ridgeline.cluster.runtime.handles.actor import ANSWER_WITHIN_S, LOOPBACK, A
 from ridgeline.cluster.runtime.plan import Plan
 from ridgeline.contracts.rpc.address import http_url, ip_address
 from ridgeline.contracts.vocabulary import Pool, RestartReason
-from ridgeline.router.front.operations import News, Progress, Taken
+from ridgeline.router.front.operations import Asked, Progress
 from ridgeline.router.observe.fleet_use import FleetUse, Members
 from ridgeline.router.observe.metrics import LimitedLatency, Within
 from ridgeline.router.settings import PoolHardware, RouterStart, SharedWith
@@ -206,13 +206,10 @@ class RouterHandle(RoutingHandle):
         await self.prepare()
         await self.serve(addresses, self._hardware, some=True)
 
-    async def take_operations(self, within_s: float, known: Collection[News]) -> Taken:
-        """Return what operators want that is not `known`, or wait for it up to this many seconds.
-
-        Raises ActorGone or DeploymentFailed.
-        """
-        taken: Taken = await self.call("take_operations", within_s, list(known), timeout_s=within_s + ANSWER_WITHIN_S)
-        return taken
+    async def take_operation(self, within_s: float) -> Asked:
+        """Return what operators want, or wait for it up to this many seconds. Raises ActorGone or DeploymentFailed."""
+        asked: Asked = await self.call("take_operation", within_s, timeout_s=within_s + ANSWER_WITHIN_S)
+        return asked
 
     async def within(self, limits_s: Mapping[LimitedLatency, float]) -> dict[LimitedLatency, Within]:
         """Return how many sequences have kept each limit since its start. Raises ActorGone or DeploymentFailed."""

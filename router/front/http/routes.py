@@ -29,10 +29,7 @@ ROUTES: Final[Mapping[str, Callers]] = {
     "/ridgeline/forget_prefixes": "operators",
     "/ridgeline/scale": "operators",
     "/ridgeline/restart": "operators",
-    "/ridgeline/operations": "operators",
-    "/ridgeline/operations/{operation_id}": "operators",
-    "/ridgeline/orders": "operators",
-    "/ridgeline/orders/{operation_id}": "operators",
+    "/ridgeline/operation": "operators",
     **dict.fromkeys(
         (
             "/docs",

@@ -9,10 +9,10 @@ import pytest
 from ridgeline.cluster.config.autoscale import AutoscaleConfig
 from ridgeline.cluster.runtime.autoscale.loop import Autoscaler
 from ridgeline.cluster.runtime.handles.actor import ActorGone
-from ridgeline.cluster.runtime.operation_queue import OperationQueue
 from ridgeline.cluster.runtime.operation_steps import OperationSteps
+from ridgeline.cluster.runtime.operations import OperationRunner
 from ridgeline.cluster.runtime.services import RouterService
-from ridgeline.router.front.operations import OperationLog, new_operation
+from ridgeline.router.front.operations import Operations, new_operation
 from ridgeline.router.observe.fleet_use import FleetUse, WorkerUse
 from ridgeline.router.observe.metrics import Within
 from tests.support.clock import FakeClock
@@ -63,9 +63,7 @@ class Router:
 
     def start(self):
         self.service = RouterService()
-        self.service._server = SimpleNamespace(
-            operations=OperationLog(), use=self._use, within=self._within, ended=False
-        )
+        self.service._server = SimpleNamespace(operations=Operations(), use=self._use, within=self._within, ended=False)
 
     async def _use(self):
         return self.fleet.use()
@@ -89,8 +87,8 @@ class Router:
     async def within(self, limits_s):
         return await self._call("within", limits_s)
 
-    async def take_operations(self, *arguments):
-        return await self._call("take_operations", *arguments)
+    async def take_operation(self, *arguments):
+        return await self._call("take_operation", *arguments)
 
     async def report(self, *arguments):
         await self._call("report", *arguments)
@@ -109,7 +107,7 @@ class Deployment:
             start_within_s=PATIENCE_S,
             lease_s=30.0,
         )
-        self.operations = OperationQueue(self.routers, steps.carry_out)
+        self.operations = OperationRunner(self.routers, steps.carry_out)
         self.rounds, self.waits = asyncio.Queue(), asyncio.Event()
         settings = AutoscaleConfig.model_validate(SETTINGS | changes)
         self.autoscaler = Autoscaler(
@@ -162,10 +160,8 @@ async def test_a_full_pool_is_ordered_another_worker_as_an_operator_would_and_th
             f"operation {operation_id}: autoscale, decode from 1 to 2 workers: it has needed more for 20 s; now 90% of "
             "its places are taken (autoscale.up_use is 80%)"
         )
-        progress = there.routers[0].book.progress(operation_id)
-        assert progress.state == "done"
-        assert progress.sentences[0] == sentence.partition(": ")[2]
-        assert progress.sentences[1:3] == ("begins", "worker-2: starting")
+        await eventually(lambda: there.routers[0].book.last.state == "done")
+        assert there.routers[0].book.last.sentences[:2] == (sentence.partition(": ")[2], "worker-2: starting")
 
 
 async def test_an_idle_pool_loses_its_newest_worker_with_the_configured_time():
@@ -208,8 +204,8 @@ async def test_by_default_nobody_is_asked_and_the_others_go_on():
 async def test_nothing_is_ordered_while_an_operators_operation_is_under_way_which_counts_as_a_change():
     async with running() as there:
         there.fleet.may_start.clear()
-        there.routers[0].book.give("scale", 30.0, {"decode": 2})
-        await eventually(lambda: there.operations.under_way)
+        await there.routers[0].book.begin(new_operation("scale", 30.0, {"decode": 2}))
+        assert there.operations.under_way
         await there.rounds_of(20)
         assert there.scaled == []
         there.fleet.may_start.set()
@@ -226,23 +222,6 @@ async def test_it_waits_for_its_own_operation_as_long_as_that_takes():
         await there.rounds_of(30)
         assert len(there.scaled) == 1
         assert there.operations.under_way
-
-
-async def test_an_operation_that_an_operator_gives_at_the_same_moment_follows_and_has_the_last_word():
-    async with running() as there:
-        await there.rounds_of(2)
-        book, fleet = there.routers[0].book, there.fleet
-        given = []
-
-        async def use():
-            given.append(book.give("scale", 30.0, {"decode": 3}))  # not taken yet when the loop has decided
-            return fleet.use()
-
-        there.routers[0].service._server.use = use
-        await there.rounds_of(1)
-        assert len(there.scaled) == len(given) == 1
-        await eventually(lambda: book.progress(given[0].operation_id).state == "done")
-        assert fleet.decode == 3
 
 
 async def test_an_operation_that_was_decided_before_another_change_is_void():
@@ -295,8 +274,8 @@ async def test_an_operation_is_for_the_mode_in_which_it_was_decided():
     async with running() as there:
         there.fleet.may_start.clear()
         await there.rounds_of(3)
-        await eventually(lambda: there.routers[0].book.open)
-        assert there.routers[0].book.open[0].operation.mode == "disaggregated"
+        await eventually(lambda: there.routers[0].book.running)
+        assert there.routers[0].book.running.mode == "disaggregated"
 
 
 @pytest.mark.parametrize("away", [False, True])

@@ -5,8 +5,6 @@ import contextlib
 import io
 import json
 import pickle
-import re
-from dataclasses import replace
 
 import httpx
 import pytest
@@ -20,7 +18,7 @@ from ridgeline.cluster.commands.operators.drain import drain
 from ridgeline.cluster.commands.operators.mode import CHANGE_WITHIN_S as MODE_WITHIN_S
 from ridgeline.cluster.commands.operators.mode import mode
 from ridgeline.cluster.commands.operators.record import record
-from ridgeline.cluster.commands.operators.scale import cancel, operations, restart, scale
+from ridgeline.cluster.commands.operators.scale import cancel, restart, scale
 from ridgeline.cluster.commands.top import watch
 from ridgeline.cluster.config.api_keys import ApiKeyError, key_hashes
 from ridgeline.cluster.config.loader import explain, load_config
@@ -33,7 +31,7 @@ from ridgeline.router.front.admin import admin_routes
 from ridgeline.router.front.http.context import WithContext
 from ridgeline.router.front.middleware.admin_access import AdminAccess, AdminRefusal
 from ridgeline.router.front.middleware.auth import Access, KeyGuard
-from ridgeline.router.front.operations import Cancellation, OperationLog
+from ridgeline.router.front.operations import Operations, Progress, new_operation
 from ridgeline.router.observe.explanations import Explanations
 from ridgeline.router.scheduler.recorded_events import Stopped, line_of
 from ridgeline.router.shared.shared_modes import CHANGE_WITHIN_S
@@ -75,7 +73,7 @@ async def admin(caller="127.0.0.1", access=LOCAL, roles=SPLIT_FOR_EVER, **layout
         a_fleet([host.address for host in started], roles) as fleet,
     ):
         app = FastAPI()
-        book = OperationLog()
+        book = Operations()
         stopping = asyncio.Event()
         app.include_router(admin_routes(fleet, Modes(fleet, lambda: 0), book, Explanations(), recorder, stopping))
         app = WithContext(KeyGuard(app, Access(admin=access)))
@@ -226,68 +224,83 @@ async def test_a_wish_that_makes_no_sense_is_refused():
 # --- operations
 
 
-async def test_operations_are_listed_and_tell_how_far_they_are():
-    async with admin() as (http, _, _, app):
-        assert (await http.get("/ridgeline/operations")).json() == {"operations": []}
-        first = (await http.post("/ridgeline/restart", json={})).json()["operation"]
-        second = (await http.post("/ridgeline/scale", json={"workers": {"decode": 2}})).json()["operation"]
-        app.book.report(replace(app.book.progress(first), state="running", sentences=("begins",)))
-        newest, oldest = (await http.get("/ridgeline/operations")).json()["operations"]
-        assert (await http.get(f"/ridgeline/operations/{first}")).json().keys() == oldest.keys()
-        assert [newest[key] for key in ("operation", "kind", "workers", "mode", "state")] == [
-            second,
-            "scale",
-            {"decode": 2},
-            "disaggregated",
-            "given",
-        ]
-        assert [oldest[key] for key in ("operation", "kind", "state", "sentences")] == [
-            first,
-            "restart",
-            "running",
-            ["begins"],
-        ]
-        assert 0 <= newest["given_s_ago"] <= PATIENCE_S
+async def driver(book, state="running", sentences=("begins",)):
+    """Answer an operation as the driver does."""
+    operation = (await book.take(PATIENCE_S)).operation
+    book.report(Progress(operation, state, sentences))
+    return operation
 
 
-async def test_an_operation_is_cancelled_unless_it_has_ended_or_nobody_knows_it():
+async def test_one_operation_is_under_way_and_tells_how_far_it_is():
     async with admin() as (http, _, _, app):
-        operation = app.book.give("restart", 1.0)
-        path = f"/ridgeline/operations/{operation.operation_id}"
-        for _ in range(2):  # a second time changes nothing
-            assert (await http.delete(path)).status_code == 202
-        assert (await app.book.take(0.0, ())).news == (operation, Cancellation(operation.operation_id))
-        app.book.report(replace(app.book.progress(operation.operation_id), state="cancelled"))
-        refused = await http.delete(path)
-        assert (refused.status_code, refused.json()["detail"]) == (
-            409,
-            f"operation {operation.operation_id} has ended already: it is cancelled",
-        )
-        assert (await http.delete("/ridgeline/operations/none")).status_code == 404
+        assert (await http.get("/ridgeline/operation")).json() == {}
+        taken = asyncio.create_task(driver(app.book))
+        row = (await http.post("/ridgeline/scale", json={"workers": {"decode": 2}})).json()
+        operation = await taken
+        assert row == {
+            "operation": operation.operation_id,
+            "kind": "scale",
+            "workers": {"decode": 2},
+            "mode": "disaggregated",
+            "state": "running",
+            "sentences": ["begins"],
+        }
+        refused = await http.post("/ridgeline/restart", json={})
+        assert refused.status_code == 409
+        assert f"operation {operation.operation_id} (scale decode=2) is under way" in refused.json()["detail"]
+        app.book.report(Progress(operation, "done", ("begins", "done")))
+        assert (await http.get("/ridgeline/operation")).json() == row | {
+            "state": "done",
+            "sentences": ["begins", "done"],
+        }
+
+
+async def test_an_operation_that_the_driver_refuses_or_does_not_take_up_is_told(monkeypatch):
+    async with admin() as (http, _, _, app):
+        refusing = asyncio.create_task(driver(app.book, "refused", ("operation x is under way",)))
+        refused = await http.post("/ridgeline/restart", json={})
+        assert (refused.status_code, refused.json()["detail"]) == (409, "operation x is under way")
+        await refusing
+        monkeypatch.setattr(Operations.begin, "__defaults__", (0.01,))
+        nobody = await http.post("/ridgeline/restart", json={})
+        assert nobody.status_code == 503
+        assert "the driver has not begun operation" in nobody.json()["detail"]
+
+
+async def test_an_operation_is_cancelled_unless_none_is_under_way():
+    async with admin() as (http, _, _, app):
+        assert (await http.delete("/ridgeline/operation")).status_code == 409
+        operation = new_operation("restart", 1.0, {})
+        app.book.report(Progress(operation))
+        assert (await http.delete("/ridgeline/operation")).status_code == 202
+        assert (await app.book.take(0.0)).cancels == operation.operation_id
+        assert (await app.book.take(0.0)).cancels == ""
+        app.book.report(Progress(operation, "cancelled"))
+        assert (await http.delete("/ridgeline/operation")).status_code == 409
 
 
 @pytest.mark.parametrize("kind", ["scale", "restart"])
 async def test_the_mode_does_not_change_while_pools_are_scaled(kind):
     roles = RoleTable("disaggregated", {"disaggregated": {}, "colocated": {}})
     async with admin(roles=roles) as (http, _, fleet, app):
-        operation = app.book.give(kind, 1.0, {"decode": 2} if kind == "scale" else {}, mode="disaggregated")
+        operation = new_operation(kind, 1.0, {"decode": 2} if kind == "scale" else {}, mode="disaggregated")
+        app.book.report(Progress(operation))
         answer = await http.post("/ridgeline/mode", json={"mode": "colocated"})
         if kind == "restart":  # is about all workers, in any mode
             assert answer.status_code == 200
             return
         assert answer.status_code == 409
-        assert f"while operation {operation.operation_id} (scale decode=2) is under way" in answer.json()["detail"]
-        assert f"cancel it (ridgeline operations cancel {operation.operation_id})" in answer.json()["detail"]
+        assert f"operation {operation.operation_id} (scale decode=2) is under way" in answer.json()["detail"]
+        assert "cancel it (ridgeline scale --cancel)" in answer.json()["detail"]
         assert fleet.mode == "disaggregated"
         assert (await http.post("/ridgeline/mode", json={"mode": "disaggregated"})).status_code == 200  # no change
-        app.book.report(replace(app.book.progress(operation.operation_id), state="done"))
+        app.book.report(Progress(operation, "done"))
         assert (await http.post("/ridgeline/mode", json={"mode": "colocated"})).status_code == 200
 
 
 OPERATION_CALLS = [
-    ("GET", "/ridgeline/operations"),
-    ("GET", "/ridgeline/operations/x"),
-    ("DELETE", "/ridgeline/operations/x"),
+    ("GET", "/ridgeline/operation"),
+    ("DELETE", "/ridgeline/operation"),
     ("POST", "/ridgeline/restart"),
 ]
 
@@ -301,39 +314,28 @@ async def test_only_operators_see_and_cancel_operations():
         for method, path in OPERATION_CALLS:
             assert (await http.request(method, path, json={})).status_code == 401, (method, path)
             assert (await http.request(method, path, json={}, headers=wrong)).status_code == 401, (method, path)
-        assert not app.book.all
+        app.book.report(Progress(new_operation("restart", 1.0, {})))
         for method, path in OPERATION_CALLS:
-            assert (await http.request(method, path, json={}, headers=BEARER)).status_code in (200, 202, 404)
+            assert (await http.request(method, path, json={}, headers=BEARER)).status_code in (200, 202, 409)
 
 
-async def test_the_commands_list_operations_and_cancel_one():
+async def test_the_commands_follow_an_operation_and_cancel_it():
     async with admin() as (_, _, _, app), listening(app) as url:
         console = Console(file=io.StringIO(), width=200)
-        await operations(url, admin_key_file=None, console=console)
-        assert console.file.getvalue() == "there are no operations\n"
         scaling = asyncio.create_task(scale(url, {"decode": 2}, 1.0, admin_key_file=None, console=console))
-        await eventually(lambda: app.book.open)
-        [progress] = app.book.open
-        operation_id = progress.operation.operation_id
-        app.book.report(replace(progress, state="running", sentences=("worker-2: starting [on core 1]",)))
+        operation = await driver(app.book, sentences=("worker-2: starting [on core 1]",))
         await eventually(lambda: "worker-2: starting [on core 1]" in console.file.getvalue())
-        assert (
-            f"operation {operation_id}; ridgeline operations cancel {operation_id} ends it" in console.file.getvalue()
-        )
+        assert f"operation {operation.operation_id}; `ridgeline scale --cancel` ends it" in console.file.getvalue()
         console = Console(file=io.StringIO(), width=200)
-        await operations(url, admin_key_file=None, console=console)
-        line = rf"{operation_id} scale decode=2 \d+ s ago, running: worker-2: starting \[on core 1\]\n"
-        assert re.fullmatch(line, console.file.getvalue())
-        cancelling = asyncio.create_task(cancel(url, operation_id, admin_key_file=None, console=console))
-        await eventually(lambda: len(app.book._news) == 2)
-        now = app.book.progress(operation_id)
-        app.book.report(replace(now, state="cancelled", sentences=(*now.sentences, "cancelled after 3 s")))
+        cancelling = asyncio.create_task(cancel(url, admin_key_file=None, console=console))
+        assert (await app.book.take(PATIENCE_S)).cancels == operation.operation_id
+        app.book.report(Progress(operation, "cancelled", (*app.book.last.sentences, "cancelled after 3 s")))
         await cancelling
-        assert console.file.getvalue().endswith("\n  cancelled after 3 s\n")
+        assert console.file.getvalue() == "  cancelled after 3 s\n"
         with pytest.raises(ServerError, match="cancelled after 3 s"):
             await scaling
         with pytest.raises(ServerError, match="answers 409"):  # in words where vLLM's app answers
-            await cancel(url, operation_id, admin_key_file=None, console=console)
+            await cancel(url, admin_key_file=None, console=console)
 
 
 async def test_the_command_says_that_an_operation_is_lost_which_no_router_knows(monkeypatch):
@@ -342,9 +344,9 @@ async def test_the_command_says_that_an_operation_is_lost_which_no_router_knows(
         scaling = asyncio.create_task(
             scale(url, {"decode": 2}, 1.0, admin_key_file=None, console=Console(file=io.StringIO()))
         )
-        await eventually(lambda: app.book.open)
-        app.book._progress.clear()  # as after the router's process has ended
-        with pytest.raises(ServerError, match="the one that had it was lost before it was taken"):
+        await driver(app.book)
+        app.book.last = None  # as after the router's process has ended
+        with pytest.raises(ServerError, match="has not told of operation"):
             await scaling
 
 
@@ -456,7 +458,7 @@ async def test_the_paths_let_nobody_in_whom_no_guard_has_let_in():
     async with a_fleet([]) as fleet:
         app = FastAPI()
         app.include_router(
-            admin_routes(fleet, Modes(fleet, lambda: 0), OperationLog(), Explanations(), recorder, asyncio.Event())
+            admin_routes(fleet, Modes(fleet, lambda: 0), Operations(), Explanations(), recorder, asyncio.Event())
         )
         transport = httpx.ASGITransport(app, client=("127.0.0.1", 5))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
@@ -618,8 +620,7 @@ async def test_every_command_says_so_if_another_program_answers_it(answer, tmp_p
             decisions(url, 5, **no_key, console=console),
             scale(url, {"decode": 2}, 1.0, **no_key, console=console),
             restart(url, 1.0, **no_key, console=console),
-            operations(url, **no_key, console=console),
-            cancel(url, "0a1b2c3d", **no_key, console=console),
+            cancel(url, **no_key, console=console),
         ):
             with pytest.raises(ServerError, match="in another form than this version"):
                 await command
