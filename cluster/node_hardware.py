@@ -57,5 +57,5 @@ def peaks_of(gpus: Sequence[Gpu], dtype: str, *, fp8: bool = False) -> Hardware:
             return known
     raise UnknownHardware(
         f"no peak FLOP/s and bandwidth are known for {names[0]!r} with {memory_gib:.0f} GiB: add it to "
-        "roofline/hardware.py"
+        "roofline/hardware.csv"
     )

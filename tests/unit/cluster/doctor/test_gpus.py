@@ -90,7 +90,7 @@ def test_a_gpu_whose_peaks_are_not_known_is_a_note_and_no_failure():
     assert failures(results) == []
     assert [one.fix for one in results if one.fix] == [
         "Metrics will have no peaks: no peak FLOP/s and bandwidth are known for 'NVIDIA X900' with 80 GiB: add it to "
-        "roofline/hardware.py."
+        "roofline/hardware.csv."
     ]
 
 
