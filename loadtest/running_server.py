@@ -15,8 +15,8 @@ from ridgeline.loadtest.errors import ServerError
 from ridgeline.loadtest.plan import ComparePlan
 from ridgeline.loadtest.run.client.stream import Completion, LoadClient, encode_body
 from ridgeline.loadtest.run.machine import serving_processes
-from ridgeline.loadtest.run.server import KEY_VARIABLE, ModelCard, Servers, first_model, open_http
-from ridgeline.loadtest.run.server_facts import ServerFacts, ask_facts
+from ridgeline.loadtest.run.server import KEY_VARIABLE, ModelCard, Servers, first_model
+from ridgeline.loadtest.run.server_facts import ServerFacts, ask_facts, together
 from ridgeline.loadtest.run.server_metrics import scrape
 from ridgeline.loadtest.variants import Devices, Reached
 
@@ -61,9 +61,11 @@ class RunningServer:
                 f"the servers of {self.mode} are one variant and must have one model; they serve {served}"
             )
         self.card = cards[0]
+        told = []
         for url in self.servers.metrics_urls:
-            async with open_http(url, self.servers.key_variable) as http:
-                self.facts = self.facts.completed_by(await ask_facts(http, await scrape(http, foreign=True)))
+            async with self.servers.open(url) as http:
+                told.append(await ask_facts(http, await scrape(http, foreign=True)))
+        self.facts = together(told)
         self.resets_cache = await self._reset_caches()
         where = ", ".join(self.servers.urls) + (", which get the requests in turn" if len(cards) > 1 else "")
         notes = [f"{self.mode}: model '{self.card.id}' at {where}"]
@@ -86,7 +88,7 @@ class RunningServer:
         return Reached(self.servers, is_fresh, changes, found or frozenset(), is_watched=found is not None)
 
     async def _checked(self, url: str, plan: ComparePlan) -> ModelCard:
-        async with open_http(url, self.servers.key_variable) as http:
+        async with self.servers.open(url) as http:
             card = await first_model(http, plan.served_name, self.servers.key_variable)
         prompt: list[int] | str = PROBE_TEXT if plan.sends_text else PROBE_IDS
         body = encode_body(card.id, prompt, PROBE_TOKENS, plan.endpoint)
@@ -99,7 +101,7 @@ class RunningServer:
 
     async def _reset_caches(self) -> bool:
         async def reset(url: str) -> bool:
-            async with open_http(url, self.servers.key_variable) as http:
+            async with self.servers.open(url) as http:
                 try:
                     return (await http.post(RESET_PATH, timeout=RESET_WITHIN_S)).is_success
                 except httpx.HTTPError:
@@ -115,7 +117,11 @@ def running_servers(plan: ComparePlan, unit: Literal["core", "GPU"] = "GPU") -> 
         return Devices(unit, plan.devices_of[name], {}) if name in plan.devices_of else None
 
     return [
-        RunningServer(name, Servers(urls, key_variable_of(name), engines=plan.engines_of.get(name, ())), devices(name))
+        RunningServer(
+            name,
+            Servers(urls, key_variable_of(name), engines=plan.engines_of.get(name, ()), are_others=True),
+            devices(name),
+        )
         for name, urls in plan.servers.items()
     ]
 

@@ -14,6 +14,8 @@ from ridgeline.loadtest.run.client.stream import Completion, LoadClient, encode_
 from ridgeline.loadtest.trace.prompts import PART, SAMPLE_PARTS, is_at_hand, sample_text
 
 KEY_VARIABLE = "RIDGELINE_API_KEY"
+METRICS_KEY_VARIABLE = "RIDGELINE_METRICS_KEY"
+"""The environment variable with the key that /metrics asks for, if it does."""
 BORDER_TOKENS = 2
 """Each end of a text may or may not share a token with the template, so what is added varies by so many."""
 CERTAIN_SHARE = 0.9
@@ -33,6 +35,8 @@ class Servers:
     """Further HTTP headers of every request, such as the limits that it must meet."""
     engines: tuple[str, ...] = ()
     """The base URLs of engines behind them that publish /metrics of their own."""
+    are_others: bool = False
+    """Whether somebody else runs them, who gets no key of Ridgeline's /metrics."""
 
     @property
     def headers(self) -> dict[str, str]:
@@ -51,7 +55,11 @@ class Servers:
 
     def open_first(self) -> httpx.AsyncClient:
         """Open a client of the first server, which stands for all in what is not load."""
-        return open_http(self.urls[0], self.key_variable)
+        return self.open(self.urls[0])
+
+    def open(self, url: str) -> httpx.AsyncClient:
+        """Open a client of one of them."""
+        return open_http(url, self.key_variable, are_others=self.are_others)
 
 
 def as_servers(server: str | Servers) -> Servers:
@@ -93,11 +101,20 @@ def key_headers(variable: str = KEY_VARIABLE) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
-def open_http(base_url: str, key_variable: str = KEY_VARIABLE) -> httpx.AsyncClient:
+def open_http(base_url: str, key_variable: str = KEY_VARIABLE, *, are_others: bool = False) -> httpx.AsyncClient:
     """Open a client without limits of its own; deadlines are per request."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    headers = key_headers(key_variable)
-    return httpx.AsyncClient(base_url=base_url, timeout=None, limits=limits, trust_env=False, headers=headers)
+    headers, auth = key_headers(key_variable), None if are_others else with_metrics_key
+    return httpx.AsyncClient(
+        base_url=base_url, timeout=None, limits=limits, trust_env=False, headers=headers, auth=auth
+    )
+
+
+def with_metrics_key(request: httpx.Request) -> httpx.Request:
+    """Return the request, to /metrics with the key of that page if there is one."""
+    if request.url.path.endswith("/metrics"):
+        request.headers.update(key_headers(METRICS_KEY_VARIABLE))
+    return request
 
 
 async def first_model(http: httpx.AsyncClient, name: str | None = None, key_variable: str = KEY_VARIABLE) -> ModelCard:

@@ -5,7 +5,7 @@ A difference in any of it can decide a comparison. What a server does not say is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import httpx
@@ -15,6 +15,8 @@ from ridgeline.loadtest.run.server_metrics import Scrape
 
 UNKNOWN: Final = "unknown"
 NOISE: Final = 0.02
+BETWEEN: Final = " and "
+"""Stands between what several engines of one variant say."""
 Found = Mapping[str, Any]
 
 
@@ -66,6 +68,14 @@ NAMES: Final[Mapping[str, str]] = {
 """How sentences call the facts that must be equal. Engine, version and places may differ: they are what is compared."""
 
 
+def together(engines: Sequence[ServerFacts]) -> ServerFacts:
+    """Return the facts of one variant: in each, all that its engines say."""
+    told = [msgspec.structs.asdict(each) for each in engines]
+    return ServerFacts(
+        **{name: _all({each[name] for each in told} - {UNKNOWN}) for name in ServerFacts.__struct_fields__}
+    )
+
+
 def unequal(variants: Mapping[str, ServerFacts]) -> list[str]:
     """Say in which facts variants differ, a sentence each; empty if all that is known is equal.
 
@@ -94,7 +104,7 @@ def _are_equal(values: set[str]) -> bool:
     if len(values) < 2:
         return True
     try:
-        numbers = [float(value) for value in values]
+        numbers = [float(value) for each in values for value in each.split(BETWEEN)]
     except ValueError:
         return False
     return max(numbers) <= (1 + NOISE) * min(numbers)
@@ -200,4 +210,4 @@ def _text(found: Found, key: str, none: str = UNKNOWN) -> str:
 
 
 def _all(values: set[str]) -> str:
-    return ", ".join(sorted(values)) or UNKNOWN
+    return BETWEEN.join(sorted(values)) or UNKNOWN

@@ -14,7 +14,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from ridgeline.loadtest.errors import RestartedError, ServerError
-from ridgeline.loadtest.run.server import Servers, as_servers, key_headers, open_http
+from ridgeline.loadtest.run.server import METRICS_KEY_VARIABLE, Servers, as_servers
 
 PREFIX = "ridgeline_"
 PROCESS = ("process_cpu_seconds_total", "process_start_time_seconds")
@@ -32,8 +32,6 @@ LEVELS = (
     *("vllm:kv_cache_usage_perc", "sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage"),
 )
 """Gauges whose level during a round matters; at its end all of them say that nothing runs."""
-METRICS_KEY_VARIABLE = "RIDGELINE_METRICS_KEY"
-"""The environment variable with the key that /metrics asks for, if it does."""
 SETTLE_TRIES = 10
 WHOLE_WITHIN_S, LOOK_EVERY_S = 180.0, 1.0
 SampleKey = tuple[str, frozenset[tuple[str, str]]]
@@ -156,11 +154,10 @@ async def scrape(client: httpx.AsyncClient, *, foreign: bool = False) -> Scrape 
 
 async def _page(client: httpx.AsyncClient) -> str | None:
     try:
-        headers = key_headers(METRICS_KEY_VARIABLE)
-        response = await client.get("/metrics", timeout=30.0, follow_redirects=True, headers=headers)
+        response = await client.get("/metrics", timeout=30.0, follow_redirects=True)
     except httpx.HTTPError as error:
         raise ServerError(f"the server at {client.base_url} no longer answers on /metrics: {error!r}") from error
-    if response.status_code == httpx.codes.UNAUTHORIZED:
+    if response.status_code == httpx.codes.UNAUTHORIZED and client.auth is not None:
         raise ServerError(
             f"the server at {client.base_url} asks for a key on /metrics: set {METRICS_KEY_VARIABLE} to one of its "
             "security.metrics_keys_file"
@@ -241,9 +238,7 @@ async def watch(
 async def watch_all(servers: Servers, settle_s: float) -> AsyncIterator[dict[str, Watch]]:
     """Watch the page of each server, or of each engine behind them if those are named. Raises ServerError."""
     async with contextlib.AsyncExitStack() as stack:
-        clients = {
-            url: await stack.enter_async_context(open_http(url, servers.key_variable)) for url in servers.metrics_urls
-        }
+        clients = {url: await stack.enter_async_context(servers.open(url)) for url in servers.metrics_urls}
         yield {
             url: await stack.enter_async_context(watch(client, settle_s, foreign=True))
             for url, client in clients.items()

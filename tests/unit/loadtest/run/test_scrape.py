@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from ridgeline.loadtest.errors import ServerError
+from ridgeline.loadtest.run.server import Servers, with_metrics_key
 from ridgeline.loadtest.run.server_metrics import Level, MetricsDelta, add_up, parse_metrics, scrape, watch
 from tests.support.patience import PATIENCE_S
 
@@ -19,13 +20,26 @@ def closed(request):
 
 
 async def test_a_closed_page_is_read_with_its_key_and_without_it_the_error_names_the_variable(monkeypatch):
-    async with httpx.AsyncClient(transport=httpx.MockTransport(closed), base_url="http://here") as client:
+    transport = httpx.MockTransport(closed)
+    async with httpx.AsyncClient(transport=transport, base_url="http://here", auth=with_metrics_key) as client:
         with pytest.raises(ServerError, match=r"set RIDGELINE_METRICS_KEY to one of its security\.metrics_keys_file"):
             await scrape(client)
         monkeypatch.setenv("RIDGELINE_METRICS_KEY", "reader")
         read = await scrape(client)
         assert read is not None
         assert list(read.gauges.values()) == [1.0]
+
+
+@pytest.mark.parametrize("are_others", [False, True])
+async def test_the_key_of_our_page_is_sent_to_no_other_server(are_others, monkeypatch):
+    monkeypatch.setenv("RIDGELINE_METRICS_KEY", "reader")
+    sent = []
+    async with Servers(("http://here",), are_others=are_others).open_first() as client:
+        client._transport = httpx.MockTransport(lambda request: sent.append(request) or closed(request))
+        read = await scrape(client, foreign=are_others)
+        await client.get("/v1/models")
+    keys = [request.headers.get("authorization") for request in sent]
+    assert (keys, read is None) == (([None, None], True) if are_others else (["Bearer reader", None], False))
 
 
 VLLM = (Path(__file__).parent / "pages" / "vllm_0_32_metrics.txt").read_text()

@@ -6,7 +6,16 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from ridgeline.loadtest.run.server_facts import NAMES, UNKNOWN, ServerFacts, ask_facts, facts_of, unequal, unknown
+from ridgeline.loadtest.run.server_facts import (
+    NAMES,
+    UNKNOWN,
+    ServerFacts,
+    ask_facts,
+    facts_of,
+    together,
+    unequal,
+    unknown,
+)
 from ridgeline.loadtest.run.server_metrics import parse_metrics
 
 PAGES = Path(__file__).parent / "pages"
@@ -83,11 +92,11 @@ ridgeline_max_num_seqs{pool="decode",worker="0"} 16
 ridgeline_hardware_info{pool="decode",hardware="h100-sxm",source="measured"} 1
 """
     found = facts_of({"version": "0.32.0"}, {}, parse_metrics(page))
-    assert (found.server, found.engine, found.kv_blocks) == ("Ridgeline", "vLLM 0.32.0", "256, 512")
+    assert (found.server, found.engine, found.kv_blocks) == ("Ridgeline", "vLLM 0.32.0", "256 and 512")
     assert (found.max_num_seqs, found.devices) == ("16", "h100-sxm")
     configured = ServerFacts(dtype="bfloat16", kv_blocks="9")
     whole = found.completed_by(configured)
-    assert (whole.dtype, whole.kv_blocks) == ("bfloat16", "256, 512")
+    assert (whole.dtype, whole.kv_blocks) == ("bfloat16", "256 and 512")
 
 
 def test_only_what_differs_or_is_not_said_is_named():
@@ -97,6 +106,16 @@ def test_only_what_differs_or_is_not_said_is_named():
     assert unequal({"a": known, "b": other}) == ["Dtype of the KV cache: x in a, fp8 in b"]
     assert unknown({"a": known, "b": other}) == ["b does not publish: attention backend"]
     assert set(NAMES) == set(ServerFacts.__struct_fields__) - {"server", "engine", "max_num_seqs"}
+
+
+def test_of_several_engines_all_that_they_say_is_told_and_what_differs_is_not_equal_to_one_of_them():
+    small, large = ServerFacts(dtype="float32", token_budget="2048"), ServerFacts(token_budget="8192")
+    pd = together([ServerFacts(), small, large])
+    assert (pd.dtype, pd.token_budget, pd.attention) == ("float32", "2048 and 8192", UNKNOWN)
+    assert unequal({"pd": pd, "plain": large}) == ["Token budget: 2048 and 8192 in pd, 8192 in plain"]
+    assert unequal({"pd": pd, "again": together([large, small])}) == []
+    filled = together([ServerFacts(kv_blocks="1000"), ServerFacts(kv_blocks="1010")])
+    assert unequal({"filled": filled, "other": ServerFacts(kv_blocks="1005")}) == []
 
 
 async def test_closed_pages_pages_for_people_and_former_addresses_are_read_as_far_as_they_tell():
