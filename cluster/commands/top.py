@@ -13,7 +13,7 @@ from rich.table import Table
 
 from ridgeline.loadtest.errors import RestartedError, ServerError
 from ridgeline.loadtest.report.pools import describe_pools
-from ridgeline.loadtest.run.server import key_headers
+from ridgeline.loadtest.run.server import open_http
 from ridgeline.loadtest.run.server_metrics import MetricsDelta, Scrape, difference, scrape
 
 _SUMMED = ("running", "waiting", "kv_blocks_free")
@@ -25,7 +25,7 @@ async def watch(url: str, interval_s: float, count: int, console: Console) -> No
 
     Raises ServerError when the server does not answer.
     """
-    async with httpx.AsyncClient(base_url=url, headers=key_headers(), trust_env=False) as client:
+    async with open_http(url) as client:
         with Live(console=console, auto_refresh=False) as live:
             before, before_s = await _read(client), time.monotonic()
             readings = 0

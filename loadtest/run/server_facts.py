@@ -70,10 +70,8 @@ NAMES: Final[Mapping[str, str]] = {
 
 def together(engines: Sequence[ServerFacts]) -> ServerFacts:
     """Return the facts of one variant: in each, all that its engines say."""
-    told = [msgspec.structs.asdict(each) for each in engines]
-    return ServerFacts(
-        **{name: _all({each[name] for each in told} - {UNKNOWN}) for name in ServerFacts.__struct_fields__}
-    )
+    names = ServerFacts.__struct_fields__
+    return ServerFacts(**{name: _all({getattr(each, name) for each in engines} - {UNKNOWN}) for name in names})
 
 
 def unequal(variants: Mapping[str, ServerFacts]) -> list[str]:
