@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -19,6 +19,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from ridgeline.contracts.errors import EngineError
 from ridgeline.contracts.rpc.address import http_url, join_host_port
 from ridgeline.contracts.vocabulary import Pool
+from ridgeline.router.control import RouterControl
 from ridgeline.router.decisions import OwnDecisions, SharedDecisions
 from ridgeline.router.dispatch.orchestrator import Orchestrator
 from ridgeline.router.dispatch.releaser import HandoffReleaser
@@ -36,12 +37,10 @@ from ridgeline.router.front.http.types import Asgi
 from ridgeline.router.front.metrics_page import metrics_endpoint
 from ridgeline.router.front.middleware.http_protocol import BoundedHeads
 from ridgeline.router.front.middleware.ingress import Gates
-from ridgeline.router.front.operations import Operations
+from ridgeline.router.front.operations import Asked, Operations, Progress
 from ridgeline.router.front.vllm_workarounds import unread
 from ridgeline.router.idle_times import OUTPUT_TOKENS, measure, too_short
-from ridgeline.router.observe.collectors import QueueCollector, WorkerCollector
-from ridgeline.router.observe.fleet_use import FleetUse, fleet_use
-from ridgeline.router.observe.loop_lag import LoopLag
+from ridgeline.router.observe.collectors import QueueCollector, QueueView, WorkerCollector
 from ridgeline.router.observe.metrics import InFlight, LimitedLatency, RequestMetrics, Within
 from ridgeline.router.settings import PoolHardware, RouterSettings, SharedWith
 from ridgeline.router.shared.link import NoDispatcher
@@ -61,8 +60,10 @@ class _Stopped(Exception):
     """Raised inside the router's task group to end all of it."""
 
 
-class Router:
+class Router(RouterControl):
     """The router. There is one per process; create it inside a running event loop."""
+
+    TITLE = "router"
 
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
@@ -71,7 +72,7 @@ class Router:
         requests = CollectorRegistry() if shares else REGISTRY
         self._metrics = RequestMetrics(requests)
         self._releaser = HandoffReleaser(settings.tls)
-        self._fleet = Fleet(
+        fleet = Fleet(
             router_id,
             self._releaser.release,
             settings.tls,
@@ -80,10 +81,11 @@ class Router:
             roles=role_table(settings),
             leads=not shares,
         )
-        self._shared = SharedDecisions(self._fleet, settings) if shares else None
-        self._decisions = self._shared or OwnDecisions(self._fleet, settings)
+        super().__init__(fleet)
+        self._shared = SharedDecisions(self.fleet, settings) if shares else None
+        self._decisions = self._shared or OwnDecisions(self.fleet, settings)
         self._admission = Admission(
-            settings, self._decisions.waits, self._fleet, self._metrics, look_every_s=LOOK_EVERY_S
+            settings, self._decisions.waits, self.fleet, self._metrics, look_every_s=LOOK_EVERY_S
         )
         if self._shared is not None:
             REGISTRY.register(self._shared.attach(self._admission, requests))
@@ -100,7 +102,7 @@ class Router:
             self._count_unread,
         )
         self._orchestrator = Orchestrator(
-            self._fleet, self._decisions.placement, settings, self._metrics, self._releaser.release
+            self.fleet, self._decisions.placement, settings, self._metrics, self._releaser.release
         )
         requests.register(InFlight(lambda: self._orchestrator.in_flight))
         self.operations = Operations()
@@ -108,25 +110,23 @@ class Router:
         self._hardware: dict[Pool, PoolHardware] = {}
         REGISTRY.register(
             WorkerCollector(
-                workers=lambda: self._fleet.workers,
+                workers=lambda: self.fleet.workers,
                 hardware=lambda: {pool: self._hardware[pool] for pool in self._pools if pool in self._hardware},
-                mode=lambda: self._fleet.mode,
-                kv_pairs=lambda: self._fleet.kv_pairs,
-                restarts=lambda: self._fleet.restarts,
-                away=lambda: self._fleet.away,
+                mode=lambda: self.fleet.mode,
+                kv_pairs=lambda: self.fleet.kv_pairs,
+                restarts=lambda: self.fleet.restarts,
+                away=lambda: self.fleet.away,
             )
         )
         REGISTRY.register(QueueCollector(self._decisions.queues))
-        self._lag = LoopLag()
         REGISTRY.register(self._lag)
         REGISTRY.register(self._client.turns)
         self._stop = asyncio.Event()
         self._url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._running: asyncio.Task[None] | None = None
 
     @property
     def _pools(self) -> tuple[Pool, ...]:
-        return pools_of(self._fleet.mode)
+        return pools_of(self.fleet.mode)
 
     async def serve(
         self,
@@ -152,30 +152,16 @@ class Router:
             await self._running  # raises the cause
         return await self._url
 
-    async def replace_worker(self, address: str, reason: str | None) -> None:
-        """Add a worker that was started again because of `reason`, in place of its older incarnation.
-
-        Raises WorkerLost or PairingRefused.
-        """
-        await self._fleet.replace(address, reason)
-        self._decisions.fleet_changed()
-
-    async def remove_worker(self, worker_id: str) -> None:
-        """Forget a worker that has left for good."""
-        await self._fleet.remove(worker_id)
-        self._decisions.fleet_changed()
-
     @property
-    def fleet(self) -> Fleet:
-        """The workers, and the roles that they have."""
-        return self._fleet
+    def queues(self) -> Sequence[QueueView]:
+        """The queues of prompts."""
+        return self._decisions.queues
 
-    async def use(self) -> FleetUse:
-        """Return how much of the workers is in use; asks them first."""
-        await self._fleet.refresh()
-        return fleet_use(self._fleet.workers, self._decisions.queues, self._fleet.mode)
+    def fleet_changed(self) -> None:
+        """Look again what can start, now that there are other workers."""
+        self._decisions.fleet_changed()
 
-    def within(self, limits_s: Mapping[LimitedLatency, float]) -> dict[LimitedLatency, Within]:
+    async def within(self, limits_s: Mapping[LimitedLatency, float]) -> dict[LimitedLatency, Within]:
         """Return how many of this router's sequences have kept each limit since its start."""
         return {latency: self._metrics.within(latency, limit_s) for latency, limit_s in limits_s.items()}
 
@@ -189,15 +175,13 @@ class Router:
         """The number of answers in progress, those included that their clients have not read."""
         return len(self._client.streams)
 
-    @property
-    def loop_silent_s(self) -> float:
-        """Seconds for which the event loop has been stuck in one callback; may be read from another thread."""
-        return self._lag.silent_s
+    async def take_operation(self, within_s: float) -> Asked:
+        """Return what operators want, or wait for it up to this many seconds."""
+        return await self.operations.take(within_s)
 
-    @property
-    def ended(self) -> bool:
-        """Whether it served and has stopped, on request or not."""
-        return self._running is not None and self._running.done()
+    async def report(self, progress: Progress) -> None:
+        """Note how an operation goes on, for whoever asks."""
+        self.operations.report(progress)
 
     async def drain(self, timeout_s: float) -> int:
         """Refuse new requests and wait for the accepted ones; return how many did not end in time."""
@@ -236,7 +220,7 @@ class Router:
     ) -> None:
         with _bound_socket(self._settings, shared) as sock:
             group.create_task(self._decisions.run(), name="decisions")
-            await self._fleet.connect(worker_addresses, group, some=some)
+            await self.fleet.connect(worker_addresses, group, some=some)
             if self._shared is not None:
                 await self._shared.joined()
             group.create_task(self._releaser.run(), name="handoff-releaser")
@@ -249,7 +233,7 @@ class Router:
                 self._settings,
                 self._client,
                 admin_routes(
-                    self._fleet,
+                    self.fleet,
                     self._decisions.modes,
                     self.operations,
                     self._metrics.explanations,
@@ -274,7 +258,7 @@ class Router:
             await serving
 
     async def _refresh_metrics(self) -> None:
-        refreshing = [self._fleet.refresh()]
+        refreshing = [self.fleet.refresh()]
         if self._shared is not None:
             refreshing.append(self._shared.metrics.refresh())
         await asyncio.gather(*refreshing)
@@ -296,7 +280,7 @@ class Router:
         return HealthProbe(
             self._orchestrator,
             vocabulary_size=self._client.model_config.get_vocab_size(),
-            prompt_tokens=probe_prompt_tokens(self._fleet.workers[0].description.block_size_tokens),
+            prompt_tokens=probe_prompt_tokens(self.fleet.workers[0].description.block_size_tokens),
         )
 
     async def limits_too_short(self) -> list[str]:
@@ -309,12 +293,12 @@ class Router:
     def _make_readiness(self) -> Readiness:
         settings = self._settings
         return Readiness(
-            pools=lambda: {name: self._fleet.pool(name) for name in self._pools},
+            pools=lambda: {name: self.fleet.pool(name) for name in self._pools},
             probe=self._probe(),
-            refresh=self._fleet.refresh,
+            refresh=self.fleet.refresh,
             deadline_s=settings.router.ready_deadline_s,
             metrics=self._metrics,
-            away=lambda: self._fleet.away,
+            away=lambda: self.fleet.away,
             late=lambda: self._client.turns.late,
         )
 

@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,15 +24,10 @@ from ridgeline.cluster.config.models import RidgelineConfig
 from ridgeline.cluster.node_address import address_here
 from ridgeline.cluster.node_cores import hold_cores_soon
 from ridgeline.cluster.runtime.processes import ProcessId, is_tracker, semaphores_of
-from ridgeline.contracts.errors import WorkerLost
 from ridgeline.contracts.vocabulary import Health, Pool
 from ridgeline.engine.config import EngineConfig
 from ridgeline.engine.vllm_workarounds.forked import CPU_ENGINE_MODULES
-from ridgeline.router.fleet.pairing import KvPair
-from ridgeline.router.front.operations import Asked, Progress
 from ridgeline.router.gc_schedule import GcSchedule
-from ridgeline.router.observe.fleet_use import FleetUse, Members, members
-from ridgeline.router.observe.metrics import LimitedLatency, Within
 from ridgeline.router.settings import PoolHardware, RouterSettings, SharedWith
 
 IMPORTED = (
@@ -191,7 +186,7 @@ class _RoutingService(_Service):
     """What a router and the dispatcher have in common: both are connected to all workers."""
 
     OFF_LOOP = frozenset({"failure"})
-    TITLE = ""
+    TITLE: str
 
     def __init__(self) -> None:
         self._server: Any = None
@@ -209,51 +204,11 @@ class _RoutingService(_Service):
         self._server = self._make(settings)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._begin_to_leave)
 
-    async def kv_pairs(self) -> list[KvPair]:
-        """Return what carries KV between which workers."""
-        return list(self._server.fleet.kv_pairs)
-
-    async def replace_worker(self, address: str, reason: str | None) -> None:
-        """Take in a worker that has been started again because of `reason`, or that was not reached before.
-
-        Raises NotServing, WorkerLost, PairingRefused.
-        """
-        await self._serving().replace_worker(address, reason)
-
-    async def remove_worker(self, worker_id: str) -> None:
-        """Forget a worker that has left for good. Raises NotServing."""
-        await self._serving().remove_worker(worker_id)
-
-    async def unreached(self, for_s: float) -> list[str]:
-        """Return the addresses of workers that it has not reached for too long. Raises NotServing."""
-        return list(self._serving().fleet.unreached(for_s))
-
-    async def note_away(self, away: Mapping[str, str]) -> None:
-        """Note which workers are lost again and again, and how they are tried again. Raises NotServing."""
-        self._serving().fleet.away = dict(away)
-
-    async def members(self, started_for: dict[str, Pool]) -> Members:
-        """Return all workers with their present pools, those of `started_for` included. Raises NotServing."""
-        fleet = self._serving().fleet
-        await fleet.refresh()
-        return members(fleet, started_for)
-
-    async def use(self) -> FleetUse:
-        """Return how much of the workers is in use. Raises NotServing."""
-        use: FleetUse = await self._serving().use()
-        return use
-
-    async def drain_worker(self, worker_id: str, timeout_s: float, incarnation: str) -> None:
-        """Have a worker leave, whichever it is or only this incarnation. Raises NotServing, WorkerLost."""
-        fleet = self._serving().fleet
-        try:
-            worker = fleet.get(worker_id)
-        except KeyError as error:
-            raise WorkerLost(f"the {self.TITLE} has no connection to {worker_id}") from error
-        if incarnation not in ("", worker.description.incarnation):
-            raise WorkerLost(f"{worker_id} was started again meanwhile")
-        await worker.client.drain(timeout_s)
-        await fleet.refresh()  # from now on, nothing new is sent to it
+    def __getattr__(self, name: str) -> Any:
+        """Return a method of what serves here: those of `RouterControl`, and a router's own. Raises NotServing."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._serving(), name)
 
     def failure(self) -> Health:
         """Report whether it must be replaced: it ended by itself, or this process has taken the place of one that died.
@@ -314,28 +269,6 @@ class RouterService(_RoutingService):
         self._gc_schedule = GcSchedule(lambda: 0 if self._server is None else self._server.streams)
         self._gc_schedule.start()
         return url
-
-    async def limits_too_short(self) -> list[str]:
-        """Return which limits of `router.slo` an idle server cannot keep. Raises NotServing."""
-        return list(await self._serving().limits_too_short())
-
-    async def follow_dispatcher(self, address: str) -> None:
-        """Join the dispatcher at this address, where another one has been started. Raises NotServing."""
-        await self._serving().follow_dispatcher(address)
-
-    async def take_operation(self, within_s: float) -> Asked:
-        """Return what operators want, or wait for it up to this many seconds. Raises NotServing."""
-        asked: Asked = await self._serving().operations.take(within_s)
-        return asked
-
-    async def within(self, limits_s: Mapping[LimitedLatency, float]) -> dict[LimitedLatency, Within]:
-        """Return how many sequences have kept each limit since the router's start. Raises NotServing."""
-        kept: dict[LimitedLatency, Within] = self._serving().within(limits_s)
-        return kept
-
-    async def report(self, progress: Progress) -> None:
-        """Note how an operation goes on, for whoever asks. Raises NotServing."""
-        self._serving().operations.report(progress)
 
     async def drain(self, timeout_s: float) -> int:
         """Refuse new requests; returns how many were still running after `timeout_s`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 
 import grpc
 import grpc.aio
@@ -19,12 +19,12 @@ from ridgeline.contracts.errors import EngineError
 from ridgeline.contracts.handoff import UNREADABLE
 from ridgeline.contracts.rpc.address import join_host_port
 from ridgeline.contracts.rpc.channel import add_port
+from ridgeline.router.control import RouterControl
 from ridgeline.router.dispatch.modes import Modes
 from ridgeline.router.fleet.fleet import Fleet
 from ridgeline.router.fleet.pairing import KvPair, PairingRefused
 from ridgeline.router.fleet.roles import ModeImpossible, role_table
-from ridgeline.router.observe.fleet_use import FleetUse, fleet_use
-from ridgeline.router.observe.loop_lag import LoopLag
+from ridgeline.router.observe.collectors import QueueView
 from ridgeline.router.placement.cluster_state import ClusterState
 from ridgeline.router.placement.learned import Learned
 from ridgeline.router.settings import RouterSettings
@@ -60,21 +60,24 @@ class _Stopped(Exception):
     """Raised inside the dispatcher's task group to end all of it."""
 
 
-class Dispatcher:
+class Dispatcher(RouterControl):
     """The dispatcher of a deployment. Create it inside a running event loop."""
+
+    TITLE = "dispatcher"
 
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
-        self._fleet = Fleet(
+        fleet = Fleet(
             f"dispatcher-{secrets.token_hex(4)}",
             tls=settings.tls,
             stall_timeout_s=settings.stall_timeout_s,
             roles=role_table(settings),
         )
+        super().__init__(fleet)
         learned = Learned(settings.block_size_tokens)
-        self._comparing = Comparing(self._fleet, learned, settings.router)
-        self._state = ClusterState(self._fleet, settings, learned, self._comparing.policy, paused=True)
-        self._modes = Modes(self._fleet, self._state.mode_changed)
+        self._comparing = Comparing(self.fleet, learned, settings.router)
+        self._state = ClusterState(self.fleet, settings, learned, self._comparing.policy, paused=True)
+        self._modes = Modes(self.fleet, self._state.mode_changed)
         self._routers: set[JoinedRouter] = set()
         self._parts = Parts()
         self._counts = Counts()
@@ -83,10 +86,8 @@ class Dispatcher:
         self._pairs_of: list[KvPair] | None = None
         """The pairs that `_told_pairs` tells."""
         self._all_there = asyncio.Event()
-        self._lag = LoopLag()
         self._server = grpc.aio.server(options=OPTIONS)
         self._stop = asyncio.Event()
-        self._running: asyncio.Task[None] | None = None
 
     async def serve(self, worker_addresses: list[str], host: str, port: int, *, some: bool = False) -> str:
         """Connect to the workers, listen, and return host:port; with `some`, begin with those that are reached.
@@ -102,34 +103,13 @@ class Dispatcher:
         return await address
 
     @property
-    def loop_silent_s(self) -> float:
-        """Seconds for which the event loop has been stuck in one callback; may be read from another thread."""
-        return self._lag.silent_s
+    def queues(self) -> Iterable[QueueView]:
+        """The queues of prompts."""
+        return self._state.queues.values()
 
-    @property
-    def ended(self) -> bool:
-        """Whether it served and has stopped, on request or not."""
-        return self._running is not None and self._running.done()
-
-    async def replace_worker(self, address: str, reason: str | None) -> None:
-        """Add a worker that was started again, in place of its older incarnation. Raises WorkerLost, PairingRefused."""
-        await self._fleet.replace(address, reason)
+    def fleet_changed(self) -> None:
+        """Look again what can start, now that there are other workers."""
         self._state.look()
-
-    async def remove_worker(self, worker_id: str) -> None:
-        """Forget a worker that has left for good."""
-        await self._fleet.remove(worker_id)
-        self._state.look()
-
-    @property
-    def fleet(self) -> Fleet:
-        """The workers, and the roles that they have."""
-        return self._fleet
-
-    async def use(self) -> FleetUse:
-        """Return how much of the workers is in use, by all routers; asks them first."""
-        await self._fleet.refresh()
-        return fleet_use(self._fleet.workers, self._state.queues.values(), self._fleet.mode)
 
     async def stop(self) -> None:
         """End all connections; streams go on without it."""
@@ -140,7 +120,7 @@ class Dispatcher:
     async def _run(self, workers: list[str], host: str, port: int, address: asyncio.Future[str], some: bool) -> None:
         try:
             async with asyncio.TaskGroup() as group:
-                await self._fleet.connect(workers, group, some=some)
+                await self.fleet.connect(workers, group, some=some)
                 group.create_task(self._lag.watch(), name="loop-lag")
                 group.create_task(self._tell_sums(), name="sums")
                 group.create_task(self._comparing.run(), name="compare-policies")
@@ -219,10 +199,10 @@ class Dispatcher:
 
     def _sums(self) -> Sums:
         return Sums(
-            mode=self._fleet.mode,
-            role_number=self._fleet.role_number,
+            mode=self.fleet.mode,
+            role_number=self.fleet.role_number,
             queues={pool: queue.now() for pool, queue in self._state.queues.items()},
-            outstanding={worker.worker_id: worker.outstanding for worker in self._fleet.workers},
+            outstanding={worker.worker_id: worker.outstanding for worker in self.fleet.workers},
         )
 
     def _look(self) -> None:
@@ -232,8 +212,8 @@ class Dispatcher:
             self._told_sums = msgspec.Raw(sums)
             for router in self._routers:
                 router.show("sums", self._told_sums)
-        if self._pairs_of is not self._fleet.kv_pairs:  # the fleet makes a new list with each change
-            self._pairs_of = self._fleet.kv_pairs
+        if self._pairs_of is not self.fleet.kv_pairs:  # the fleet makes a new list with each change
+            self._pairs_of = self.fleet.kv_pairs
             self._told_pairs = msgspec.Raw(encode(Pairs(self._pairs_of)))
             for router in self._routers:
                 router.show("pairs", self._told_pairs)

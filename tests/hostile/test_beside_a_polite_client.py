@@ -148,7 +148,7 @@ async def test_a_hostile_client_costs_a_polite_one_at_most_as_much_again_and_not
         assert {ratio: value for ratio, value in found.ratios().items() if value > 2} == {}
         assert SLOTS // 4 < held <= 0.75 * SLOTS + 8, "the hostile one has its share and no more"
         assert not router.ended
-        assert not any(worker.drains for worker in router._fleet.workers)
+        assert not any(worker.drains for worker in router.fleet.workers)
     flood, churn = statuses["flood"], statuses["churn"]
     assert statuses["pages"].keys() == {"/metrics: 200", "/ready: 200"}
     assert flood["prompt logprobs: 429"], "its sockets hold its share"

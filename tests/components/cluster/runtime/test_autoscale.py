@@ -63,17 +63,19 @@ class Router:
 
     def start(self):
         self.service = RouterService()
-        self.service._server = SimpleNamespace(operations=Operations(), use=self._use, within=self._within, ended=False)
+        self.book = Operations()
+        self.service._server = SimpleNamespace(
+            take_operation=self.book.take, report=self._report, use=self._use, within=self._within, ended=False
+        )
 
     async def _use(self):
         return self.fleet.use()
 
-    def _within(self, limits_s):
-        return {latency: Within(limit_s, self.kept, self.counted) for latency, limit_s in limits_s.items()}
+    async def _report(self, progress):
+        self.book.report(progress)
 
-    @property
-    def book(self):
-        return self.service._server.operations
+    async def _within(self, limits_s):
+        return {latency: Within(limit_s, self.kept, self.counted) for latency, limit_s in limits_s.items()}
 
     async def _call(self, method, *arguments):
         if self.away:

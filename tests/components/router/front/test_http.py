@@ -300,7 +300,7 @@ async def test_every_series_that_a_router_publishes_is_in_the_documented_table_a
 async def test_a_router_tells_what_is_in_use_and_how_many_kept_a_limit(router):
     http, deployed, prefill, _ = router
     prefill.stats.counters = {"busy_seconds_total.prefill": 2.5}
-    before = deployed.within({"ttft": 64.0, "tpot": 2.0})
+    before = await deployed.within({"ttft": 64.0, "tpot": 2.0})
     stepper = asyncio.create_task(stepping(prefill))
     assert (await send(http))[0] == 200
     stepper.cancel()
@@ -312,7 +312,7 @@ async def test_a_router_tells_what_is_in_use_and_how_many_kept_a_limit(router):
     ]
     assert use.workers[0].prompt_steps_s == 2.5
     assert not any(use.waiting_prompts.values())
-    after = deployed.within({"ttft": 64.0, "tpot": 2.0})
+    after = await deployed.within({"ttft": 64.0, "tpot": 2.0})
     assert [after[name].counted - before[name].counted for name in ("ttft", "tpot")] == [1, 1]
     assert after["ttft"].within - before["ttft"].within == 1
 
@@ -342,7 +342,7 @@ async def test_a_router_whose_inside_has_failed_says_that_it_has_ended(own, monk
     async def fails():
         raise ZeroDivisionError
 
-    monkeypatch.setattr(router._fleet.workers[0], "refresh", fails)
+    monkeypatch.setattr(router.fleet.workers[0], "refresh", fails)
     await eventually(lambda: router.ended)
     with pytest.raises(httpx.TransportError):
         await http.get("/health")

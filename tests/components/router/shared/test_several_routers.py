@@ -145,7 +145,7 @@ async def test_what_a_router_held_is_free_again_when_it_dies():
             engine(started).step()
             await second
             assert sent == expected(3)
-            await eventually(lambda: not any(worker.outstanding.running for worker in dispatcher._fleet.workers))
+            await eventually(lambda: not any(worker.outstanding.running for worker in dispatcher.fleet.workers))
 
 
 async def test_streams_go_on_without_a_dispatcher_and_the_next_one_learns_which_places_are_in_use():
@@ -172,7 +172,7 @@ async def test_streams_go_on_without_a_dispatcher_and_the_next_one_learns_which_
                     await router.decisions.link.follow(there)
                 await waits(dispatcher, 1)
                 await eventually(lambda: len(dispatcher._routers) == 2)
-                prefill, decode = (dispatcher._fleet.get(name).outstanding for name in ("prefill-0", "decode-0"))
+                prefill, decode = (dispatcher.fleet.get(name).outstanding for name in ("prefill-0", "decode-0"))
                 assert (prefill.prompt_tokens, prefill.running) == (PROMPT_TOKENS, 1)
                 assert decode.running == 2, "the one that is decoded, and the one that will be"
                 for one in started:

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from ridgeline.cluster.runtime import services
-from ridgeline.cluster.runtime.services import DispatcherService, RouterService, device_of
+from ridgeline.cluster.runtime.services import DispatcherService, NotServing, RouterService, device_of
 from ridgeline.contracts.errors import WorkerLost
+from ridgeline.router.control import RouterControl
 from tests.support.samples import router_settings
 
 
@@ -39,18 +40,20 @@ async def test_one_of_several_routers_that_is_stuck_is_ended_sooner_than_the_onl
     assert await stuck(service(), routers, silent_s, monkeypatch) == health
 
 
-def service_with(worker):
-    """A router that serves with this one worker."""
+class Control(RouterControl):
+    """A router with this one worker."""
 
-    async def refresh():
+    TITLE = "router"
+    queues = ()
+
+    def __init__(self, worker):
+        async def refresh():
+            pass
+
+        super().__init__(SimpleNamespace(get=lambda worker_id: {"worker-0": worker}[worker_id], refresh=refresh))
+
+    def fleet_changed(self):
         pass
-
-    def get(worker_id):
-        return {"worker-0": worker}[worker_id]
-
-    service = RouterService()
-    service._server = SimpleNamespace(fleet=SimpleNamespace(get=get, refresh=refresh))
-    return service
 
 
 async def test_a_drain_for_a_worker_that_a_router_does_not_have_or_for_another_incarnation_reaches_nobody():
@@ -60,7 +63,10 @@ async def test_a_drain_for_a_worker_that_a_router_does_not_have_or_for_another_i
         drained.append(timeout_s)
 
     worker = SimpleNamespace(client=SimpleNamespace(drain=drain), description=SimpleNamespace(incarnation="2"))
-    service = service_with(worker)
+    service = RouterService()
+    with pytest.raises(NotServing):
+        await service.drain_worker("worker-0", 30.0, "")
+    service._server = Control(worker)
     for worker_id, incarnation in (("worker-1", ""), ("worker-1", "2"), ("worker-0", "1")):
         with pytest.raises(WorkerLost, match=worker_id):
             await service.drain_worker(worker_id, 30.0, incarnation)

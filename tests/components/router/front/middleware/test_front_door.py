@@ -114,7 +114,7 @@ async def test_a_clients_key_drains_no_worker(keyed):
     wish = {"worker": "decode-0", "timeout_s": 0, "force": True}
     assert (await http.post("/ridgeline/drain", json=wish, headers=BEARER)).status_code == 403
     assert (await http.get("/ridgeline/workers", headers=BEARER)).status_code == 403
-    assert deployed._fleet.get("decode-0").usable
+    assert deployed.fleet.get("decode-0").usable
 
 
 async def test_a_forwarded_address_changes_nothing_whatever_the_servers_environment_says(keyed, seen):
@@ -138,7 +138,7 @@ async def test_whoever_comes_through_a_trusted_proxy_is_no_operator(behind_a_pro
         wish = {"worker": "decode-0", "timeout_s": 0, "force": True}
         assert (await http.post("/ridgeline/drain", json=wish, headers=headers)).status_code == 403
         assert (await http.get("/ridgeline/workers", headers=headers)).status_code == 403
-    assert deployed._fleet.get("decode-0").usable
+    assert deployed.fleet.get("decode-0").usable
 
 
 # --- routes
