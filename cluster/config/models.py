@@ -21,7 +21,8 @@ from ridgeline.router.settings import RouterConfig, ServerConfig, without_port
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 
 CPU_BLOCK_MULTIPLE_TOKENS = 32
-RAY_SMALLEST_OBJECT_STORE_BYTES = 75 * MIB
+OBJECT_STORE_BYTES = 100 * MIB
+"""Of a Ray that is started here; small, since no token and no KV byte goes through it."""
 PLACEMENT_TIMEOUT_S = 120.0
 JOINED_PLACEMENT_TIMEOUT_S = 1800.0
 """Half an hour, since a node that the autoscaler launches takes ten minutes or more to boot and install."""
@@ -85,11 +86,6 @@ class RayConfig(Section):
 
     address: str | None = Field(
         default=None, description="an existing cluster (auto, host:port); null: start Ray on this machine"
-    )
-    object_store_bytes: Bytes = Field(
-        default=100 * MIB,
-        ge=RAY_SMALLEST_OBJECT_STORE_BYTES,
-        description="Ray's shared memory when started here; small, since no tokens or KV bytes go through it",
     )
     placement_timeout_s: float | None = Field(
         default=None,
@@ -238,10 +234,7 @@ class SupervisionConfig(Section):
     max_restarts: int = Field(
         default=5,
         ge=0,
-        description="restarts of one worker within window_s; then back-off doubles from 30 s to at most 5 minutes",
-    )
-    window_s: float = Field(
-        default=300.0, gt=0, description="window of max_restarts, in time of service without starts"
+        description="restarts of one worker within five minutes of service; then back-off doubles from 30 s to 300 s",
     )
     start_timeout_s: float = Field(
         default=900.0, ge=10, description="how long a worker may take to load its engine, including a model download"

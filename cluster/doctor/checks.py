@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from ridgeline.cluster.config.models import PoolConfig, RidgelineConfig
+from ridgeline.cluster.config.models import OBJECT_STORE_BYTES, PoolConfig, RidgelineConfig
 from ridgeline.cluster.doctor.facts import HostFacts, read_cpu_flags, read_host_facts
 from ridgeline.cluster.doctor.gpus import gpu_count, gpu_devices, gpu_software, sections_of
 from ridgeline.cluster.doctor.model_support import model_conflicts
@@ -160,7 +160,7 @@ def _cores(config: RidgelineConfig, host: HostFacts, pools: Pools) -> Iterator[C
 
 def _memory(config: RidgelineConfig, host: HostFacts, pools: Pools) -> Iterator[CheckResult]:
     engines = sum(pool.workers * _engine_bytes(config, host, pool) for pool in pools.values())
-    beside = RAY_AND_ROUTER_BYTES + config.ray.object_store_bytes if config.ray.address is None else 0
+    beside = RAY_AND_ROUTER_BYTES + OBJECT_STORE_BYTES if config.ray.address is None else 0
     needed = engines + beside
     unknown = "" if host.model.parameters or config.uses_gpus() else " without the weights, whose size is not known yet"
     detail = f"{_gib(needed)} needed{unknown}, {_gib(host.memory_available_bytes)} available"
@@ -176,9 +176,9 @@ def _engine_bytes(config: RidgelineConfig, host: HostFacts, pool: PoolConfig) ->
     return weights_bytes + (pool.kv_cache_bytes or 0) + pool.ranks * ENGINE_OVERHEAD_BYTES  # each rank is a process
 
 
-def _shared_memory(config: RidgelineConfig, host: HostFacts, pools: Pools) -> Iterator[CheckResult]:
+def _shared_memory(_config: RidgelineConfig, host: HostFacts, pools: Pools) -> Iterator[CheckResult]:
     split = any(pool.ranks > 1 for pool in pools.values())
-    needed_bytes = config.ray.object_store_bytes + SHARED_MEMORY_MARGIN_BYTES + (RANK_QUEUE_BYTES if split else 0)
+    needed_bytes = OBJECT_STORE_BYTES + SHARED_MEMORY_MARGIN_BYTES + (RANK_QUEUE_BYTES if split else 0)
     needed_mib = needed_bytes // MIB
     free_mib = host.shared_memory_free_bytes // MIB
     who = "Ray and the engines' ranks need" if split else "Ray needs"

@@ -18,7 +18,7 @@ from ray._private import ray_constants, services
 from ray.exceptions import RayError
 from ray.job_config import JobConfig
 
-from ridgeline.cluster.config.models import RidgelineConfig
+from ridgeline.cluster.config.models import OBJECT_STORE_BYTES, RidgelineConfig
 from ridgeline.cluster.runtime.actors import engine_environment
 from ridgeline.cluster.runtime.environment import apart_from_the_shell
 from ridgeline.cluster.runtime.handles.actor import LOOPBACK, DeploymentFailed
@@ -59,7 +59,7 @@ SYSTEM_CONFIG: Final[dict[str, Any]] = {
     "raylet_report_resources_period_milliseconds": 1_000,
     "memory_monitor_refresh_ms": 1_000,
 }
-"""What a Ray that is started here does otherwise; docs/reference/settings.md has a line for each.
+"""What a Ray that is started here does otherwise.
 
 How Ray finds dead processes and nodes is left alone.
 """
@@ -132,7 +132,7 @@ def _start_here(config: RidgelineConfig, common: dict[str, Any]) -> AbstractCont
             num_cpus=max(len(usable_cores()), sum(pool.workers * pool.cores_per_worker for pool in pools)),
             _node_ip_address=LOOPBACK,
             resources={name: 1000.0 for table in tables for name in table},
-            object_store_memory=config.ray.object_store_bytes,
+            object_store_memory=OBJECT_STORE_BYTES,
             include_dashboard=False,
             **common,
         )

@@ -19,7 +19,7 @@ from ridgeline.cluster.config.models import SupervisionConfig
 from ridgeline.cluster.runtime.handles.actor import CoresBusy, DeploymentFailed, NoPlace
 from ridgeline.cluster.runtime.supervision.reach import Partitions, judge
 from ridgeline.cluster.runtime.supervision.registration import Registration
-from ridgeline.cluster.runtime.supervision.restart_budget import LONGEST_REST_S, RestartBudget
+from ridgeline.cluster.runtime.supervision.restart_budget import LONGEST_REST_S, WINDOW_S, RestartBudget
 from ridgeline.contracts.vocabulary import Health, Pool, RestartReason
 
 POLL_S = 0.5
@@ -379,9 +379,7 @@ class Supervisor:
         """Wait before it is started again; for longer and longer, and known to all, if it is lost again and again."""
         delay_s = 0.0 if free else budget.next_delay_s()
         if not free and budget.used_up:
-            often = (
-                f"lost more than {self._settings.max_restarts} times within {self._settings.window_s:.0f} s of service"
-            )
+            often = f"lost more than {self._settings.max_restarts} times within {WINDOW_S:.0f} s of service"
             self._say(f"{name} was {often} and is tried again in {delay_s:.0f} s")
             if name in self._workers:
                 self._tell_who_ordered(name, DeploymentFailed(f"{name} could not be started again"))
@@ -499,9 +497,7 @@ class Supervisor:
     # --- routers
 
     async def _mind_router(self, router: SupervisedRouter) -> None:
-        budget = RestartBudget(
-            self._settings.max_restarts, self._settings.window_s, self._clock, longest_rest_s=LONGEST_ROUTER_REST_S
-        )
+        budget = RestartBudget(self._settings.max_restarts, self._clock, longest_rest_s=LONGEST_ROUTER_REST_S)
         while True:
             why = await self._until_lost(router)
             self._serves[router.name].clear()
@@ -547,4 +543,4 @@ class Supervisor:
         return there
 
     def _budget(self) -> RestartBudget:
-        return RestartBudget(self._settings.max_restarts, self._settings.window_s, self._clock)
+        return RestartBudget(self._settings.max_restarts, self._clock)

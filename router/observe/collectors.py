@@ -138,7 +138,7 @@ class WorkerCollector(Collector):
         yield self._restarted({worker.worker_id for worker in workers})
         yield GaugeMetricFamily(
             "ridgeline_away_workers",
-            "Workers in restart back-off: lost more than supervision.max_restarts times in supervision.window_s of "
+            "Workers in restart back-off: lost more than supervision.max_restarts times in five minutes of "
             "service; GET /ready names them",
             value=len(self._away()),
         )
@@ -147,7 +147,6 @@ class WorkerCollector(Collector):
         affinities = [([worker.worker_id, worker.favours], 1) for worker in workers if worker.favours is not None]
         optional += [
             _gauge("ridgeline_worker_role_affinity", _AFFINITY, ["worker", "phase"], affinities),
-            _gauge("ridgeline_worker_favours", f"Old name: {_AFFINITY}", ["worker", "phase"], affinities),
         ]
         yield from (family for family in optional if family.samples)
         yield from _statuses(workers)

@@ -17,7 +17,6 @@ from typer.cli import get_docs_for_click
 
 from ridgeline.cluster.cli import app
 from ridgeline.cluster.config.models import RidgelineConfig
-from ridgeline.cluster.runtime.ray_start import SYSTEM_CONFIG
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 UNITS = {"s": "seconds", "ms": "milliseconds", "bytes": "bytes", "tokens": "tokens"}
@@ -65,7 +64,7 @@ def default(values: list[Any]) -> str:
 
 
 def settings_page() -> str:
-    """Return a table of settings for each kind of section, then the options of a Ray that is started here."""
+    """Return a table of settings for each kind of section."""
     lines = [
         "# Settings",
         "",
@@ -87,8 +86,6 @@ def settings_page() -> str:
         if rows:
             lines += ["", f"## {', '.join(by_path) or 'Top level'}", ""]
             lines += ["| setting | type | unit | default | meaning |", "|---|---|---|---|---|", *rows]
-    lines += ["", "## A Ray that is started here", "", "| option of Ray | value |", "|---|---|"]
-    lines += [f"| `{name}` | {json.dumps(value)} |" for name, value in SYSTEM_CONFIG.items()]
     return "\n".join([*lines, ""])
 
 

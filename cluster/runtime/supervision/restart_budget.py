@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable
 
 FIRST_REST_S = 30.0
+WINDOW_S = 300.0
+"""Of service, in which `supervision.max_restarts` are counted."""
 LONGEST_REST_S = 300.0
 """Something that cannot run is tried again every five minutes at the least, as Kubernetes restarts a container that
 crashes in a loop (CrashLoopBackOff): seldom enough to harm nobody, and soon enough after its cause is gone."""
@@ -25,14 +27,12 @@ class RestartBudget:
     def __init__(
         self,
         max_restarts: int,
-        window_s: float,
         clock: Callable[[], float] = time.monotonic,
         *,
         longest_rest_s: float = LONGEST_REST_S,
     ) -> None:
         self._longest_rest_s = longest_rest_s
         self._max_restarts = max_restarts
-        self._window_s = window_s
         self._clock = clock
         self._starts_s: deque[float] = deque(maxlen=max_restarts + ENOUGH_RESTS)
         """By the time it had served before each."""
@@ -57,7 +57,7 @@ class RestartBudget:
             self._served_s += self._clock() - self._serves_since_s
             self._serves_since_s = None
         now_s = self._served_s
-        while self._starts_s and now_s - self._starts_s[0] >= self._window_s:
+        while self._starts_s and now_s - self._starts_s[0] >= WINDOW_S:
             self._starts_s.popleft()
         already = len(self._starts_s)
         self._starts_s.append(now_s)

@@ -137,10 +137,10 @@ def test_a_missing_file_is_an_error_that_says_so(tmp_path):
 
 
 def test_bytes_are_read_as_text_with_a_unit_or_as_a_number():
-    overrides = {"pools.decode.kv_cache_bytes": "2 GiB", "ray.object_store_bytes": "100000000"}
+    overrides = {"pools.decode.kv_cache_bytes": "2 GiB", "server.max_request_bytes": "100000"}
     config = load_config(None, overrides).config
     assert type(config.pools.decode.kv_cache_bytes) is int
-    assert (config.pools.decode.kv_cache_bytes, config.ray.object_store_bytes) == (2 * 1024**3, 100_000_000)
+    assert (config.pools.decode.kv_cache_bytes, config.server.max_request_bytes) == (2 * 1024**3, 100_000)
 
 
 def test_options_of_a_policy_and_the_pool_of_mode_adaptive_are_set_one_by_one(tmp_path):
@@ -336,10 +336,6 @@ def test_ranks_that_are_not_the_gpus_are_refused():
 def test_counts_and_times_cannot_be_zero_and_names_not_empty(path):
     with pytest.raises(ConfigError, match=path):
         load_config(None, {path: '""' if path == "model.path" else "0"})
-
-
-def test_an_object_store_below_rays_minimum_is_refused():
-    assert "greater than or equal to 78643200" in only_problem_of(ray__object_store_bytes="1 MiB")
 
 
 def test_a_configuration_cannot_be_changed_after_loading():

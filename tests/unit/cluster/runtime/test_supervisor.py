@@ -161,7 +161,7 @@ class Scene:
             self.workers,
             routers,
             {worker.name: f"{worker.name}:0" for worker in self.workers},
-            SupervisionConfig(max_restarts=5, window_s=300),
+            SupervisionConfig(max_restarts=5),
             clock=self.clock,
             sleep=self.clock.sleep,
         )
@@ -474,7 +474,7 @@ async def test_a_router_lost_again_and_again_is_tried_again_every_half_minute():
 
 def test_delays_grow_up_to_five_minutes_and_old_starts_are_forgotten():
     clock = Clock()
-    budget = RestartBudget(5, 300.0, clock)
+    budget = RestartBudget(5, clock)
     delays_s = [budget.next_delay_s() for _ in range(12)]
     assert delays_s == [0.0, 1.0, 2.0, 4.0, 8.0, 30.0, 60.0, 120.0, 240.0, 300.0, 300.0, 300.0]
     assert budget.used_up
@@ -493,7 +493,7 @@ def test_delays_grow_up_to_five_minutes_and_old_starts_are_forgotten():
 
 
 def test_delays_stay_finite_however_often_it_was_tried():
-    budget = RestartBudget(5, 300.0, Clock(), longest_rest_s=30.0)
+    budget = RestartBudget(5, Clock(), longest_rest_s=30.0)
     assert {budget.next_delay_s() for _ in range(5000)} == {0.0, 1.0, 2.0, 4.0, 8.0, 30.0}
 
 

@@ -265,9 +265,9 @@ def test_a_worker_that_is_kept_for_one_phase_says_which(registry):
     kept = a_worker("adaptive", "worker-0", "decode")
     either = a_worker("adaptive", "worker-1")
     registry.register(WorkerCollector(lambda: [kept, either], dict, lambda: "adaptive", list, dict))
-    for series in ("ridgeline_worker_role_affinity", "ridgeline_worker_favours"):
-        assert registry.get_sample_value(series, {"worker": "worker-0", "phase": "decode"}) == 1
-        assert registry.get_sample_value(series, {"worker": "worker-1", "phase": "decode"}) is None
+    series = "ridgeline_worker_role_affinity"
+    assert registry.get_sample_value(series, {"worker": "worker-0", "phase": "decode"}) == 1
+    assert registry.get_sample_value(series, {"worker": "worker-1", "phase": "decode"}) is None
 
 
 def test_a_fleet_of_64_has_no_series_for_each_pair_of_workers_and_none_that_tells_when_another_began(registry):
