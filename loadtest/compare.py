@@ -74,9 +74,7 @@ async def compare(
     round in that mode that did not use both pools.
     """
     began_s = time.monotonic() if began_s is None else began_s
-    differences = unequal_variants(variants)
-    if differences and not plan.allow_unequal:
-        raise UnequalError(differences)
+    refuse_unequal(variants, plan)
     folder = new_folder(out if isinstance(out, RunFolder) else RunFolder(out), console)
     prepared = await prepare(variants[0], plan.with_rate(), console, workers, notes, began_s, _context_tokens(variants))
     if prepared.load.rate is None:
@@ -129,6 +127,13 @@ async def _to_the_end(
     folder.finish(summary)
     print_comparison(summary, runner.console)
     return Comparison(summary, report)
+
+
+def refuse_unequal(variants: Sequence[Variant], plan: ComparePlan) -> None:
+    """Raise UnequalError if the variants differ in what can decide a comparison, unless the plan allows that."""
+    differences = unequal_variants(variants)
+    if differences and not plan.allow_unequal:
+        raise UnequalError(differences)
 
 
 def unequal_variants(variants: Sequence[Variant]) -> list[str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from rich.console import Console
 
 from ridgeline.cluster.commands.setup import setup_of, versions
-from ridgeline.loadtest.compare import compare, resume
+from ridgeline.loadtest.compare import compare, refuse_unequal, resume
 from ridgeline.loadtest.export.saved_export import ExportFormat, export_rounds
 from ridgeline.loadtest.plan import ComparePlan
 from ridgeline.loadtest.run.calibration import Workers
@@ -65,6 +65,7 @@ async def compare_command(
     servers = running_servers(plan, _device_unit(config, plan))
     for server in servers:
         notes = (*notes, *await server.check(plan))
+    refuse_unequal((*_planned(config, plan), *servers), plan)
     cards = {server.mode: server.card for server in servers if server.card is not None}
     async with _own(config, plan, console) as (own, card):
         if card is not None:
@@ -117,6 +118,14 @@ async def _own(
 
     async with own_variants(config, plan.modes, console) as (url, variants), open_http(url) as http:
         yield variants, await first_model(http, plan.served_name)
+
+
+def _planned(config: RidgelineConfig | None, plan: ComparePlan) -> tuple[Variant, ...]:
+    if config is None:
+        return ()
+    from ridgeline.cluster.commands.own_variants import planned_variants
+
+    return planned_variants(config, plan.modes)
 
 
 def _device_unit(config: RidgelineConfig | None, plan: ComparePlan) -> Literal["core", "GPU"]:

@@ -16,7 +16,7 @@ from ridgeline.cluster.commands.setup import versions
 from ridgeline.cluster.config.api_keys import first_admin_key
 from ridgeline.cluster.config.autoscale import AutoscaleConfig
 from ridgeline.cluster.config.models import PoolConfig, RidgelineConfig
-from ridgeline.cluster.doctor.checks import refuse_unfit_machine
+from ridgeline.cluster.doctor.checks import refuse_unfit_machine, resolve_dtype
 from ridgeline.cluster.runtime.ray_start import ray_runtime
 from ridgeline.contracts.section import MIB
 from ridgeline.contracts.vocabulary import Mode
@@ -37,6 +37,13 @@ async def own_variants(
         console.print(f"what Ray itself says goes to {ray_messages}", style="dim", highlight=False, markup=False)
         async with Deployments(partial(_serving, config, console)) as deployments:
             yield await _variants(deployments, config, modes, console)
+
+
+def planned_variants(config: RidgelineConfig, modes: tuple[Mode, ...]) -> tuple[Variant, ...]:
+    """Return what is known of the modes before anything has started."""
+    return tuple(
+        SwitchedVariant("", mode, {}, devices=devices_of(config, mode), facts=facts_of(config, mode)) for mode in modes
+    )
 
 
 @asynccontextmanager
@@ -95,7 +102,7 @@ def facts_of(config: RidgelineConfig, mode: Mode) -> ServerFacts:
     return ServerFacts(
         server="Ridgeline",
         engine=f"vLLM {versions()['vllm']}",
-        dtype=UNKNOWN if model.dtype == "auto" else model.dtype,
+        dtype=UNKNOWN if (dtype := resolve_dtype(config)) == "auto" or config.ray.address is not None else dtype,
         block_size_tokens=str(model.block_size_tokens),
         graphs="off" if model.is_eager(on_cpu=on_cpu) else UNKNOWN,
         tensor_parallel=same(pool.ranks for pool in pools),

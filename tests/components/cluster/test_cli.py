@@ -28,6 +28,7 @@ from ridgeline.loadtest.run.calibration import Load, Workers
 from ridgeline.loadtest.run_folder import RunFolder, Settled
 from ridgeline.loadtest.variants import Devices
 from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
+from tests.support.openai_server import Behaviour, running
 from tests.support.patience import PATIENCE_S
 
 COMMANDS = (
@@ -401,6 +402,14 @@ def test_compare_on_an_unfit_machine_starts_nothing(run_ridgeline, tmp_path, mon
     monkeypatch.setattr(ridgeline.cluster.commands.own_variants, "refuse_unfit_machine", unfit)
     status, _, error = run_ridgeline("compare", "--out", tmp_path)
     assert (status, error) == (1, "error: Free some memory.")
+
+
+def test_a_running_server_that_is_not_equal_to_an_own_mode_is_told_before_that_starts(run_ridgeline, tmp_path):
+    with running(Behaviour()) as url:
+        mine = ("--variants", "colocated", "--server", f"theirs={url}", "--devices", "theirs=7", "--tokenizer", "m")
+        status, _, error = run_ridgeline("compare", *mine, "--out", tmp_path)
+    assert status == 1
+    assert "Number of devices: 2 in colocated, 7 in theirs" in error
 
 
 def test_compare_needs_a_folder_to_write_to(run_ridgeline):
