@@ -38,7 +38,7 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     dtype: str
     kv_dtype: str
-    block_size_tokens: int
+    block_size: int
     num_layers: int
     num_kv_heads: int
     """The model's KV heads, over all ranks."""

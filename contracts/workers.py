@@ -167,8 +167,8 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
     transfer_addresses: list[str]
     """Addresses at which its KV blocks can be fetched, one for each tensor parallel rank."""
     num_kv_blocks: int
-    block_size_tokens: int
-    max_model_len_tokens: int
+    block_size: int
+    max_model_len: int
     max_num_seqs: int
     """Sequences that its engine can run at a time."""
     repeats_tokens: bool = True

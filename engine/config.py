@@ -22,8 +22,8 @@ class EngineConfig:
     """Whether its KV blocks may go to another engine; in a deployment that stays in mode colocated they do not."""
     model_path: str
     dtype: str
-    max_model_len_tokens: int
-    block_size_tokens: int
+    max_model_len: int
+    block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
     kv_cache_bytes_per_rank: int | None

@@ -149,7 +149,7 @@ class VllmEngine:
             raise UnsupportedModel(f"{self.config.model_path} cannot be served: {what}.")
         reason = why_unsupported(
             model.hf_text_config.to_dict(),
-            max_model_len_tokens=model.max_model_len,
+            max_model_len=model.max_model_len,
             hands_over=self.config.hands_over,
         )
         if reason is not None:
@@ -340,8 +340,8 @@ def _engine_args(config: EngineConfig) -> dict[str, Any]:
         **engine_values(config.passed),
         "model": config.model_path,
         "dtype": config.dtype,
-        "max_model_len": config.max_model_len_tokens,
-        "block_size": config.block_size_tokens,
+        "max_model_len": config.max_model_len,
+        "block_size": config.block_size,
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "tensor_parallel_size": config.tensor_parallel_size,

@@ -103,7 +103,7 @@ class Cache:
         self,
         transport: TransportName,
         host: str = "127.0.0.1",
-        fetch_deadline_s: float = FETCH_DEADLINE_S,
+        kv_fetch_timeout_s: float = FETCH_DEADLINE_S,
         lease_s: float = LEASE_S,
     ) -> TransferService:
         """Build a service as an engine does, on a free port; the caller starts it."""
@@ -111,7 +111,7 @@ class Cache:
             model="measure",
             dtype="bfloat16",
             kv_dtype="auto",
-            block_size_tokens=BLOCK_TOKENS,
+            block_size=BLOCK_TOKENS,
             num_layers=self._shape.num_layers,
             num_kv_heads=1,
             block_bytes=self._shape.block_bytes,
@@ -121,7 +121,7 @@ class Cache:
             tensor_parallel_size=1,
         )
         layers = {f"layer{index}": layer for index, layer in enumerate(self.layers)}
-        options = TransferOptions(host, transport=transport, lease_s=lease_s, fetch_deadline_s=fetch_deadline_s)
+        options = TransferOptions(host, transport=transport, lease_s=lease_s, kv_fetch_timeout_s=kv_fetch_timeout_s)
         return TransferService(RankLayers(layers, layout, self._shared), options)
 
 

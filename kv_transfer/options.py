@@ -24,7 +24,7 @@ class TransferOptions:
     """What its own fetches use, `auto` picks for each source; others may use anything that it offers."""
     lease_s: float = 30.0
     """How long a hand-off that nobody fetches or renews stays pinned."""
-    fetch_deadline_s: float = 30.0
+    kv_fetch_timeout_s: float = 30.0
     faults: str | None = None
     """For tests: makes its own fetches fail as planned, see `ridgeline.kv_transfer.faults`."""
     tls: TlsFiles | None = None

@@ -115,7 +115,7 @@ class ReplayPlan(BaseModel):
     template"""
     text_prompts: bool = False
     """send completions' prompts as text, for a server that takes no token ids; they are then a few tokens shorter"""
-    served_name: str | None = None
+    served_model_name: str | None = None
     """which of the server's models to use; by default the first"""
     tokenizer: str | None = None
     """directory or hub name of the model's tokenizer; by default the server's"""

@@ -84,12 +84,12 @@ class RunningServer:
             raise ServerError(f"{self.mode} has not emptied its prefix cache: POST {RESET_PATH} fails")
         is_fresh, self._was_ready = not self._was_ready, True
         found = await asyncio.to_thread(serving_processes, self.servers.urls)
-        changes: dict[str, Any] = {} if self.card is None else {"served_name": self.card.id}
+        changes: dict[str, Any] = {} if self.card is None else {"served_model_name": self.card.id}
         return Reached(self.servers, is_fresh, changes, found or frozenset(), is_watched=found is not None)
 
     async def _checked(self, url: str, plan: ComparePlan) -> ModelCard:
         async with self.servers.open(url) as http:
-            card = await first_model(http, plan.served_name, self.servers.key_variable)
+            card = await first_model(http, plan.served_model_name, self.servers.key_variable)
         prompt: list[int] | str = PROBE_TEXT if plan.sends_text else PROBE_IDS
         body = encode_body(card.id, prompt, PROBE_TOKENS, plan.endpoint)
         async with LoadClient(url, self.servers.headers, plan.endpoint) as client:

@@ -280,7 +280,7 @@ class Router(RouterControl):
         return HealthProbe(
             self._orchestrator,
             vocabulary_size=self._client.model_config.get_vocab_size(),
-            prompt_tokens=probe_prompt_tokens(self.fleet.workers[0].description.block_size_tokens),
+            prompt_tokens=probe_prompt_tokens(self.fleet.workers[0].description.block_size),
         )
 
     async def limits_too_short(self) -> list[str]:

@@ -158,11 +158,11 @@ class RouterConfig(Section):
         "fairness over all of them; auto: one on CPUs, two per decoding GPU engine as far as free "
         "cores allow",
     )
-    request_deadline_s: float = Field(default=600.0, gt=0, description="longest life of one request")
+    request_timeout_s: float = Field(default=600.0, gt=0, description="longest life of one request")
     resources: Resources = Field(
         default_factory=dict, description="custom Ray resources the router takes, to bind it to a node type"
     )
-    max_outstanding_requests: int = Field(
+    max_concurrent_requests: int = Field(
         default=512, ge=1, description="accepted requests at a time; more get HTTP 429"
     )
     max_logprobs_per_request: int = Field(
@@ -177,7 +177,7 @@ class RouterConfig(Section):
         le=1,
         description="what one client (API key, else address) may hold of the requests and KV blocks that others leave",
     )
-    max_prompt_wait_s: float = Field(
+    max_queue_time_s: float = Field(
         default=30.0, gt=0, description="longest predicted wait until prefill starts; requests above it get HTTP 429"
     )
     prefill_window_tokens: int | None = Field(
@@ -252,7 +252,7 @@ class RouterSettings:
     model_path: str
     served_names: tuple[str, ...]
     dtype: str
-    max_model_len_tokens: int
+    max_model_len: int
     mode: Mode
     overlap: bool
     """Whether decode may admit a prompt, and fetch its KV, while it is computed."""
@@ -264,7 +264,7 @@ class RouterSettings:
     """By mode, the role of a worker that comes later, by the pool for which it is started."""
     why_not: Mapping[Mode, str] = field(default_factory=dict)
     """For every other mode, why not."""
-    block_size_tokens: int
+    block_size: int
     """Tokens in one KV block, by which prefixes are compared."""
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     """Those of the engines' arguments that say what the model is."""

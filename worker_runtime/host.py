@@ -219,8 +219,8 @@ class WorkerHost:
             layout=layout,
             transfer_addresses=transfer_addresses,
             num_kv_blocks=self._engine.num_kv_blocks,
-            block_size_tokens=layout.block_size_tokens,  # vLLM may have overruled the setting
-            max_model_len_tokens=config.max_model_len_tokens,
+            block_size=layout.block_size,  # vLLM may have overruled the setting
+            max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
             repeats_tokens=config.on_cpu,
             node=host_identity(),

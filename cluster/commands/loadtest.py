@@ -59,7 +59,7 @@ async def compare_command(
     await asyncio.to_thread(check_client, plan)  # what is wrong with the plan is told before anything starts
     sizes = sizes_of(plan.with_rate())
     if config is not None:
-        fit_context(sizes, config.model.max_model_len_tokens)
+        fit_context(sizes, config.model.max_model_len)
     is_alone = config is None or config.ray.address is None
     notes = await _notes_of_other_work(console) if is_alone else ()
     servers = running_servers(plan, _device_unit(config, plan))
@@ -117,7 +117,7 @@ async def _own(
     from ridgeline.cluster.commands.own_variants import own_variants
 
     async with own_variants(config, plan.modes, console) as (url, variants), open_http(url) as http:
-        yield variants, await first_model(http, plan.served_name)
+        yield variants, await first_model(http, plan.served_model_name)
 
 
 def _planned(config: RidgelineConfig | None, plan: ComparePlan) -> tuple[Variant, ...]:

@@ -103,9 +103,9 @@ def facts_of(config: RidgelineConfig, mode: Mode) -> ServerFacts:
         server="Ridgeline",
         engine=f"vLLM {versions()['vllm']}",
         dtype=UNKNOWN if (dtype := resolve_dtype(config)) == "auto" or config.ray.address is not None else dtype,
-        block_size_tokens=str(model.block_size_tokens),
+        block_size=str(model.block_size),
         graphs="off" if model.is_eager(on_cpu=on_cpu) else UNKNOWN,
-        tensor_parallel=same(pool.ranks for pool in pools),
+        tensor_parallel_size=same(pool.ranks for pool in pools),
     )
 
 
@@ -142,10 +142,10 @@ def refusals(config: RidgelineConfig, plan: ComparePlan) -> list[str]:
     """Return why this comparison would fail or say nothing, a sentence with its fix each; empty if it would not."""
     found = []
     served = config.model.served_names
-    if plan.served_name not in (None, *served):
+    if plan.served_model_name not in (None, *served):
         found.append(
-            f"--served-name {plan.served_name}: this configuration serves {', '.join(served)}: leave it out, or set "
-            "model.served_name"
+            f"--served-model-name {plan.served_model_name}: this configuration serves {', '.join(served)}: leave it "
+            "out, or set model.served_model_name"
         )
     if config.ray.share_cores:
         found.append(
@@ -186,17 +186,18 @@ def equal_hardware(config: RidgelineConfig) -> str | None:
 def _equal_kv_cache(replica: PoolConfig, split: tuple[PoolConfig, ...]) -> str | None:
     """Compare bytes; a cache that takes what the weights leave free has no number before it starts."""
     pools = (replica, *split)
-    sized = [pool.kv_cache_bytes for pool in pools if pool.kv_cache_bytes is not None]
+    sized = [pool.kv_cache_memory_bytes for pool in pools if pool.kv_cache_memory_bytes is not None]
     if sized and len(sized) < len(pools):
         return (
-            "the two modes must have equal KV caches: kv_cache_bytes is set for some pools and null, which takes all "
-            "that is free, for others: set it for pools.prefill, pools.decode and pools.colocated, or for none of them"
+            "the two modes must have equal KV caches: kv_cache_memory_bytes is set for some pools and null, which "
+            "takes all that is free, for others: set it for pools.prefill, pools.decode and pools.colocated, or for none "
+            "of them"
         )
-    disaggregated = sum(pool.workers * (pool.kv_cache_bytes or 0) for pool in split)
-    colocated = replica.workers * (replica.kv_cache_bytes or 0)
+    disaggregated = sum(pool.workers * (pool.kv_cache_memory_bytes or 0) for pool in split)
+    colocated = replica.workers * (replica.kv_cache_memory_bytes or 0)
     if disaggregated != colocated:
         return (
             f"the two modes must have equal KV caches: prefill and decode have {disaggregated / MIB:,.0f} MiB "
-            f"together, colocated has {colocated / MIB:,.0f} MiB: change kv_cache_bytes of a pool"
+            f"together, colocated has {colocated / MIB:,.0f} MiB: change kv_cache_memory_bytes of a pool"
         )
     return None

@@ -175,7 +175,7 @@ async def started(config: RidgelineConfig, console: Console) -> AsyncIterator[De
     """Deploy on the Ray that is running and yield the ready deployment; print how its start goes on."""
     plan = await asyncio.to_thread(make_plan, config)
     names = ", ".join(worker.title for worker in plan.workers)
-    console.print(f"starting [bold]{config.mode}[/]: {names}; {plan.served_name} in {plan.dtype}")
+    console.print(f"starting [bold]{config.mode}[/]: {names}; {plan.served_model_name} in {plan.dtype}")
     if ignored := server_variables() + (ray_variables() if config.ray.address is None else []):
         console.print(
             f"[yellow]not passed on, because the configuration alone shapes the server: {', '.join(ignored)}[/]"

@@ -15,11 +15,11 @@ GPU_ORIGIN: Final = "default on GPUs"
 
 POOLS: Final[Mapping[str, Mapping[str, Any]]] = {
     # Prompts fill steps by themselves: more sequences than a step has room for would only hold KV.
-    "prefill": {"max_num_seqs": 64, "max_num_batched_tokens": 8192, "kv_cache_bytes": None},
+    "prefill": {"max_num_seqs": 64, "max_num_batched_tokens": 8192, "kv_cache_memory_bytes": None},
     # What is recomputed here stalls the others for one chunk; more sequences share each read of the weights.
-    "decode": {"max_num_seqs": 512, "max_num_batched_tokens": 2048, "kv_cache_bytes": None},
+    "decode": {"max_num_seqs": 512, "max_num_batched_tokens": 2048, "kv_cache_memory_bytes": None},
     # As vLLM's own server on a GPU of 70 GiB or more, with as many sequences as half of the decode pool's.
-    "colocated": {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "kv_cache_bytes": None},
+    "colocated": {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "kv_cache_memory_bytes": None},
 }
 """Each pool's settings where its `gpus_per_worker` is above 0."""
 SHARED: Final[Mapping[str, Any]] = {
@@ -45,7 +45,7 @@ def gpu_defaults(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def fill_adaptive(values: Mapping[str, Any]) -> None:
     """Give `pools.adaptive`, which is one setting, what it leaves out where it has GPUs."""
     if _has_gpus((adaptive := _adaptive(values)).get("gpus_per_worker")):
-        adaptive.setdefault("kv_cache_bytes", None)
+        adaptive.setdefault("kv_cache_memory_bytes", None)
 
 
 def _adaptive(values: Mapping[str, Any]) -> dict[str, Any]:

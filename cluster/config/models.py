@@ -58,7 +58,7 @@ class ModelConfig(Section):
     path: str = Field(
         default="smollm2-135m", min_length=1, description="directory, hub name or the default model's name"
     )
-    served_name: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = Field(
+    served_model_name: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = Field(
         default=(),
         description="model name in requests, or a list of names, the first of which is in answers; null: path",
     )
@@ -67,14 +67,14 @@ class ModelConfig(Section):
         description="number format of weights and KV cache; auto: bfloat16 on CPUs with bfloat16 instructions, "
         "float32 on others, the checkpoint's own on GPUs",
     )
-    max_model_len_tokens: int = Field(default=4096, ge=2, description="longest prompt plus output of one request")
-    block_size_tokens: int = Field(default=32, ge=1, description="tokens in one KV block, the unit of transfer")
+    max_model_len: int = Field(default=4096, ge=2, description="longest prompt plus output of one request")
+    block_size: int = Field(default=32, ge=1, description="tokens in one KV block, the unit of transfer")
     enforce_eager: bool | None = Field(default=None, description="skip compilation; null: yes on CPU, no on GPU")
 
     @property
     def served_names(self) -> tuple[str, ...]:
         """Every name that requests may have, that of answers first."""
-        return self.served_name or (self.path,)
+        return self.served_model_name or (self.path,)
 
     def is_eager(self, *, on_cpu: bool) -> bool:
         """Return whether engines there skip compilation."""
@@ -122,7 +122,7 @@ class PoolConfig(Section):
     workers: int = Field(ge=1, description="engines in this pool")
     cores_per_worker: int = Field(default=1, ge=1, description="CPU cores each engine is pinned to")
     gpus_per_worker: int = Field(default=0, ge=0, description="GPUs of each engine, all on one node")
-    tensor_parallel: int | None = Field(
+    tensor_parallel_size: int | None = Field(
         default=None,
         ge=1,
         description="ranks of each engine; null: one per GPU, and one on CPU",
@@ -132,13 +132,13 @@ class PoolConfig(Section):
         description="sequences one engine runs at a time; one client gets at most seven eighths of the decode slots",
     )
     max_num_batched_tokens: int = Field(ge=1, description="token budget of one engine step; longer prompts are chunked")
-    step_target_ms: float = Field(
+    itl_target_ms: float = Field(
         default=0.0,
         ge=0.0,
         description="target length of a step while sequences decode: prompt chunks shrink to fit it, so ITL stays "
         "steady and TTFT grows; 0: no target",
     )
-    kv_cache_bytes: Bytes | None = Field(
+    kv_cache_memory_bytes: Bytes | None = Field(
         default=GIB,
         ge=MIB,
         description="KV cache of each engine, over all its ranks; null (the default with GPUs, not allowed on "
@@ -161,7 +161,7 @@ class PoolConfig(Section):
     @property
     def ranks(self) -> int:
         """Tensor parallel ranks of each engine: one per GPU, or as configured on CPU."""
-        return self.tensor_parallel or max(1, self.gpus_per_worker)
+        return self.tensor_parallel_size or max(1, self.gpus_per_worker)
 
 
 class PoolsConfig(Section):
@@ -184,7 +184,7 @@ class PoolsConfig(Section):
         return self.prefill.model_copy(
             update={
                 "workers": self.prefill.workers + self.decode.workers,
-                "step_target_ms": 0.0,
+                "itl_target_ms": 0.0,
                 "max_num_seqs": max_num_seqs,
                 # Decodes count in a step's budget: without room for them, a prompt as long as it takes two steps.
                 "max_num_batched_tokens": self.prefill.max_num_batched_tokens + max_num_seqs,
@@ -201,7 +201,7 @@ class TransferConfig(Section):
         le=3600,
         description="how long unfetched KV blocks stay pinned without a heartbeat; six heartbeats fit in it",
     )
-    fetch_deadline_s: float = Field(
+    kv_fetch_timeout_s: float = Field(
         default=30.0,
         gt=0,
         le=LONGEST_FETCH_DEADLINE_S,
@@ -409,10 +409,10 @@ def _pool_conflicts(section: str, pool: PoolConfig) -> list[str]:
             f"{section}.max_num_batched_tokens ({pool.max_num_batched_tokens}) cannot give every one of "
             f"max_num_seqs ({pool.max_num_seqs}) a token per step: raise it to at least {pool.max_num_seqs}."
         )
-    if pool.gpus_per_worker == 0 and pool.kv_cache_bytes is None:
+    if pool.gpus_per_worker == 0 and pool.kv_cache_memory_bytes is None:
         found.append(
-            f"{section}.kv_cache_bytes must be set on CPU, where null makes each engine claim nearly all memory: "
-            "set it, for instance to 1 GiB."
+            f"{section}.kv_cache_memory_bytes must be set on CPU, where null makes each engine claim nearly all "
+            "memory: set it, for instance to 1 GiB."
         )
     return [*found, *_rank_conflicts(section, pool)]
 
@@ -422,14 +422,14 @@ def _rank_conflicts(section: str, pool: PoolConfig) -> list[str]:
         if pool.ranks == pool.gpus_per_worker:
             return []
         return [
-            f"{section}.tensor_parallel ({pool.ranks}) must be gpus_per_worker ({pool.gpus_per_worker}), one rank "
-            "for each GPU: leave tensor_parallel out, or set both alike."
+            f"{section}.tensor_parallel_size ({pool.ranks}) must be gpus_per_worker ({pool.gpus_per_worker}), one rank "
+            "for each GPU: leave tensor_parallel_size out, or set both alike."
         ]
     if pool.cores_per_worker % pool.ranks == 0:
         return []
     return [
         f"{section}.cores_per_worker ({pool.cores_per_worker}) cannot be shared evenly by the ranks of "
-        f"{section}.tensor_parallel ({pool.ranks}): set cores_per_worker to "
+        f"{section}.tensor_parallel_size ({pool.ranks}): set cores_per_worker to "
         f"{_round_up(pool.cores_per_worker, pool.ranks)}."
     ]
 
@@ -438,15 +438,15 @@ def _model_conflicts(config: RidgelineConfig) -> list[str]:
     found = []
     model = config.model
     on_cpu = any(pool.gpus_per_worker == 0 for pool in config.active_pools().values())
-    if on_cpu and model.block_size_tokens % CPU_BLOCK_MULTIPLE_TOKENS:
+    if on_cpu and model.block_size % CPU_BLOCK_MULTIPLE_TOKENS:
         found.append(
-            f"model.block_size_tokens ({model.block_size_tokens}) must be a multiple of {CPU_BLOCK_MULTIPLE_TOKENS} on "
-            f"CPU: set it to {_round_up(model.block_size_tokens, CPU_BLOCK_MULTIPLE_TOKENS)}."
+            f"model.block_size ({model.block_size}) must be a multiple of {CPU_BLOCK_MULTIPLE_TOKENS} on "
+            f"CPU: set it to {_round_up(model.block_size, CPU_BLOCK_MULTIPLE_TOKENS)}."
         )
-    if 2 * model.block_size_tokens > model.max_model_len_tokens:  # the probe of /ready fills one and begins another
+    if 2 * model.block_size > model.max_model_len:  # the probe of /ready fills one and begins another
         found.append(
-            f"model.block_size_tokens ({model.block_size_tokens}) is more than half of model.max_model_len_tokens "
-            f"({model.max_model_len_tokens}), so hardly a prompt would have a block to hand over: lower the block size "
+            f"model.block_size ({model.block_size}) is more than half of model.max_model_len "
+            f"({model.max_model_len}), so hardly a prompt would have a block to hand over: lower the block size "
             "or raise the length."
         )
     return found
@@ -475,10 +475,10 @@ def _shared_gpu_conflicts(config: RidgelineConfig) -> list[str]:
                 f"{'nine tenths' if part is None else part} of its memory: set engine_args.gpu_memory_utilization to "
                 "0.45."
             )
-        if pool.kv_cache_bytes is None:
+        if pool.kv_cache_memory_bytes is None:
             found.append(
-                f"ray.share_gpus needs {section}.kv_cache_bytes, since engines that start together cannot measure "
-                "what their weights leave of a GPU: set it, for instance to 8 GiB."
+                f"ray.share_gpus needs {section}.kv_cache_memory_bytes, since engines that start together cannot "
+                "measure what their weights leave of a GPU: set it, for instance to 8 GiB."
             )
     return found
 
@@ -510,20 +510,20 @@ def _transfer_conflicts(config: RidgelineConfig) -> list[str]:
         )
     if max(prefill.ranks, decode.ranks) % min(prefill.ranks, decode.ranks):
         found.append(
-            f"{one}.tensor_parallel ({prefill.ranks}) and {other}.tensor_parallel ({decode.ranks}) do not "
+            f"{one}.tensor_parallel_size ({prefill.ranks}) and {other}.tensor_parallel_size ({decode.ranks}) do not "
             "divide each other, so the KV heads of a rank cannot be split or joined whole: set one to a multiple of "
             "the other (on GPUs through gpus_per_worker)."
         )
-    if config.router.min_remote_prefill_tokens >= config.model.max_model_len_tokens:
+    if config.router.min_remote_prefill_tokens >= config.model.max_model_len:
         found.append(
             f"router.min_remote_prefill_tokens ({config.router.min_remote_prefill_tokens}) leaves no prompt whose KV "
-            f"is handed over: set it below model.max_model_len_tokens ({config.model.max_model_len_tokens})."
+            f"is handed over: set it below model.max_model_len ({config.model.max_model_len})."
         )
-    if config.transfer.fetch_deadline_s > config.router.request_deadline_s:
+    if config.transfer.kv_fetch_timeout_s > config.router.request_timeout_s:
         found.append(
-            f"transfer.fetch_deadline_s ({config.transfer.fetch_deadline_s:g}) lets one fetch take longer than the "
-            f"request it is for may live: set it to at most router.request_deadline_s "
-            f"({config.router.request_deadline_s:g})."
+            f"transfer.kv_fetch_timeout_s ({config.transfer.kv_fetch_timeout_s:g}) lets one fetch take longer than the "
+            f"request it is for may live: set it to at most router.request_timeout_s "
+            f"({config.router.request_timeout_s:g})."
         )
     return [*found, *_collective_conflicts(config)]
 
@@ -557,10 +557,10 @@ def _covered_by_tls(transport: str) -> bool:
 def _router_conflicts(config: RidgelineConfig) -> list[str]:
     found = []
     router = config.router
-    if router.max_prompt_wait_s > router.request_deadline_s:
+    if router.max_queue_time_s > router.request_timeout_s:
         found.append(
-            f"router.max_prompt_wait_s ({router.max_prompt_wait_s:g}) accepts prompts that would still wait when their "
-            f"time is up: set it to at most router.request_deadline_s ({router.request_deadline_s:g})."
+            f"router.max_queue_time_s ({router.max_queue_time_s:g}) accepts prompts that would still wait when their "
+            f"time is up: set it to at most router.request_timeout_s ({router.request_timeout_s:g})."
         )
     for name, pool in config.active_pools().items():
         least_tokens = WINDOW_STEPS * pool.max_num_batched_tokens
@@ -598,11 +598,13 @@ def _passed_conflicts(config: RidgelineConfig) -> list[str]:
     found += passed_args.server_problems("server_args", config.server_args)
     for name, pool in config.active_pools().items():
         found += passed_args.engine_problems(f"{config.section_of(name)}.engine_args", pool.engine_args, one_pool=True)
-        sized = pool.kv_cache_bytes is not None and not pool.gpus_per_worker  # on GPUs vLLM's check at start heeds it
+        # On GPUs vLLM's check at start heeds it.
+        sized = pool.kv_cache_memory_bytes is not None and not pool.gpus_per_worker
         if sized and "gpu_memory_utilization" in config.args_of(name):
             found.append(
                 f"gpu_memory_utilization has no effect on {config.section_of(name)}, whose KV cache is sized by "
-                f"kv_cache_bytes ({pool.kv_cache_bytes}): leave one of them out, kv_cache_bytes by setting it to null."
+                f"kv_cache_memory_bytes ({pool.kv_cache_memory_bytes}): leave one of them out, the "
+                "latter by setting it to null."
             )
     return [*found, *_file_conflicts(config)]
 

@@ -164,7 +164,7 @@ def _memory(config: RidgelineConfig, host: HostFacts, pools: Pools) -> Iterator[
     needed = engines + beside
     unknown = "" if host.model.parameters or config.uses_gpus() else " without the weights, whose size is not known yet"
     detail = f"{_gib(needed)} needed{unknown}, {_gib(host.memory_available_bytes)} available"
-    fix = f"{detail}: lower kv_cache_bytes or workers in {sections_of(config, pools)}, or free memory."
+    fix = f"{detail}: lower kv_cache_memory_bytes or workers in {sections_of(config, pools)}, or free memory."
     ok = needed <= host.memory_available_bytes
     yield CheckResult("memory", ok, detail, "" if ok else fix)
 
@@ -173,7 +173,9 @@ def _engine_bytes(config: RidgelineConfig, host: HostFacts, pool: PoolConfig) ->
     if pool.gpus_per_worker:  # weights and KV cache are in GPU memory
         return ENGINE_OVERHEAD_BYTES + pool.ranks * GPU_RANK_HOST_BYTES
     weights_bytes = (host.model.parameters or 0) * _value_bytes(config, host)
-    return weights_bytes + (pool.kv_cache_bytes or 0) + pool.ranks * ENGINE_OVERHEAD_BYTES  # each rank is a process
+    return (
+        weights_bytes + (pool.kv_cache_memory_bytes or 0) + pool.ranks * ENGINE_OVERHEAD_BYTES
+    )  # each rank is a process
 
 
 def _shared_memory(_config: RidgelineConfig, host: HostFacts, pools: Pools) -> Iterator[CheckResult]:
@@ -216,29 +218,29 @@ _SIZES = (_instruction_set, _native_bfloat16, _cores, _memory, _steps, gpu_softw
 
 def _limits(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
     """Check for what the model's own shape makes impossible."""
-    longest, positions = config.model.max_model_len_tokens, host.model.max_positions
+    longest, positions = config.model.max_model_len, host.model.max_positions
     if positions and longest > positions:
-        fix = f"The model knows {positions} positions: set model.max_model_len_tokens to at most {positions}."
+        fix = f"The model knows {positions} positions: set model.max_model_len to at most {positions}."
         yield CheckResult("context length", False, f"{longest} asked, {positions} possible", fix)
     for sentence in model_conflicts(config, host.model):
         yield CheckResult("model's shape", False, "cannot be served as configured", sentence)
     if host.model.kv_values_per_token:
         token_bytes = host.model.kv_values_per_token * _value_bytes(config, host)
         for name, pool in config.active_pools().items():
-            if pool.kv_cache_bytes is not None:
-                yield _kv_cache_fits(config, name, pool.kv_cache_bytes, token_bytes)
+            if pool.kv_cache_memory_bytes is not None:
+                yield _kv_cache_fits(config, name, pool.kv_cache_memory_bytes, token_bytes)
 
 
 def _kv_cache_fits(config: RidgelineConfig, name: Pool, cache_bytes: int, token_bytes: int) -> CheckResult:
     """Check that one request of full length fits; otherwise the engine refuses to start."""
-    block = config.model.block_size_tokens
+    block = config.model.block_size
     fits = cache_bytes // (token_bytes * block) * block
-    needed_mib = -(-(config.model.max_model_len_tokens + block) * token_bytes // MIB)
-    ok = fits >= config.model.max_model_len_tokens + block  # one block is the engine's own
-    longest = config.model.max_model_len_tokens
+    needed_mib = -(-(config.model.max_model_len + block) * token_bytes // MIB)
+    ok = fits >= config.model.max_model_len + block  # one block is the engine's own
+    longest = config.model.max_model_len
     fix = (
-        f"{config.section_of(name)}.kv_cache_bytes holds {fits} tokens, and one request may have {longest}: raise it "
-        f"to at least {needed_mib} MiB, or lower model.max_model_len_tokens."
+        f"{config.section_of(name)}.kv_cache_memory_bytes holds {fits} tokens, and one request may have {longest}: "
+        f"raise it to at least {needed_mib} MiB, or lower model.max_model_len."
     )
     return CheckResult(f"kv cache, {name}", ok, f"{fits} tokens in {cache_bytes // MIB} MiB", "" if ok else fix)
 

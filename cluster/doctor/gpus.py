@@ -162,13 +162,13 @@ def _memory(config: RidgelineConfig, host: HostFacts, name: Pool, pool: PoolConf
         yield CheckResult(f"gpu memory, {name}", False, detail, fix)
         return
     weights = _weight_bytes(config, host) / pool.ranks
-    cache = (pool.kv_cache_bytes or 0) / pool.ranks
+    cache = (pool.kv_cache_memory_bytes or 0) / pool.ranks
     if weights + cache > gpu.memory_bytes:
         what = f"weights of {_gib(weights)}" + (f" and a KV cache of {_gib(cache)}" if cache else "")
         fix = (
             f"A GPU of {name} would hold {what}, and has {_gib(gpu.memory_bytes)}: raise "
-            f"{config.section_of(name)}.gpus_per_worker (one rank on each), lower kv_cache_bytes, or serve a smaller "
-            "model."
+            f"{config.section_of(name)}.gpus_per_worker (one rank on each), lower kv_cache_memory_bytes, or serve a "
+            "smaller model."
         )
         yield CheckResult(f"gpu memory, {name}", False, detail, fix)
         return

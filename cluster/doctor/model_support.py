@@ -20,7 +20,7 @@ def model_conflicts(config: RidgelineConfig, model: ModelFacts) -> list[str]:
 def _unsupported(config: RidgelineConfig, model: ModelFacts) -> list[str]:
     reason = model.pooling or why_unsupported(
         model.config,
-        max_model_len_tokens=config.model.max_model_len_tokens,
+        max_model_len=config.model.max_model_len,
         hands_over=config.mode != "colocated",
     )
     return [] if reason is None else [f"{config.model.path} cannot be served: {reason}."]
@@ -35,8 +35,9 @@ def _unequal_ranks(config: RidgelineConfig, model: ModelFacts) -> list[str]:
         return []
     return [
         f"{config.model.path} keeps one latent vector a token (MLA), whole on every rank, so that the {prefill} ranks "
-        f"of a prefill engine cannot share it with the {decode} of a decode engine: set pools.prefill.tensor_parallel "
-        "and pools.decode.tensor_parallel alike (on GPUs through gpus_per_worker)."
+        f"of a prefill engine cannot share it with the {decode} of a decode engine: set "
+        "pools.prefill.tensor_parallel_size and pools.decode.tensor_parallel_size alike (on GPUs through "
+        "gpus_per_worker)."
     ]
 
 
@@ -61,7 +62,7 @@ def _splits(heads: int, name: Pool, pool: PoolConfig) -> bool:
 
 
 def _sentence(config: RidgelineConfig, name: Pool, pool: PoolConfig, heads: str, allowed: list[int]) -> str:
-    setting = "gpus_per_worker" if pool.gpus_per_worker else "tensor_parallel"
+    setting = "gpus_per_worker" if pool.gpus_per_worker else "tensor_parallel_size"
     values = " or ".join(map(str, allowed))
     return (
         f"{config.model.path} has {heads}, which cannot be split over the {pool.ranks} ranks of each {name} engine: "

@@ -78,7 +78,7 @@ class Plan:
         return PlannedWorker(worker_id, pool, settings, self.config.section_of(pool))
 
     @property
-    def served_name(self) -> str:
+    def served_model_name(self) -> str:
         """The model's name in answers."""
         return self.served_names[0]
 
@@ -97,9 +97,9 @@ class Plan:
             model_path=str(self.model_path),
             served_names=self.served_names,
             dtype=self.dtype,
-            max_model_len_tokens=config.model.max_model_len_tokens,
+            max_model_len=config.model.max_model_len,
             mode=config.mode,
-            block_size_tokens=config.model.block_size_tokens,
+            block_size=config.model.block_size,
             routers=self.routers,
             overlap=config.transfer.overlap,
             roles=self.roles.by_mode,
@@ -126,12 +126,14 @@ class Plan:
             hands_over=any(mode != "colocated" for mode in (self.config.mode, *self.roles.by_mode)),
             model_path=str(self.model_path),
             dtype=self.dtype,
-            max_model_len_tokens=model.max_model_len_tokens,
-            block_size_tokens=model.block_size_tokens,
+            max_model_len=model.max_model_len,
+            block_size=model.block_size,
             max_num_seqs=pool.max_num_seqs,
             max_num_batched_tokens=pool.max_num_batched_tokens,
-            step_target_s=pool.step_target_ms / 1e3,
-            kv_cache_bytes_per_rank=None if pool.kv_cache_bytes is None else pool.kv_cache_bytes // pool.ranks,
+            step_target_s=pool.itl_target_ms / 1e3,
+            kv_cache_bytes_per_rank=None
+            if pool.kv_cache_memory_bytes is None
+            else pool.kv_cache_memory_bytes // pool.ranks,
             tensor_parallel_size=pool.ranks,
             enforce_eager=model.is_eager(on_cpu=on_cpu),
             transfer=self._transfer_options(host),
@@ -147,7 +149,7 @@ class Plan:
             host=transfer.host or host,
             transport=transfer.transport,
             lease_s=transfer.lease_s,
-            fetch_deadline_s=transfer.fetch_deadline_s,
+            kv_fetch_timeout_s=transfer.kv_fetch_timeout_s,
             faults=transfer.faults,
             tls=self.config.security.tls.files(),
         )

@@ -20,8 +20,8 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 KEPT = (
     "cores_per_worker",
     "gpus_per_worker",
-    "tensor_parallel",
-    "kv_cache_bytes",
+    "tensor_parallel_size",
+    "kv_cache_memory_bytes",
     "mps_active_thread_percent",
     "resources",
     "engine_args",
@@ -107,7 +107,7 @@ def _number(config: RidgelineConfig) -> str:
 
 
 def _kept(pool: PoolConfig, setting: str) -> object:
-    return pool.ranks if setting == "tensor_parallel" else getattr(pool, setting)
+    return pool.ranks if setting == "tensor_parallel_size" else getattr(pool, setting)
 
 
 def _places(config: RidgelineConfig) -> list[tuple[Pool, PoolConfig]]:
@@ -135,5 +135,5 @@ def _role(mode: Mode, name: Pool, pool: PoolConfig) -> Role:
         pool=name,
         max_num_seqs=pool.max_num_seqs,
         max_num_batched_tokens=pool.max_num_batched_tokens,
-        step_target_s=pool.step_target_ms / 1e3,
+        step_target_s=pool.itl_target_ms / 1e3,
     )

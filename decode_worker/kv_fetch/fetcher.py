@@ -136,7 +136,7 @@ class KvFetcher:
         progress: FetchProgress,
     ) -> None:
         address = handoff.addresses[part.source_rank]
-        allowed_s = self._options.fetch_deadline_s if handoff.complete else FOLLOW_LIMIT_S
+        allowed_s = self._options.kv_fetch_timeout_s if handoff.complete else FOLLOW_LIMIT_S
         for attempt in (1, 2):
             pairing = await self.pair(address)
             progress.transport = pairing.puller.name

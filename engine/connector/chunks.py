@@ -34,8 +34,8 @@ class _Prompt:
 class PartialExports:
     """The prompts whose hand-off can be fetched while they are computed."""
 
-    def __init__(self, block_size_tokens: int) -> None:
-        self._block_size_tokens = block_size_tokens
+    def __init__(self, block_size: int) -> None:
+        self._block_size_tokens = block_size
         self._prompts: dict[str, _Prompt] = {}
         self._in_flight: deque[tuple[int, dict[str, int]]] = deque()
         self._revoked: list[str] = []

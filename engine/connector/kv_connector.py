@@ -71,8 +71,8 @@ class RidgelineConnector(KVConnectorBase_V1):
         self._has_ranks = vllm_config.parallel_config.tensor_parallel_size > 1
         require_servable(
             kv_cache_config,
-            block_size_tokens=vllm_config.cache_config.block_size,
-            max_model_len_tokens=vllm_config.model_config.max_model_len,
+            block_size=vllm_config.cache_config.block_size,
+            max_model_len=vllm_config.model_config.max_model_len,
             hands_over=bool(self._settings["hands_over"]),
         )
         if role is KVConnectorRole.SCHEDULER:
@@ -81,7 +81,7 @@ class RidgelineConnector(KVConnectorBase_V1):
             if self._has_ranks:
                 forget_queue_names()
             self._scheduler = SchedulerSide(
-                block_size_tokens=vllm_config.cache_config.block_size,
+                block_size=vllm_config.cache_config.block_size,
                 lease_s=self._transfer.lease_s,
                 vocabulary_tokens=vllm_config.model_config.get_vocab_size(),
                 accountant=StepAccountant(

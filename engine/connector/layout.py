@@ -40,7 +40,7 @@ def kv_layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches
         weights=weights_digest(model.model, model.revision),
         dtype=str(model.dtype).removeprefix("torch."),
         kv_dtype=kv_format(first.dtype, cache.cache_dtype),
-        block_size_tokens=cache.block_size,
+        block_size=cache.block_size,
         num_layers=len(kv_caches),
         num_kv_heads=model.get_total_num_kv_heads(),
         block_bytes=first[0].numel() * first.element_size(),

@@ -54,7 +54,7 @@ class SchedulerSide:
 
     def __init__(
         self,
-        block_size_tokens: int,
+        block_size: int,
         lease_s: float,
         vocabulary_tokens: int,
         accountant: StepAccountant,
@@ -68,7 +68,7 @@ class SchedulerSide:
         it cannot: they then go out with the step's. `publish_at_once` publishes a hand-off without waiting for the next
         step, and returns False if it cannot.
         """
-        self._block_size_tokens = block_size_tokens
+        self._block_size_tokens = block_size
         self._vocabulary_tokens = vocabulary_tokens
         self._lease_s = lease_s
         self._accountant = accountant
@@ -93,7 +93,7 @@ class SchedulerSide:
         self._publishing: set[str] = set()
         """Finished requests whose blocks stay pinned until the worker side reports them as sent."""
         self._results: dict[str, TransferResult] = {}
-        self._partial = PartialExports(block_size_tokens)
+        self._partial = PartialExports(block_size)
         self._following: dict[str, Any] = {}
         """vLLM's requests whose prompt's first token is not known yet; it arrives with the KV."""
         self._held: set[str] = set()

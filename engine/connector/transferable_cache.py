@@ -25,9 +25,7 @@ EVERY_TOKEN: Final = (FullAttentionSpec, MLAAttentionSpec)
 NEAREST_TOKENS: Final = (SlidingWindowSpec, ChunkedLocalAttentionSpec)
 
 
-def require_servable(
-    cache: KVCacheConfig, *, block_size_tokens: int, max_model_len_tokens: int, hands_over: bool
-) -> None:
+def require_servable(cache: KVCacheConfig, *, block_size: int, max_model_len: int, hands_over: bool) -> None:
     """Raise UnsupportedModel if this cache cannot be served; the message names the kind of layers that prevents it.
 
     `hands_over` says whether this engine's blocks go to another one; in mode colocated they do not.
@@ -45,15 +43,15 @@ def require_servable(
         raise UnsupportedModel(f"the KV cache of this model is of an unsupported kind ({kind.__name__})")
     if not hands_over:
         return
-    if kind in NEAREST_TOKENS and not _covers(spec, max_model_len_tokens):
+    if kind in NEAREST_TOKENS and not _covers(spec, max_model_len):
         raise UnsupportedModel(
             f"no layer of this model keeps the KV of every token ({kind.__name__}, {_reach_tokens(spec)} tokens), and "
             f"what is given back cannot be handed over{ONLY_COLOCATED}"
         )
-    if spec.block_size != block_size_tokens:
+    if spec.block_size != block_size:
         raise UnsupportedModel(
             f"the KV blocks of this model's layers have {spec.block_size} tokens, and the engine counts in blocks of "
-            f"{block_size_tokens}"
+            f"{block_size}"
         )
 
 
@@ -61,9 +59,9 @@ def _reach_tokens(spec: Any) -> int:
     return int(spec.sliding_window if isinstance(spec, SlidingWindowSpec) else spec.attention_chunk_size)
 
 
-def _covers(spec: KVCacheSpec, max_model_len_tokens: int) -> bool:
+def _covers(spec: KVCacheSpec, max_model_len: int) -> bool:
     """Return whether the window is as long as any request, so that no block is ever given back."""
-    return isinstance(spec, SlidingWindowSpec) and _reach_tokens(spec) >= max_model_len_tokens
+    return isinstance(spec, SlidingWindowSpec) and _reach_tokens(spec) >= max_model_len
 
 
 def by_manager_block(caches: dict[str, torch.Tensor], num_blocks: int) -> dict[str, torch.Tensor]:

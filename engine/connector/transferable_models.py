@@ -33,7 +33,7 @@ class UnsupportedModel(ValueError):
     """This model cannot be served as configured; the message names the property and the fix."""
 
 
-def why_unsupported(config: Mapping[str, Any], *, max_model_len_tokens: int, hands_over: bool) -> str | None:
+def why_unsupported(config: Mapping[str, Any], *, max_model_len: int, hands_over: bool) -> str | None:
     """Return which property prevents this model from being served, and the fix; None if none is known.
 
     `config` is the content of `config.json`, or vLLM's version of it. Without hand-offs (mode colocated) more models
@@ -50,7 +50,7 @@ def why_unsupported(config: Mapping[str, Any], *, max_model_len_tokens: int, han
     if strange or (not kinds and any(text.get(key) for key in RECURRENT_KEYS)):
         named = ", ".join(strange) or next(key for key in RECURRENT_KEYS if text.get(key))
         return f"some of its layers keep a recurrent state instead of each token's keys and values ({named})"
-    return _why_only_windows(text, kinds, max_model_len_tokens) if hands_over else None
+    return _why_only_windows(text, kinds, max_model_len) if hands_over else None
 
 
 def _why_other_cache(text: Mapping[str, Any], kinds: set[str]) -> str | None:
@@ -77,15 +77,15 @@ def _head_sizes(text: Mapping[str, Any], kinds: set[str]) -> set[int]:
     return {size for size in (*own, text.get("head_dim")) if size}
 
 
-def _why_only_windows(text: Mapping[str, Any], kinds: set[str], max_model_len_tokens: int) -> str | None:
+def _why_only_windows(text: Mapping[str, Any], kinds: set[str], max_model_len: int) -> str | None:
     """Return the reason if every layer is local: blocks are then given back during a request and cannot be read."""
     window = text.get("sliding_window") or text.get("attention_chunk_size")
-    if not window or text.get("use_sliding_window") is False or window >= max_model_len_tokens:
+    if not window or text.get("use_sliding_window") is False or window >= max_model_len:
         return None
     mixed = any(text.get(key) for key in MIXES_WINDOWS) or text.get("model_type") in MIXED_TYPES
     if not (kinds <= LOCAL_ATTENTION if kinds else not mixed):
         return None
     return (
         f"every layer has a sliding window of {window} tokens, and a prompt's blocks outside it are given back before "
-        f"they could be handed over; set model.max_model_len_tokens to at most {window}, or{ONLY_COLOCATED[1:]}"
+        f"they could be handed over; set model.max_model_len to at most {window}, or{ONLY_COLOCATED[1:]}"
     )

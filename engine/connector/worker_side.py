@@ -85,7 +85,7 @@ class WorkerSide:
                 # Our own address once per rank: with equal tensor-parallel sizes, rank i fetches from addresses[i].
                 addresses=(self._service.address,) * self.layout.tensor_parallel_size,
                 num_blocks=len(blocks),
-                num_tokens=len(blocks) * self.layout.block_size_tokens,
+                num_tokens=len(blocks) * self.layout.block_size,
                 compatibility_hash=self.layout.compatibility_hash(),
                 lease_s=WARM_UP_LEASE_S,
                 num_bytes=len(blocks) * self.endpoint.block_bytes_all_layers,

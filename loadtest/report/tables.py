@@ -96,7 +96,11 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
 def served_model(summary: Summary) -> str | None:
     """Return the name of the model that answered, or None if it was neither asked for nor configured here."""
     configured = (summary.get("setup", {}).get("configuration") or {}).get("model", {})
-    asked, served, path = summary["plan"].get("served_name"), configured.get("served_name"), configured.get("path")
+    asked, served, path = (
+        summary["plan"].get("served_model_name"),
+        configured.get("served_model_name"),
+        configured.get("path"),
+    )
     name: str | None = asked or (served[0] if isinstance(served, list) and served else served) or path
     return name
 

@@ -140,7 +140,7 @@ async def served_model(http: httpx.AsyncClient, servers: Servers, plan: ReplayPl
 
     A second one shows how many tokens a text has, if the tokenizer is not at hand. Raises ServerError.
     """
-    card = await first_model(http, plan.served_name, servers.key_variable)
+    card = await first_model(http, plan.served_model_name, servers.key_variable)
     if not plan.sends_text:
         return card
     one = await _counted_tokens(servers, plan, card, "a")

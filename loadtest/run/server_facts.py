@@ -29,10 +29,10 @@ class ServerFacts(msgspec.Struct, frozen=True):
     """The engine and its version."""
     dtype: str = UNKNOWN
     quantisation: str = UNKNOWN
-    block_size_tokens: str = UNKNOWN
+    block_size: str = UNKNOWN
     prefix_caching: str = UNKNOWN
     kv_cache_dtype: str = UNKNOWN
-    kv_cache_bytes: str = UNKNOWN
+    kv_cache_memory_bytes: str = UNKNOWN
     kv_blocks: str = UNKNOWN
     """Blocks in the KV cache of one engine."""
     max_num_seqs: str = UNKNOWN
@@ -41,7 +41,7 @@ class ServerFacts(msgspec.Struct, frozen=True):
     graphs: str = UNKNOWN
     """Graphs and compilation: off if the engine runs eagerly."""
     attention: str = UNKNOWN
-    tensor_parallel: str = UNKNOWN
+    tensor_parallel_size: str = UNKNOWN
     devices: str = UNKNOWN
 
     def completed_by(self, other: ServerFacts) -> ServerFacts:
@@ -54,15 +54,15 @@ class ServerFacts(msgspec.Struct, frozen=True):
 NAMES: Final[Mapping[str, str]] = {
     "dtype": "dtype",
     "quantisation": "quantisation",
-    "block_size_tokens": "tokens in a KV block",
+    "block_size": "tokens in a KV block",
     "prefix_caching": "prefix caching",
     "kv_cache_dtype": "dtype of the KV cache",
-    "kv_cache_bytes": "bytes of KV cache",
+    "kv_cache_memory_bytes": "bytes of KV cache",
     "kv_blocks": "KV blocks",
     "token_budget": "token budget",
     "graphs": "graphs and compilation",
     "attention": "attention backend",
-    "tensor_parallel": "tensor parallelism",
+    "tensor_parallel_size": "tensor parallelism",
     "devices": "devices",
 }
 """How sentences call the facts that must be equal. Engine, version and places may differ: they are what is compared."""
@@ -163,16 +163,16 @@ def _vllm(version: Found, config: Found, labels: Found) -> ServerFacts:
         engine=f"vLLM {version['version']}" if "version" in version else UNKNOWN,
         dtype=_text(model, "dtype").removeprefix("torch."),
         quantisation=_text(model, "quantization", none="none"),
-        block_size_tokens=_text(cache, "block_size"),
+        block_size=_text(cache, "block_size"),
         prefix_caching=_text(cache, "enable_prefix_caching"),
         kv_cache_dtype=_text(cache, "cache_dtype"),
-        kv_cache_bytes=_text(cache, "kv_cache_memory_bytes"),
+        kv_cache_memory_bytes=_text(cache, "kv_cache_memory_bytes"),
         kv_blocks=_text(cache, "num_gpu_blocks"),
         max_num_seqs=_text(scheduler, "max_num_seqs"),
         token_budget=_text(scheduler, "max_num_batched_tokens"),
         graphs=graphs,
         attention=_text(attention, "backend"),  # null: chosen by the platform, and not said
-        tensor_parallel=_text(parallel, "tensor_parallel_size"),
+        tensor_parallel_size=_text(parallel, "tensor_parallel_size"),
         devices=_text(device, "device"),
     )
 
@@ -187,7 +187,7 @@ def _sglang(info: Found) -> ServerFacts:
         engine=f"SGLang {info['version']}" if "version" in info else UNKNOWN,
         dtype=_text(info, "dtype"),
         quantisation=_text(info, "quantization", none="none"),
-        block_size_tokens=str(page),
+        block_size=str(page),
         prefix_caching=UNKNOWN if radix is None else str(not radix),
         kv_cache_dtype=_text(info, "kv_cache_dtype"),
         kv_blocks=UNKNOWN if tokens is None else str(tokens // page),
@@ -195,7 +195,7 @@ def _sglang(info: Found) -> ServerFacts:
         token_budget=_text(info, "chunked_prefill_size"),
         graphs=UNKNOWN if graphs is None else "off" if graphs else "CUDA graphs",
         attention=_text(info, "attention_backend"),
-        tensor_parallel=_text(info, "tp_size"),
+        tensor_parallel_size=_text(info, "tp_size"),
         devices=_text(info, "device"),
     )
 

@@ -65,7 +65,7 @@ class Orchestrator:
     @property
     def hashed_block_tokens(self) -> int:
         """Tokens in a block of a prompt that is hashed; 0 if nobody asks for hashes."""
-        return self._settings.block_size_tokens if self._settings.router.prefix_routing else 0
+        return self._settings.block_size if self._settings.router.prefix_routing else 0
 
     async def run(self, request: SequenceRequest, emit: Emit) -> None:
         """Serve one sequence; return after its last delta. Cancelling it aborts it on every worker.
@@ -86,7 +86,7 @@ class Orchestrator:
             tpot_limit_s=wish.demand.tpot_limit_s,
         )
         outcome: Outcome = "failed"
-        deadline_s = self._settings.router.request_deadline_s
+        deadline_s = self._settings.router.request_timeout_s
         limit_s = min(request.timeout_s or deadline_s, deadline_s)
         progress = RequestProgress(emit, timeline, metrics)
         self.in_flight += not request.probe
@@ -101,7 +101,7 @@ class Orchestrator:
         except TimeoutError as error:
             raise DeadlineExceeded(
                 f"request {request.request_id} took longer than the {limit_s:g} s it may: the least of "
-                "router.request_deadline_s and the client's x-ridgeline-timeout-s"
+                "router.request_timeout_s and the client's x-ridgeline-timeout-s"
             ) from error
         finally:
             self.in_flight -= not request.probe

@@ -60,7 +60,7 @@ class SequenceRequest:
     """Whether it is a health probe of /ready. It goes before all waiting requests and always through prefill, and
     no request series counts it."""
     timeout_s: float | None = None
-    """Seconds that the client allows, if less than router.request_deadline_s."""
+    """Seconds that the client allows, if less than router.request_timeout_s."""
     ttft_limit_s: float | None = None
     """Seconds from `head_read_s` to the first token that are wanted at most; None: no limit, as for a health probe."""
     tpot_limit_s: float | None = None

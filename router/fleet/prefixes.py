@@ -29,7 +29,7 @@ LEAST_CONFIRMED = 0.5
 """A record of which engines confirm a smaller part over `JUDGED_PROMPTS` prompts is given up."""
 
 
-def block_hashes(token_ids: Sequence[int], block_size_tokens: int, salt: str | None = None) -> BlockHashes:
+def block_hashes(token_ids: Sequence[int], block_size: int, salt: str | None = None) -> BlockHashes:
     """Hash each whole block of a prompt together with all before it, and with the salt of its request.
 
     The same in every process on machines of one byte order, since routers and their dispatcher compare them.
@@ -37,7 +37,7 @@ def block_hashes(token_ids: Sequence[int], block_size_tokens: int, salt: str | N
     The hash is a fast one of 64 bits, not one that withstands attacks. Two prompts that collide look alike to the
     router, and the second may be sent where the first was computed: it is then computed there in full, as anywhere.
     """
-    block_bytes = 4 * block_size_tokens
+    block_bytes = 4 * block_size
     content = array("I", token_ids).tobytes()
     digest = xxhash.xxh3_64_intdigest
     link = 0 if salt is None else digest(salt.encode(), 1)
@@ -91,13 +91,13 @@ class PrefixMatch:
     def __init__(
         self,
         hashes: BlockHashes,
-        block_size_tokens: int,
+        block_size: int,
         records: Mapping[str, _Record],
         holders: Mapping[int, int],
     ) -> None:
         """`holders` has the bits of all workers that have a block. For `PrefixIndex`."""
         self._hashes = hashes
-        self._block_size_tokens = block_size_tokens
+        self._block_size_tokens = block_size
         self._records = records
         self._holders = holders
         self._groups: list[tuple[int, int]] = []
@@ -168,8 +168,8 @@ class PrefixMatch:
 class PrefixIndex:
     """The record of all workers. A worker of which nothing is known has 0 tokens of everything."""
 
-    def __init__(self, block_size_tokens: int) -> None:
-        self.block_size_tokens = block_size_tokens
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
         self.expected_tokens_total = 0
         """Tokens that the record promised, of the prompts for which engines have said what they had."""
         self.confirmed_tokens_total = 0
@@ -184,7 +184,7 @@ class PrefixIndex:
 
     def look_up(self, hashes: BlockHashes) -> PrefixMatch:
         """Look a prompt up."""
-        return PrefixMatch(hashes, self.block_size_tokens, self._records, self._holders)
+        return PrefixMatch(hashes, self.block_size, self._records, self._holders)
 
     def computed(self, worker_id: str, incarnation: str, hashes: BlockHashes, kv_blocks: int) -> None:
         """Record that a worker has a prompt in its KV cache, which has `kv_blocks` blocks.
@@ -224,8 +224,8 @@ class PrefixIndex:
         if record is None or not expected_tokens:
             return True
         confirmed_tokens = min(cached_tokens, expected_tokens)
-        had = confirmed_tokens // self.block_size_tokens
-        expected = expected_tokens // self.block_size_tokens
+        had = confirmed_tokens // self.block_size
+        expected = expected_tokens // self.block_size
         if expected == len(hashes) == had + 1:  # all there: the last block is the one computed for the last token
             confirmed_tokens = expected_tokens
             had = expected

@@ -100,9 +100,9 @@ def route_for(demand: Demand, mode: Mode, min_remote_prefill_tokens: int, usable
     return SPLIT if "prefill" in usable else WITHOUT_PREFILL
 
 
-def blocks_needed(demand: Demand, block_size_tokens: int) -> int:
+def blocks_needed(demand: Demand, block_size: int) -> int:
     """Return the KV blocks of a sequence with half of its longest answer, since most answers end earlier."""
-    return -(-(demand.prompt_tokens + demand.output_tokens // 2) // block_size_tokens)
+    return -(-(demand.prompt_tokens + demand.output_tokens // 2) // block_size)
 
 
 def context_tokens(demand: Demand) -> int:
@@ -110,6 +110,6 @@ def context_tokens(demand: Demand) -> int:
     return demand.prompt_tokens + demand.output_tokens // 2
 
 
-def prompt_blocks(demand: Demand, block_size_tokens: int) -> int:
+def prompt_blocks(demand: Demand, block_size: int) -> int:
     """Return the KV blocks of its prompt alone."""
-    return -(-demand.prompt_tokens // block_size_tokens)
+    return -(-demand.prompt_tokens // block_size)

@@ -5,8 +5,8 @@ refused. vLLM's server asks twice: before it has tokenised the prompt (`check`),
 
 An accepted prompt is promised the wait at that moment. A client that comes later takes no more than its fair share
 (`router/flow/fair_queue.py`), and is refused itself if that share would make it wait too long. So n clients together
-have at most (1 + 1/2 + ... + 1/n) * `max_prompt_wait_s` of prompts waiting, and one client alone at most
-`max_prompt_wait_s`.
+have at most (1 + 1/2 + ... + 1/n) * `max_queue_time_s` of prompts waiting, and one client alone at most
+`max_queue_time_s`.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Admission:
     @property
     def most_of_one_client(self) -> int:
         """How many sequences one client may have served at the same time if it is alone."""
-        return share_of(self._limits.max_outstanding_requests, self._limits)
+        return share_of(self._limits.max_concurrent_requests, self._limits)
 
     @property
     def sequences(self) -> int:
@@ -218,7 +218,7 @@ class Admission:
         blocks = min(accepted_blocks, taken)
         return Snapshot(
             state=self.state,
-            block_size_tokens=found.block_size_tokens,
+            block_size=found.block_size,
             answer_pool=answer_pool,
             usable_answer_workers=found.usable,
             answer_blocks=found.usable_blocks,
@@ -259,7 +259,7 @@ class Admission:
 class _Workers(msgspec.Struct):
     """Sums over the workers of the pool that answers, and the largest of the one that computes the prompt."""
 
-    block_size_tokens: int = 1
+    block_size: int = 1
     usable: int = 0
     usable_blocks: int = 0
     """KV blocks of the usable ones."""
@@ -277,7 +277,7 @@ def _look_at(answer: Sequence[Worker], prompt: Sequence[Worker]) -> _Workers:
     found = _Workers()
     for worker in answer:
         blocks = worker.description.num_kv_blocks
-        found.block_size_tokens = worker.description.block_size_tokens
+        found.block_size = worker.description.block_size
         found.all_blocks += blocks
         found.largest_blocks = max(found.largest_blocks, blocks)
         if worker.usable:

@@ -75,7 +75,7 @@ class Snapshot:
     """The state of the deployment and of accepted requests, as far as admission depends on it."""
 
     state: AdmissionState
-    block_size_tokens: int
+    block_size: int
     answer_pool: Pool
     """The pool that decodes."""
     usable_answer_workers: int
@@ -126,12 +126,12 @@ def _refuse_unless_open(now: Snapshot) -> None:
 
 def _refuse_what_never_fits(ask: Ask, now: Snapshot, limits: RouterConfig) -> None:
     sequences, logprobs = ask.before.sequences + ask.sequences, ask.before.logprobs + ask.logprobs
-    if sequences > limits.max_outstanding_requests:
+    if sequences > limits.max_concurrent_requests:
         raise Refused(
             HTTPStatus.BAD_REQUEST,
             "too_large",
             f"{_several(ask, 'sequences')} can never be served at a time, the limit is "
-            f"{limits.max_outstanding_requests} (router.max_outstanding_requests): ask for fewer",
+            f"{limits.max_concurrent_requests} (router.max_concurrent_requests): ask for fewer",
         )
     if logprobs > limits.max_logprobs_per_request:
         raise Refused(
@@ -142,13 +142,13 @@ def _refuse_what_never_fits(ask: Ask, now: Snapshot, limits: RouterConfig) -> No
             "(router.max_logprobs_per_request): ask for fewer per token, lower max_tokens or n, send fewer or shorter "
             "prompts, or stream the answer, so that its own log-probabilities do not count",
         )
-    alone = share_of(limits.max_outstanding_requests, limits)
+    alone = share_of(limits.max_concurrent_requests, limits)
     if sequences > alone:
         raise Refused(
             HTTPStatus.BAD_REQUEST,
             "too_large",
             f"{_several(ask, 'sequences')} can never be served to one client at a time, {alone} of the "
-            f"{limits.max_outstanding_requests} can (router.max_client_share): ask for fewer",
+            f"{limits.max_concurrent_requests} can (router.max_client_share): ask for fewer",
         )
     if now.usable_answer_workers:  # otherwise their size is not known
         _refuse_what_no_worker_holds(ask, now)
@@ -170,7 +170,7 @@ def _refuse_what_no_worker_holds(ask: Ask, now: Snapshot) -> None:
                 HTTPStatus.BAD_REQUEST,
                 "too_large",
                 f"{what} take {needed} KV blocks and the largest worker has {have}: send a shorter prompt or lower "
-                "max_tokens (the server's setting is pools.*.kv_cache_bytes)",
+                "max_tokens (the server's setting is pools.*.kv_cache_memory_bytes)",
             )
     together = ask.before.prompt_blocks + ask.sequences * prompt_blocks
     if together > now.whole_answer_blocks:
@@ -179,32 +179,32 @@ def _refuse_what_no_worker_holds(ask: Ask, now: Snapshot) -> None:
             "too_large",
             f"{_several(ask, 'prompts')} take {together} KV blocks, and the {now.answer_pool} pool has "
             f"{now.whole_answer_blocks}: ask for fewer, or send shorter ones (the server's settings are "
-            f"pools.{now.answer_pool}.kv_cache_bytes and workers)",
+            f"pools.{now.answer_pool}.kv_cache_memory_bytes and workers)",
         )
 
 
 def _refuse_what_is_too_much_now(ask: Ask, now: Snapshot, limits: RouterConfig) -> None:
-    excess = now.sequences + ask.sequences - limits.max_outstanding_requests
+    excess = now.sequences + ask.sequences - limits.max_concurrent_requests
     if excess > 0:
         raise _overload(
             "overload",
-            f"{now.sequences} requests are being served, the limit is {limits.max_outstanding_requests} "
-            "(router.max_outstanding_requests)",
+            f"{now.sequences} requests are being served, the limit is {limits.max_concurrent_requests} "
+            "(router.max_concurrent_requests)",
             _seconds(excess, now.sequences_per_s),
         )
-    if now.prompt_wait_s is not None and now.prompt_wait_s > limits.max_prompt_wait_s:
+    if now.prompt_wait_s is not None and now.prompt_wait_s > limits.max_queue_time_s:
         raise _overload(
             "prompt_wait",
             f"{_last_prompt(ask)} would wait about {now.prompt_wait_s:.0f} s to be started, the limit is "
-            f"{limits.max_prompt_wait_s:.0f} s (router.max_prompt_wait_s)",
-            now.prompt_wait_s - limits.max_prompt_wait_s,
+            f"{limits.max_queue_time_s:.0f} s (router.max_queue_time_s)",
+            now.prompt_wait_s - limits.max_queue_time_s,
         )
     wanted = now.prompt_blocks + ask.sequences * blocks_of(ask.prompt_tokens, now)
     if wanted > now.answer_blocks:
         raise _overload(
             "kv_blocks",
             f"the prompts accepted and this one take {wanted} KV blocks, the {now.answer_pool} pool has "
-            f"{now.answer_blocks} (pools.{now.answer_pool}.kv_cache_bytes and workers)",
+            f"{now.answer_blocks} (pools.{now.answer_pool}.kv_cache_memory_bytes and workers)",
             _seconds(wanted - now.answer_blocks, now.blocks_per_s),
         )
     refuse_beyond_the_clients_share(ask, now, limits)
@@ -216,7 +216,7 @@ def refuse_beyond_the_clients_share(ask: Ask, now: Snapshot, limits: RouterConfi
     One sequence is accepted whatever it takes, if its client has no other.
     """
     others = now.sequences - now.client_sequences
-    may_have = share_of(limits.max_outstanding_requests, limits)
+    may_have = share_of(limits.max_concurrent_requests, limits)
     if (
         now.client_left
         and limits.max_client_share < 1
@@ -228,12 +228,12 @@ def refuse_beyond_the_clients_share(ask: Ask, now: Snapshot, limits: RouterConfi
             f"they had ended; you may have {may_have} of both (router.max_client_share)",
             LEFT_WINDOW_S * math.log((now.client_sequences + now.client_left + ask.sequences) / may_have),
         )
-    may_have = share_of(limits.max_outstanding_requests - others, limits)
+    may_have = share_of(limits.max_concurrent_requests - others, limits)
     if now.client_sequences + ask.sequences > may_have:
         raise _overload(
             "client_share",
             f"{now.client_sequences} of your requests are being served and {others} of other clients; you may have "
-            f"{may_have} at a time now, of {limits.max_outstanding_requests} (router.max_client_share)",
+            f"{may_have} at a time now, of {limits.max_concurrent_requests} (router.max_client_share)",
             _seconds(now.client_sequences + ask.sequences - may_have, now.sequences_per_s),
         )
     blocks = ask.sequences * blocks_of(ask.prompt_tokens, now)
@@ -272,7 +272,7 @@ def _last_prompt(ask: Ask) -> str:
 
 def blocks_of(tokens: int, now: Snapshot) -> int:
     """Return the KV blocks that these tokens fill."""
-    return -(-tokens // now.block_size_tokens)
+    return -(-tokens // now.block_size)
 
 
 def _seconds(amount: float, per_s: float) -> float:

@@ -133,7 +133,7 @@ def server_args(settings: RouterSettings) -> Namespace:
             *("--model", settings.model_path),
             *("--served-model-name", *settings.served_names),
             *("--dtype", settings.dtype),
-            *("--max-model-len", str(settings.max_model_len_tokens)),
+            *("--max-model-len", str(settings.max_model_len)),
             "--disable-log-stats",
         ]
     )

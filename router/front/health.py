@@ -200,9 +200,9 @@ class HealthProbe:
         await self.orchestrator.run(request, emit)
 
 
-def probe_prompt_tokens(block_size_tokens: int) -> int:
+def probe_prompt_tokens(block_size: int) -> int:
     """Return a little more than a KV block: one block is handed off, and no prompt waits long behind a health probe."""
-    return block_size_tokens + block_size_tokens // 4
+    return block_size + block_size // 4
 
 
 def ready_endpoint(readiness: Readiness, draining: Callable[[], bool]) -> Callable[[Request], Awaitable[JSONResponse]]:

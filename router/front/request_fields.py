@@ -211,7 +211,7 @@ def beyond_share(request: BaseModel, most_sequences: int) -> VLLMValidationError
         return None
     return VLLMValidationError(
         f"{prompts} prompts with n = {n} are {prompts * n} sequences, and {most_sequences} of one client can be served "
-        "at a time (router.max_outstanding_requests, router.max_client_share): send fewer prompts in a request",
+        "at a time (router.max_concurrent_requests, router.max_client_share): send fewer prompts in a request",
         parameter="prompt",
     )
 

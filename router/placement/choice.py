@@ -198,7 +198,7 @@ class WorkerView:
         self.worker_id = worker.worker_id
         self.takes_prompt = False
         self._asked = asked
-        self._block_size_tokens = worker.description.block_size_tokens
+        self._block_size_tokens = worker.description.block_size
 
     @property
     def prompt_tokens(self) -> int:
@@ -238,7 +238,7 @@ class WorkerView:
     def step_tokens(self) -> int:
         """Most tokens of one step."""
         role = self.worker.role
-        return role.max_num_batched_tokens if role else self.worker.description.max_model_len_tokens
+        return role.max_num_batched_tokens if role else self.worker.description.max_model_len
 
     @property
     def prompts_s(self) -> float:
@@ -260,7 +260,7 @@ class WorkerView:
         if not prefix:
             return 0
         if prefix[-1] in self.worker.prompts.last_blocks:
-            tokens = len(prefix) * known.block_size_tokens
+            tokens = len(prefix) * known.block_size
         else:
             incarnation, tokens = self._asked.cached.get(known.worker_id, ("", 0))
             tokens = tokens if incarnation == known.incarnation else 0

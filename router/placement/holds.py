@@ -28,7 +28,7 @@ class Hold:
         self.computes = True
         """Whether its prompt is still to be computed."""
         whole = decode_worker is prompt_worker
-        blocks = prompt_blocks(demand, decode_worker.description.block_size_tokens)
+        blocks = prompt_blocks(demand, decode_worker.description.block_size)
         self._prompt = prompt_worker.reserve(
             demand.prompt_tokens - cached_tokens,
             promised_blocks=blocks if whole else 0,
@@ -39,7 +39,7 @@ class Hold:
         self._decode = self._prompt
         if not whole:
             self._decode = decode_worker.reserve(
-                promised_blocks=blocks_needed(demand, decode_worker.description.block_size_tokens),
+                promised_blocks=blocks_needed(demand, decode_worker.description.block_size),
                 held_blocks=blocks,
                 decode_context_tokens=context_tokens(demand),
             )

@@ -64,8 +64,8 @@ class _Low:
 class Learned:
     """Means over the latest answers, and a record of prompts; one object per placement."""
 
-    def __init__(self, block_size_tokens: int) -> None:
-        self.prefixes = PrefixIndex(block_size_tokens)
+    def __init__(self, block_size: int) -> None:
+        self.prefixes = PrefixIndex(block_size)
         self.traffic = Traffic()
         self._outside_s: deque[float] = deque(maxlen=REMEMBERED)
         self._prompt_tokens = _Mean(UNKNOWN_OUTPUT_TOKENS)

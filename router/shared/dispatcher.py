@@ -74,7 +74,7 @@ class Dispatcher(RouterControl):
             roles=role_table(settings),
         )
         super().__init__(fleet)
-        learned = Learned(settings.block_size_tokens)
+        learned = Learned(settings.block_size)
         self._comparing = Comparing(self.fleet, learned, settings.router)
         self._state = ClusterState(self.fleet, settings, learned, self._comparing.policy, paused=True)
         self._modes = Modes(self.fleet, self._state.mode_changed)

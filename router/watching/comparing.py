@@ -87,14 +87,14 @@ def fleet_model(fleet: Fleet, learned: Learned) -> FleetModel | None:
 def _spec(worker: Worker, model: StepModel, fleet: Fleet) -> WorkerSpec:
     known = worker.description
     role = fleet.roles.role_of(worker.worker_id, known.pool, "adaptive", 0) or worker.role
-    step_tokens = role.max_num_batched_tokens if role else known.max_model_len_tokens
+    step_tokens = role.max_num_batched_tokens if role else known.max_model_len
     return WorkerSpec(
         worker.worker_id,
         model,
         step_tokens,
         window_tokens=WINDOW_STEPS * step_tokens,
         seats=role.max_num_seqs if role else known.max_num_seqs,
-        kv_tokens=known.num_kv_blocks * known.block_size_tokens,
+        kv_tokens=known.num_kv_blocks * known.block_size,
         device="/".join(worker.device or ()),
     )
 
@@ -103,4 +103,4 @@ def _handover_s(worker: Worker, learned: Learned) -> float:
     """Return the seconds of the usual prompt's KV on its way; of an overlapped hand-off the end alone would count."""
     layout = worker.description.layout
     block_bytes = layout.block_bytes * layout.num_layers * layout.tensor_parallel_size
-    return learned.prompt_tokens / layout.block_size_tokens * block_bytes / learned.mean_bytes_per_s
+    return learned.prompt_tokens / layout.block_size * block_bytes / learned.mean_bytes_per_s

@@ -40,7 +40,7 @@ LEASE_S = 30.0
 def make_layout(**changes) -> KvLayout:
     fields = {
         "kv_dtype": "auto",
-        "block_size_tokens": 4,
+        "block_size": 4,
         "num_layers": NUM_LAYERS,
         "num_kv_heads": 4,
         "block_bytes": BLOCK_BYTES,
@@ -93,7 +93,7 @@ class Node:
         self.source, self.fetcher = harness.make(
             RankCache(self.pool, self.leases, layout, rank, self.exports.offers),
             # No fetch ends by its deadline, but in the tests of deadlines.
-            TransferOptions("127.0.0.1", port, fetch_deadline_s=2 * PATIENCE_S),
+            TransferOptions("127.0.0.1", port, kv_fetch_timeout_s=2 * PATIENCE_S),
         )
 
     def publish(self, block_ids: list[int], owner: str = "request", lease_s: float = LEASE_S) -> KvHandoff:
@@ -573,7 +573,7 @@ class ControlConformance:
             assert (result.outcome, result.reason) == ("failed", errors.BAD_REQUEST)
             np.testing.assert_array_equal(decode.layers, before)
 
-    @pytest.mark.parametrize(("field", "value"), [("isa", "vec"), ("block_size_tokens", 8), ("wire_version", 99)])
+    @pytest.mark.parametrize(("field", "value"), [("isa", "vec"), ("block_size", 8), ("wire_version", 99)])
     async def test_a_layout_mismatch_names_the_field_before_any_byte(self, harness, field, value):
         async with self.nodes(harness, (make_layout(**{field: value}), None)) as (prefill, decode):
             result = await decode.fetcher.fetch(prefill.publish([1]), 0, [1], decode.pool)

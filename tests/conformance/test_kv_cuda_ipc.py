@@ -45,7 +45,7 @@ def ends(device):
     cache, theirs = Cache(shape), Cache(shape, SOURCE_SEED).layers.cpu()
     with SourceProcess(shape, ["cuda-ipc"], core=None) as source:
         source.start()
-        service = cache.service("cuda-ipc", fetch_deadline_s=2 * PATIENCE_S)
+        service = cache.service("cuda-ipc", kv_fetch_timeout_s=2 * PATIENCE_S)
         service.start()
         try:
             yield source, theirs, cache, service

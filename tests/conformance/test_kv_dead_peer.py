@@ -48,7 +48,7 @@ def peers(request, monkeypatch):
             sources[-1].start()
             return sources[-1]
 
-        service = cache.service(transport, fetch_deadline_s=2 * PATIENCE_S)
+        service = cache.service(transport, kv_fetch_timeout_s=2 * PATIENCE_S)
         service.start()
         try:
             yield new_source, service, transport
@@ -86,7 +86,7 @@ def test_a_source_frozen_in_mid_fetch_is_a_timeout_and_serves_again_when_it_goes
     handoff, _ = source.publish(transport, "frozen-source", BLOCKS)
     os.kill(source.pid, signal.SIGSTOP)
     fetcher = service._fetcher
-    patient, fetcher._options = fetcher._options, replace(fetcher._options, fetch_deadline_s=DEADLINE_S)
+    patient, fetcher._options = fetcher._options, replace(fetcher._options, kv_fetch_timeout_s=DEADLINE_S)
     service.start_fetch("frozen", handoff, 0, BLOCKS)
     result = result_of(service, "frozen")
     fetcher._options = patient

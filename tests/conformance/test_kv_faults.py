@@ -131,7 +131,7 @@ async def test_a_cut_comes_midway_and_stops_the_writing(transport):
 
 async def test_a_dropped_fetch_ends_at_its_own_deadline_if_that_comes_first(transport):
     async with nodes(transport, FaultPlan(drop=1.0, longest_drop_s=30.0)) as (prefill, decode):
-        decode.fetcher._options = replace(decode.fetcher._options, fetch_deadline_s=0.1)
+        decode.fetcher._options = replace(decode.fetcher._options, kv_fetch_timeout_s=0.1)
         started_s = time.monotonic()
         result = await decode.fetcher.fetch(prefill.publish(IDS), 0, TARGETS, decode.pool)
         assert result.reason == errors.TIMEOUT

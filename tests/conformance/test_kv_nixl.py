@@ -34,7 +34,7 @@ def over_tcp(monkeypatch):
     cache = Cache(SHAPE)
     with SourceProcess(SHAPE, ["nixl"], core=None) as source:
         source.start()
-        service = cache.service("nixl", fetch_deadline_s=2 * PATIENCE_S)
+        service = cache.service("nixl", kv_fetch_timeout_s=2 * PATIENCE_S)
         service.start()
         try:
             yield source, service, cache
@@ -62,7 +62,7 @@ async def test_a_read_that_ends_after_its_pull_writes_to_no_block(over_tcp, monk
         return begun
 
     monkeypatch.setattr(puller._agent, "read", freeze_and_read)
-    service._fetcher._options = replace(service._fetcher._options, fetch_deadline_s=2.0)
+    service._fetcher._options = replace(service._fetcher._options, kv_fetch_timeout_s=2.0)
     cache.layers.zero_()
     begin(source, service, "nixl", "frozen", range(SHAPE.num_blocks))
     result = result_of(service, "frozen")
@@ -74,7 +74,7 @@ async def test_a_read_that_ends_after_its_pull_writes_to_no_block(over_tcp, monk
     staging = staging_of(service)
     await eventually(lambda: staging.give_back(staging.take(1)) or staging.abandoned == 0)
     assert not cache.layers.any(), "what came late was written to the cache"
-    service._fetcher._options = replace(service._fetcher._options, fetch_deadline_s=2 * PATIENCE_S)
+    service._fetcher._options = replace(service._fetcher._options, kv_fetch_timeout_s=2 * PATIENCE_S)
     begin(source, service, "nixl", "again", range(SHAPE.num_blocks))
     assert result_of(service, "again").outcome == "ok"
 

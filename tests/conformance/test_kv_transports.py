@@ -211,13 +211,13 @@ class TestCollective(TransportConformance):
             handoff = prefill.publish(ids)
             assert await self._fetch_ok(prefill, decode, handoff, ids)
             group = self.group(decode, prefill)
-            decode.fetcher._options = dataclasses.replace(decode.fetcher._options, fetch_deadline_s=0.4)
+            decode.fetcher._options = dataclasses.replace(decode.fetcher._options, kv_fetch_timeout_s=0.4)
             with monkeypatch.context() as patched:
                 patched.setattr(PairGroup, "send", lambda self, tensor: None)
                 patched.setattr(PairGroup, "finish", lambda self, sending, deadline_s: None)
                 result = await decode.fetcher.fetch(handoff, 0, ids, decode.pool)
             assert (result.outcome, result.reason) == ("failed", errors.TIMEOUT), result
-            decode.fetcher._options = dataclasses.replace(decode.fetcher._options, fetch_deadline_s=PATIENCE_S)
+            decode.fetcher._options = dataclasses.replace(decode.fetcher._options, kv_fetch_timeout_s=PATIENCE_S)
             assert await self._fetch_ok(prefill, decode, handoff, ids)
             assert self.group(decode, prefill) is not group
 

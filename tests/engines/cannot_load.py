@@ -57,7 +57,7 @@ def _unknown_architecture(model: Path) -> dict[str, Any]:
 
 
 def _too_long(model: Path) -> dict[str, Any]:
-    return {"max_model_len_tokens": 100_000}
+    return {"max_model_len": 100_000}
 
 
 def _too_little_cache(model: Path) -> dict[str, Any]:
@@ -107,7 +107,7 @@ async def main(folder: Path) -> None:
     for name, spoil in CASES.items():
         model = folder / name.replace(" ", "-")
         shutil.copytree(whole, model)
-        common = {"model_path": str(model), "dtype": "float32", "max_model_len_tokens": 128}
+        common = {"model_path": str(model), "dtype": "float32", "max_model_len": 128}
         common |= {"kv_cache_bytes_per_rank": 32 << 20, "passed": {"skip_tokenizer_init": True}}
         engine = VllmEngine(dataclasses.replace(engine_config("decode"), **(common | spoil(model))))
         try:

@@ -76,7 +76,9 @@ async def deployed(overrides: dict[str, str], tls: TlsFiles | None = None) -> As
         clients = await stack.enter_async_context(connected([row.address for row in deployment.rows], tls))
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=deployment.url, timeout=120))
         tokenizer = AutoTokenizer.from_pretrained(plan.model_path)
-        yield Engines(deployment.url, plan.served_name, plan.dtype, str(plan.model_path), tokenizer, http, clients)
+        yield Engines(
+            deployment.url, plan.served_model_name, plan.dtype, str(plan.model_path), tokenizer, http, clients
+        )
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

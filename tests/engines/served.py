@@ -22,8 +22,8 @@ BACK_WITHIN_S = 300.0
 SMALL_SPLIT = {
     "model.dtype": "float32",  # texts are compared: in bfloat16 a batch of another size may break ties another way
     "ray.share_cores": "true",
-    "model.max_model_len_tokens": "1024",
-    **{f"pools.{pool}.kv_cache_bytes": "128 MiB" for pool in ("prefill", "decode")},
+    "model.max_model_len": "1024",
+    **{f"pools.{pool}.kv_cache_memory_bytes": "128 MiB" for pool in ("prefill", "decode")},
     **{f"pools.{pool}.max_num_seqs": "8" for pool in ("prefill", "decode")},
     # An engine warms up with a full step, which takes seconds with the shipped size.
     **{f"pools.{pool}.max_num_batched_tokens": "128" for pool in ("prefill", "decode")},

@@ -17,9 +17,9 @@ pytestmark = [pytest.mark.engines, pytest.mark.long]
 PLACES = 4
 SETTINGS = {
     "ray.share_cores": "true",
-    "model.max_model_len_tokens": "1024",
+    "model.max_model_len": "1024",
     "pools.colocated.workers": "1",
-    "pools.colocated.kv_cache_bytes": "128 MiB",
+    "pools.colocated.kv_cache_memory_bytes": "128 MiB",
     "pools.colocated.max_num_batched_tokens": "128",
     "pools.colocated.max_num_seqs": str(PLACES),
     "autoscale.mode": "act",

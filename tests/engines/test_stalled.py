@@ -28,7 +28,7 @@ LOOK_S = 3.0
 
 @pytest.fixture(scope="module")
 def deployed() -> Iterator[Deployed]:
-    with deployed_by_serve(settings={"model.max_model_len_tokens": "1024"}) as one:
+    with deployed_by_serve(settings={"model.max_model_len": "1024"}) as one:
         yield one
 
 

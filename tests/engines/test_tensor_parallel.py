@@ -96,9 +96,9 @@ class Split:
             model_path=model_path,
             served_names=("tiny",),
             dtype=dtype,
-            max_model_len_tokens=MAX_MODEL_LEN_TOKENS,
-            request_deadline_s=60.0,
-            max_outstanding_requests=16,
+            max_model_len=MAX_MODEL_LEN_TOKENS,
+            request_timeout_s=60.0,
+            max_concurrent_requests=16,
             recovery_timeout_s=60.0,
             ready_deadline_s=10.0,
         )
@@ -198,13 +198,13 @@ async def started(actor: Any, *args: Any) -> Any:
 
 
 def settings(model: str, ranks: int) -> Any:
-    flags = {"model.path": model, "model.max_model_len_tokens": str(MAX_MODEL_LEN_TOKENS)}
+    flags = {"model.path": model, "model.max_model_len": str(MAX_MODEL_LEN_TOKENS)}
     for pool in ("prefill", "decode"):
         flags |= {
-            f"pools.{pool}.tensor_parallel": str(ranks),
+            f"pools.{pool}.tensor_parallel_size": str(ranks),
             f"pools.{pool}.cores_per_worker": str(ranks),
             f"pools.{pool}.max_num_batched_tokens": str(CHUNK_TOKENS),
-            f"pools.{pool}.kv_cache_bytes": "64 MiB",
+            f"pools.{pool}.kv_cache_memory_bytes": "64 MiB",
         }
     return load_config(CONFIG, flags | {"pools.colocated.workers": "4"}).config
 

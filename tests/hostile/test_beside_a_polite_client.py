@@ -33,11 +33,11 @@ DISTURBANCES = {"churn": ("on", 0), "flood": ("on", 512), "pages": ("pages",)}
 """What the hostile one is told. 512 sockets that never read hold all that one client may have, so that the rest is
 refused; without them it is served, and left again. Pages need no key."""
 SETTINGS = {
-    "max_outstanding_requests": SLOTS,
+    "max_concurrent_requests": SLOTS,
     "max_client_share": 0.75,
     "send_timeout_s": 5.0,
     "recovery_timeout_s": 60.0,
-    "request_deadline_s": 600.0,
+    "request_timeout_s": 600.0,
     "api_key_hashes": frozenset(map(hash_key, (POLITE.encode(), HOSTILE.encode()))),
     "admin_key_hashes": frozenset({hash_key(OPERATOR.encode())}),
 }

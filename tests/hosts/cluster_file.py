@@ -42,7 +42,7 @@ def remote_name(served: Path) -> str:
 
 def write_served_file(hosts: Hosts, drain_timeout_s: float) -> Path:
     """Write what `ridgeline serve` runs there: the default model, and one engine in each pool of cluster-serve.yaml."""
-    engine = {"workers": 1, "cores_per_worker": 1, "max_num_batched_tokens": 512, "kv_cache_bytes": "512 MiB"}
+    engine = {"workers": 1, "cores_per_worker": 1, "max_num_batched_tokens": 512, "kv_cache_memory_bytes": "512 MiB"}
     served = {
         "model": {"path": "smollm2-135m"},
         "server": {"host": "0.0.0.0", "port": 8000, "drain_timeout_s": drain_timeout_s},

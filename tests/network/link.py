@@ -83,11 +83,11 @@ class Link:
         return shown[0]["stats64"]["rx"]["bytes"]
 
     @asynccontextmanager
-    async def peer(self, side, fetch_deadline_s=30.0):
+    async def peer(self, side, kv_fetch_timeout_s=30.0):
         """A process at this end, see `peer.py`."""
         process = await asyncio.create_subprocess_exec(
             *("ip", "netns", "exec", self._names[side], sys.executable, "-m", "tests.network.peer"),
-            *(HOSTS[side], str(fetch_deadline_s)),
+            *(HOSTS[side], str(kv_fetch_timeout_s)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=REPOSITORY,

@@ -21,9 +21,9 @@ LEASE_S = 5.0
 class Peer:
     """Its methods are the commands."""
 
-    def __init__(self, host, fetch_deadline_s):
+    def __init__(self, host, kv_fetch_timeout_s):
         self.cache = Cache(SHAPE)
-        self.service = self.cache.service("grpc", host, fetch_deadline_s, LEASE_S)
+        self.service = self.cache.service("grpc", host, kv_fetch_timeout_s, LEASE_S)
         self.service.start()
         self.freed = set()
 

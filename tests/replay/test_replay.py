@@ -233,7 +233,7 @@ async def test_a_server_that_is_not_there_or_fails_its_warm_up_is_named(console)
     with pytest.raises(ServerError, match="warm-up request 1 of 2 failed: HTTP 503"):
         await _replay(Behaviour(faults={0: "refuse"}), console)
     with pytest.raises(ServerError, match="it serves fake"):
-        await _replay(Behaviour(), console, served_name="other")
+        await _replay(Behaviour(), console, served_model_name="other")
 
 
 async def test_a_server_without_our_metrics_can_be_replayed(console, tmp_path):

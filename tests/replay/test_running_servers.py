@@ -155,7 +155,7 @@ async def test_a_server_that_cannot_be_compared_is_refused_in_a_sentence(monkeyp
         monkeypatch.setenv("RIDGELINE_API_KEY_VLLM", "another")
         assert "asks for an API key: set RIDGELINE_API_KEY_VLLM" in await refused(url)
     with running(Behaviour()) as url:
-        assert "does not serve 'big'; it serves fake" in await refused(url, served_name="big")
+        assert "does not serve 'big'; it serves fake" in await refused(url, served_model_name="big")
     with running(Behaviour(faults={0: "refuse"})) as url:
         assert "does not answer as a comparison needs it (completions): HTTP 503" in await refused(url)
     with running(Behaviour(model="llama")) as url, running(Behaviour(model="qwen")) as other:

@@ -32,7 +32,7 @@ class TimedEngine(FakeEngine):
 async def main(model: str) -> None:
     """Serve until standard input ends."""
     engines = (TimedEngine("prefill"), TimedEngine("decode"))
-    async with served_router.serving(Path(model), engines, max_outstanding_requests=64) as (http, *_):
+    async with served_router.serving(Path(model), engines, max_concurrent_requests=64) as (http, *_):
         print(f"url {http.base_url}", flush=True)  # noqa: T201 - what the parent waits for
         await asyncio.to_thread(sys.stdin.read)
 

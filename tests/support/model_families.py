@@ -80,7 +80,10 @@ FAMILIES = (
 
 def deployment(directory: Path, mode: str, prefill_ranks: int = 1) -> RidgelineConfig:
     """Return a deployment of this model; a prefill engine has so many ranks, a decode engine one."""
-    ranks = {"pools.prefill.tensor_parallel": str(prefill_ranks), "pools.prefill.cores_per_worker": str(prefill_ranks)}
+    ranks = {
+        "pools.prefill.tensor_parallel_size": str(prefill_ranks),
+        "pools.prefill.cores_per_worker": str(prefill_ranks),
+    }
     return load_config(None, {"model.path": str(directory), "mode": mode, **ranks}).config
 
 

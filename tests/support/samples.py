@@ -20,7 +20,7 @@ def kv_layout(**changes: Any) -> KvLayout:
         "model": "m",
         "dtype": "bfloat16",
         "kv_dtype": "bfloat16",
-        "block_size_tokens": 32,
+        "block_size": 32,
         "num_layers": 2,
         "num_kv_heads": 2,
         "block_bytes": 1024,
@@ -43,8 +43,8 @@ def worker_description(**changes: Any) -> WorkerDescription:
         "layout": kv_layout(),
         "transfer_addresses": ["a"],
         "num_kv_blocks": 100,
-        "block_size_tokens": 32,
-        "max_model_len_tokens": 4096,
+        "block_size": 32,
+        "max_model_len": 4096,
         "max_num_seqs": 256,
     }
     return WorkerDescription(**(fields | changes))
@@ -57,8 +57,8 @@ def router_settings(settings: RouterSettings | None = None, **changes: Any) -> R
     """
     settings = settings or RouterSettings(
         router=RouterConfig(
-            request_deadline_s=30.0,
-            max_outstanding_requests=10,
+            request_timeout_s=30.0,
+            max_concurrent_requests=10,
             recovery_timeout_s=10.0,
             ready_deadline_s=5.0,
             max_client_share=1.0,
@@ -68,11 +68,11 @@ def router_settings(settings: RouterSettings | None = None, **changes: Any) -> R
         model_path="m",
         served_names=("m",),
         dtype="bfloat16",
-        max_model_len_tokens=4096,
+        max_model_len=4096,
         mode="disaggregated",
         overlap=True,
         prefill_window_tokens=dict.fromkeys(get_args(Pool), 1024),
-        block_size_tokens=32,
+        block_size=32,
         stall_timeout_s=60.0,
     )
     own, router, server, slo = (
@@ -104,8 +104,8 @@ def engine_config(pool: Pool = "decode", worker_id: str | None = None) -> Engine
         hands_over=True,
         model_path="none",
         dtype="bfloat16",
-        max_model_len_tokens=4096,
-        block_size_tokens=LAYOUT.block_size_tokens,
+        max_model_len=4096,
+        block_size=LAYOUT.block_size,
         max_num_seqs=256,
         max_num_batched_tokens=512,
         kv_cache_bytes_per_rank=None,
@@ -119,7 +119,7 @@ def engine_config(pool: Pool = "decode", worker_id: str | None = None) -> Engine
 
 
 def make_handoff(handoff_id: str = "h1", num_tokens: int = 70) -> KvHandoff:
-    blocks = -(-num_tokens // LAYOUT.block_size_tokens)
+    blocks = -(-num_tokens // LAYOUT.block_size)
     return KvHandoff(
         handoff_id=handoff_id,
         addresses=("127.0.0.1:7001",),

@@ -102,7 +102,7 @@ async def talking_router(model: Path) -> AsyncIterator[tuple[httpx.AsyncClient, 
         for host in hosts:
             await host.start()
             stack.push_async_callback(host.stop)
-        router = Router(router_settings(model_path=str(model), max_outstanding_requests=64))
+        router = Router(router_settings(model_path=str(model), max_concurrent_requests=64))
         url = await router.serve([host.address for host in hosts], {})
         stack.push_async_callback(router.stop)
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=PATIENCE_S))

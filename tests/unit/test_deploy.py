@@ -191,11 +191,11 @@ def test_one_host_has_two_gpus_in_either_mode_and_starts_its_own_ray(one_host):
 
 def test_one_hosts_steps_cache_and_patience_are_those_of_gpus_and_the_table_says_so(one_host):
     pools = one_host.config.pools
-    assert [pool.kv_cache_bytes for pool in one_host.config.all_pools().values()] == [None] * 4
+    assert [pool.kv_cache_memory_bytes for pool in one_host.config.all_pools().values()] == [None] * 4
     assert min(pools.prefill.max_num_batched_tokens, pools.colocated.max_num_batched_tokens) >= 8192
     assert one_host.config.window_tokens("prefill") == 2 * pools.prefill.max_num_batched_tokens
     assert one_host.config.supervision.start_timeout_s == 3600
-    assert one_host.origins["pools.prefill.kv_cache_bytes"] == "default on GPUs"
+    assert one_host.origins["pools.prefill.kv_cache_memory_bytes"] == "default on GPUs"
 
 
 def test_one_gpu_holds_one_whole_engine_or_the_two_that_the_files_comment_splits_it_into():

@@ -26,7 +26,7 @@ def test_the_site_builds_and_opens_from_its_folder_without_a_network(tmp_path: P
     assert {loaded for page in pages.values() for loaded in LOADED.findall(page)} == set()
     assert all("iframe-worker" in page for page in pages.values())
     assert (tmp_path / "search" / "search_index.js").exists()
-    assert "request_deadline_s" in pages["reference/settings.html"]
+    assert "request_timeout_s" in pages["reference/settings.html"]
     assert "--attainment" in pages["reference/cli.html"]
 
 

@@ -40,7 +40,7 @@ BLOCK_TOKENS: Final = 16
 SYSTEM_PROMPT_TOKENS: Final = 1_000
 KV_BLOCKS: Final = 100_000
 LAYOUT: Final = kv_layout(
-    block_size_tokens=BLOCK_TOKENS, num_layers=32, num_kv_heads=8, block_bytes=65_536, layout="NHD", isa="cuda"
+    block_size=BLOCK_TOKENS, num_layers=32, num_kv_heads=8, block_bytes=65_536, layout="NHD", isa="cuda"
 )
 PROMPT_TOKENS: Final = 2_000
 LONGEST_ANSWER_TOKENS: Final = 400
@@ -50,8 +50,8 @@ FIXED: Final = "mode colocated"
 
 def _worker(number: int) -> Worker:
     """Return a worker of mode adaptive, with a model of its steps."""
-    kv = {"layout": LAYOUT, "num_kv_blocks": KV_BLOCKS, "block_size_tokens": BLOCK_TOKENS}
-    worker = lone_worker(f"worker-{number}", "adaptive", max_model_len_tokens=8_192, **kv)
+    kv = {"layout": LAYOUT, "num_kv_blocks": KV_BLOCKS, "block_size": BLOCK_TOKENS}
+    worker = lone_worker(f"worker-{number}", "adaptive", max_model_len=8_192, **kv)
     worker.status = WorkerStatus(worker_id=worker.worker_id, kv_blocks_free=90_000, step_model=MODEL)
     return worker
 

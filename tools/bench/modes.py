@@ -115,7 +115,7 @@ def measured(spec: Spec, told: Mapping[str, Any]) -> Measured:
 class Client:
     """`vllm bench serve` in this process, whose start takes longer than many a round."""
 
-    def __init__(self, model: str, served_name: str) -> None:
+    def __init__(self, model: str, served_model_name: str) -> None:
         """`model` is a directory; prompts are made of the words in its vocabulary."""
         from vllm.benchmarks import serve
         from vllm.tokenizers import get_tokenizer
@@ -123,7 +123,7 @@ class Client:
 
         self._serve, self._parser = serve, FlexibleArgumentParser()
         serve.add_cli_args(self._parser)
-        self._model, self._served_name = model, served_name
+        self._model, self._served_model_name = model, served_model_name
         words = (token[1:] for token in get_tokenizer(model).get_vocab() if token.startswith("Ġ"))
         self._words = sorted(f" {word}" for word in words if word.isascii() and word.isalpha() and len(word) > 2)
         self._draw = random.Random(time.time_ns())
@@ -136,7 +136,12 @@ class Client:
             SampleRequest("".join(self._draw.choices(self._words, k=tokens)), tokens, answer, request_id=str(index))
             for index, (tokens, answer) in enumerate(lengths)
         ]
-        given = {"base-url": url, "model": self._served_name, "tokenizer": self._model, "num-prompts": len(lengths)}
+        given = {
+            "base-url": url,
+            "model": self._served_model_name,
+            "tokenizer": self._model,
+            "num-prompts": len(lengths),
+        }
         words = ["--dataset-name", "custom", "--ignore-eos", "--save-detailed", "--disable-tqdm"]
         for name, value in {**given, "ready-check-timeout-sec": 0, **options}.items():
             words += [f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, tuple) else (value,))]

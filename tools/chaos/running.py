@@ -72,5 +72,8 @@ def pool_settings(prefill: int, decode: int, cores: int, kv_cache: str, step_tok
     found = [f"pools.prefill.workers={prefill}", f"pools.decode.workers={decode}"]
     found.append(f"pools.colocated.workers={prefill + decode}")
     for pool in ("prefill", "decode", "colocated"):
-        found += [f"pools.{pool}.kv_cache_bytes={kv_cache}", f"pools.{pool}.max_num_batched_tokens={step_tokens}"]
+        found += [
+            f"pools.{pool}.kv_cache_memory_bytes={kv_cache}",
+            f"pools.{pool}.max_num_batched_tokens={step_tokens}",
+        ]
     return [*found, "ray.share_cores=true"] if prefill + decode > cores else found

@@ -285,7 +285,7 @@ async def run(options: argparse.Namespace, console: Console) -> list[str]:
     """Run everything and return what was wrong."""
     with tempfile.TemporaryDirectory(prefix="ridgeline-stress-") as folder:
         model = await asyncio.to_thread(make_tiny_model_like, RidgelineConfig(), Path(folder), MAX_MODEL_LEN_TOKENS)
-        settings = [f"model.path={model}", f"model.max_model_len_tokens={MAX_MODEL_LEN_TOKENS}"]
+        settings = [f"model.path={model}", f"model.max_model_len={MAX_MODEL_LEN_TOKENS}"]
         settings += [*pool_settings(1, 1, 2, options.kv_cache, STEP_TOKENS), f"transfer.lease_s={LEASE_S:g}"]
         async with running([*settings, *options.set], LOCAL) as setup:
             tallies = await stress(setup, options, console)

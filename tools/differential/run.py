@@ -67,7 +67,7 @@ async def tiny(dtype: str, say: Say) -> AsyncIterator[Both]:
             httpx.AsyncClient(base_url=deployment.url, timeout=TIMEOUT_S, trust_env=False)
         )
         await plain.ready()
-        yield Both(plan, split, plain, Judge(split, plain.http, plan.served_name, plan.dtype))
+        yield Both(plan, split, plain, Judge(split, plain.http, plan.served_model_name, plan.dtype))
 
 
 def random_cases(plan: Plan, at: int, count: int) -> list[Case]:
@@ -113,15 +113,18 @@ def _config(folder: Path, dtype: str) -> RidgelineConfig:
     flags = {
         "server.port": "0",
         "model.path": str(model),
-        "model.served_name": "tiny",
+        "model.served_model_name": "tiny",
         "model.dtype": dtype,
         # Else plain vLLM lets a model write any number of blanks, and we one at most.
         "engine_args.structured_outputs_config": "{backend: guidance, disable_any_whitespace: true}",
-        "model.max_model_len_tokens": str(MAX_MODEL_LEN_TOKENS),
+        "model.max_model_len": str(MAX_MODEL_LEN_TOKENS),
         "router.prefill_window_tokens": str(2 * STEP_TOKENS),
     }
     for pool in ("prefill", "decode"):
-        flags |= {f"pools.{pool}.kv_cache_bytes": KV_CACHE, f"pools.{pool}.max_num_batched_tokens": str(STEP_TOKENS)}
+        flags |= {
+            f"pools.{pool}.kv_cache_memory_bytes": KV_CACHE,
+            f"pools.{pool}.max_num_batched_tokens": str(STEP_TOKENS),
+        }
     return load_config(REPOSITORY / "deploy" / "local.yaml", flags).config
 
 

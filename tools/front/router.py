@@ -21,11 +21,11 @@ async def main(model: str, workers: list[str]) -> None:
     """Serve until the standard input is closed."""
     settings = router_settings(
         model_path=model,
-        max_model_len_tokens=8192,
-        request_deadline_s=600.0,
-        max_outstanding_requests=8192,
+        max_model_len=8192,
+        request_timeout_s=600.0,
+        max_concurrent_requests=8192,
         prefill_window_tokens=dict.fromkeys(get_args(Pool), 100_000),
-        max_prompt_wait_s=60.0,
+        max_queue_time_s=60.0,
         recovery_timeout_s=60.0,
         ready_deadline_s=10.0,
     )

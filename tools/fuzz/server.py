@@ -77,7 +77,7 @@ def kv_source() -> GrpcKvSource:
     """Return a source with some hand-offs that do not expire during a run."""
     leases = LeaseTable()
     for name, block_ids in PUBLISHED.items():
-        leases.publish(name, name, list(block_ids), len(block_ids) * LAYOUT.block_size_tokens, LEASE_S)
+        leases.publish(name, name, list(block_ids), len(block_ids) * LAYOUT.block_size, LEASE_S)
     layers = [np.full((KV_BLOCKS, LAYOUT.block_bytes), layer, np.uint8) for layer in range(KV_LAYERS)]
     source = GrpcKvSource(RankCache(BlockPool(layers), leases, LAYOUT), TransferOptions("127.0.0.1"))
     source.server._publish_wait_s = PUBLISH_WAIT_S
@@ -92,9 +92,9 @@ async def main(model: str) -> None:
             model_path=model,
             served_names=("fuzzed",),
             dtype="float32",
-            max_model_len_tokens=MAX_MODEL_LEN_TOKENS,
-            request_deadline_s=60.0,
-            max_outstanding_requests=MAX_OUTSTANDING,
+            max_model_len=MAX_MODEL_LEN_TOKENS,
+            request_timeout_s=60.0,
+            max_concurrent_requests=MAX_OUTSTANDING,
             recovery_timeout_s=5.0,
             min_remote_prefill_tokens=4,
         )

@@ -35,7 +35,7 @@ step() { # title, command...: its output is shown and kept; a failure is counted
 shared=()
 [[ -n ${SHARED:-} ]] && shared=(
   --set ray.share_gpus=true --set engine_args.gpu_memory_utilization=0.45
-  --set "pools.prefill.kv_cache_bytes=8 GiB" --set "pools.decode.kv_cache_bytes=8 GiB"
+  --set "pools.prefill.kv_cache_memory_bytes=8 GiB" --set "pools.decode.kv_cache_memory_bytes=8 GiB"
 )
 settings=(--name "$name" --port 8000 ${MODEL:+--model "$MODEL"} "${shared[@]}")
 

@@ -16,10 +16,10 @@ CHARACTERS_PER_TOKEN: Final = 16
 """Average over a whole prompt; ordinary text and code have three to five."""
 
 
-def bound_texts(renderer: Any, max_model_len_tokens: int) -> None:
+def bound_texts(renderer: Any, max_model_len: int) -> None:
     """Make vLLM's renderer refuse longer texts with VLLMValidationError (400) before it tokenises them."""
     tokenize = renderer._tokenize_prompt_async
-    most = CHARACTERS_PER_TOKEN * max_model_len_tokens
+    most = CHARACTERS_PER_TOKEN * max_model_len
 
     async def bounded(prompt: Any, params: Any) -> Any:
         text = prompt["prompt"]
@@ -27,7 +27,7 @@ def bound_texts(renderer: Any, max_model_len_tokens: int) -> None:
         if characters > most:
             raise VLLMValidationError(
                 f"the text has {characters} characters, and this server tokenises at most {most}: "
-                f"{CHARACTERS_PER_TOKEN} for each of the {max_model_len_tokens} tokens of the model's context"
+                f"{CHARACTERS_PER_TOKEN} for each of the {max_model_len} tokens of the model's context"
             )
         refuse_half_pairs(text, "the text")
         return await tokenize(prompt, params)

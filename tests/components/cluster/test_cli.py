@@ -144,7 +144,7 @@ def test_a_configuration_file_that_is_not_there_is_named(run_ridgeline, tmp_path
 
 def test_explain_shows_effective_values_and_their_origin_and_starts_nothing(run_ridgeline, tmp_path):
     file = tmp_path / "my.yaml"
-    file.write_text("router:\n  max_outstanding_requests: 77\n", encoding="utf-8")
+    file.write_text("router:\n  max_concurrent_requests: 77\n", encoding="utf-8")
     status, shown, _ = run_ridgeline(
         "serve", "--config", file, "--port", "8123", "--prefill", "3", "--mode", "colocated", "--explain"
     )
@@ -154,7 +154,7 @@ def test_explain_shows_effective_values_and_their_origin_and_starts_nothing(run_
     assert rows["pools.prefill.workers"] == ["3", "flag"]
     assert rows["mode"] == ["colocated", "flag"]
     assert rows["pools.decode.workers"] == ["1", "default"]
-    assert rows["router.max_outstanding_requests"][0] == "77"
+    assert rows["router.max_concurrent_requests"][0] == "77"
     assert "my.yaml" in "".join(shown.replace("│", " ").split()), "a long path is broken over lines"
 
 
@@ -293,9 +293,11 @@ def test_the_options_reach_the_plan(run_ridgeline, monkeypatch):
         plans.append(plan)
 
     monkeypatch.setattr(ridgeline.cluster.commands.replay, "replay_command", noted)
-    flags = "--length-scale 0.5 --too-long drop --jitter-s 0.25 --duration-s 9 --served-name m --warmup-requests 0"
+    flags = (
+        "--length-scale 0.5 --too-long drop --jitter-s 0.25 --duration-s 9 --served-model-name m --warmup-requests 0"
+    )
     assert run_ridgeline("replay", *flags.split())[0] == 0
-    asked = {"length_scale": 0.5, "too_long": "drop", "jitter_s": 0.25, "duration_s": 9, "served_name": "m"}
+    asked = {"length_scale": 0.5, "too_long": "drop", "jitter_s": 0.25, "duration_s": 9, "served_model_name": "m"}
     assert plans == [ReplayPlan(warmup_requests=0, **asked)]
     assert run_ridgeline("replay", "--rate", "auto", "--slo", "auto")[0] == 0
     assert plans[-1] == ReplayPlan(rate="auto", slo="auto")
@@ -319,12 +321,15 @@ UNEQUAL = ": change pools.colocated.workers or cores_per_worker"
     ("flag", "sentence"),
     [
         ("--pairs=0", "pairs: should be greater than or equal to 1, not 0"),
-        ("--served-name=llama", "--served-name llama: this configuration serves smollm2-135m: leave it out"),
+        (
+            "--served-model-name=llama",
+            "--served-model-name llama: this configuration serves smollm2-135m: leave it out",
+        ),
         ("--set=pools.colocated.workers=3", f"prefill and decode have 2 cores, colocated has 3{UNEQUAL}"),
         ("--set=pools.decode.cores_per_worker=2", f"prefill and decode have 3 cores, colocated has 2{UNEQUAL}"),
         (
-            "--set=pools.decode.kv_cache_bytes=2 GiB",
-            "have 3,072 MiB together, colocated has 2,048 MiB: change kv_cache_bytes",
+            "--set=pools.decode.kv_cache_memory_bytes=2 GiB",
+            "have 3,072 MiB together, colocated has 2,048 MiB: change kv_cache_memory_bytes",
         ),
         ("--set=ray.share_cores=true", "ray.share_cores lets engines take turns on the same cores"),
         (
@@ -368,7 +373,7 @@ def _with_pools(pools) -> RidgelineConfig:
 
 
 def test_kv_caches_that_take_what_is_free_are_alike_only_if_all_do():
-    free = {"gpus_per_worker": 1, "kv_cache_bytes": None}
+    free = {"gpus_per_worker": 1, "kv_cache_memory_bytes": None}
     alike = _with_pools({"prefill": free, "decode": free, "colocated": free})
     assert equal_hardware(alike) is None
     mixed = _with_pools({"prefill": free, "decode": free, "colocated": {"gpus_per_worker": 1}})

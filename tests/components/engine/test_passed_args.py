@@ -171,7 +171,7 @@ def test_what_vllms_parser_refuses_is_an_error_and_does_not_end_the_process():
         ({"engine_args.revision": "[a]"}, "engine_args.revision must be text or null, not ['a']."),
         (
             {"engine_args.block_size": "16"},
-            "engine_args.block_size is one of Ridgeline's own settings: set model.block_size_tokens instead.",
+            "engine_args.block_size is one of Ridgeline's own settings: set model.block_size instead.",
         ),
         ({"engine_args.tool_call_parser": "hermes"}, "it belongs in server_args.tool_call_parser."),
         (
@@ -206,7 +206,7 @@ def test_what_cannot_be_passed_on_is_a_sentence_that_names_it_and_the_way_out(ov
 
 def test_the_part_of_a_gpu_that_must_be_free_may_stand_beside_the_size_of_the_cache():
     gpus = {f"pools.{pool}.gpus_per_worker": "1" for pool in ("prefill", "decode", "colocated")}
-    sizes = {f"pools.{pool}.kv_cache_bytes": "8 GiB" for pool in ("prefill", "decode")}
+    sizes = {f"pools.{pool}.kv_cache_memory_bytes": "8 GiB" for pool in ("prefill", "decode")}
     assert load_config(None, {**gpus, **sizes, "engine_args.gpu_memory_utilization": "0.3"}).config
 
 

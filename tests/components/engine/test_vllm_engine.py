@@ -28,7 +28,7 @@ UNUSUAL = TransferOptions(
     port=7001,
     transport="grpc",
     lease_s=7.0,
-    fetch_deadline_s=11.5,
+    kv_fetch_timeout_s=11.5,
     faults="seed=7,drop=0.02",
     tls=TlsFiles("ca.pem", "cert.pem", "key.pem"),
 )

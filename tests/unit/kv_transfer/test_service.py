@@ -31,9 +31,9 @@ def make_service(transport="grpc", lease_s=30.0, num_layers=2, **changes):
     }
     for layer in layers.values():
         layer.random_(0, 255)
-    fields = {"kv_dtype": "auto", "block_size_tokens": 4, "num_layers": num_layers, "block_bytes": 64}
+    fields = {"kv_dtype": "auto", "block_size": 4, "num_layers": num_layers, "block_bytes": 64}
     layout = kv_layout(**fields | changes)
-    options = TransferOptions(host="127.0.0.1", lease_s=lease_s, fetch_deadline_s=PATIENCE_S, transport=transport)
+    options = TransferOptions(host="127.0.0.1", lease_s=lease_s, kv_fetch_timeout_s=PATIENCE_S, transport=transport)
     service = TransferService(RankLayers(layers, layout, allocation.offer(list(layers.values()))), options)
     service.waited_for = waited_for_in(service)
     service.start()

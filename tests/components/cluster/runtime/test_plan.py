@@ -192,8 +192,8 @@ def test_every_worker_of_the_mode_is_planned_and_no_other(planned):
 def test_an_engine_gets_its_own_pools_limits_and_the_shared_ones(planned, tmp_path):
     plan = planned(
         pools__prefill__max_num_batched_tokens="1000",
-        pools__decode__kv_cache_bytes="64 MiB",
-        model__max_model_len_tokens="512",
+        pools__decode__kv_cache_memory_bytes="64 MiB",
+        model__max_model_len="512",
         model__dtype="float32",
         transfer__lease_s="7",
     )
@@ -201,7 +201,7 @@ def test_an_engine_gets_its_own_pools_limits_and_the_shared_ones(planned, tmp_pa
     assert (prefill.worker_id, prefill.pool, prefill.max_num_batched_tokens) == ("worker-0", "prefill", 1000)
     assert (decode.worker_id, decode.pool, decode.kv_cache_bytes_per_rank) == ("worker-1", "decode", 64 * 1024**2)
     for engine in (prefill, decode):
-        assert (engine.max_model_len_tokens, engine.block_size_tokens, engine.dtype) == (512, 32, "float32")
+        assert (engine.max_model_len, engine.block_size, engine.dtype) == (512, 32, "float32")
         assert engine.transfer.transport == "auto"
         assert (engine.transfer.lease_s, engine.transfer.host, engine.model_path) == (7.0, "10.0.0.1", str(tmp_path))
         assert (engine.on_cpu, engine.enforce_eager, engine.tensor_parallel_size) == (True, True, 1)
@@ -239,7 +239,7 @@ def test_workers_have_a_role_in_every_mode_and_engines_that_hold_the_larger_limi
 
 
 def test_a_step_target_is_in_the_role_of_each_mode_and_in_the_engine_until_it_has_one(planned):
-    plan = planned(mode="disaggregated", pools__decode__step_target_ms="90", pools__colocated__step_target_ms="120")
+    plan = planned(mode="disaggregated", pools__decode__itl_target_ms="90", pools__colocated__itl_target_ms="120")
     assert {
         mode: [role.step_target_s for role in roles.values()] for mode, roles in plan.router_settings().roles.items()
     } == {"disaggregated": [0.0, 0.09], "colocated": [0.12, 0.12], "adaptive": [0.0, 0.0]}
@@ -251,7 +251,10 @@ def test_a_step_target_is_in_the_role_of_each_mode_and_in_the_engine_until_it_ha
     [
         ({"fixed_mode": "true"}, "fixed_mode is set"),
         ({"pools__prefill__workers": "2"}, "are 3 together, pools.colocated.workers is 2"),
-        ({"pools__decode__kv_cache_bytes": "64 MiB"}, "pools.decode.kv_cache_bytes is 67108864 and pools.colocated"),
+        (
+            {"pools__decode__kv_cache_memory_bytes": "64 MiB"},
+            "pools.decode.kv_cache_memory_bytes is 67108864 and pools.colocated",
+        ),
         ({"pools__colocated__engine_args": "{seed: 3}"}, "a running engine keeps its engine_args"),
         ({"pools__colocated__max_num_batched_tokens": "8"}, "cannot give every one of max_num_seqs"),
     ],
@@ -266,7 +269,7 @@ def test_a_deployment_that_cannot_become_colocated_says_which_setting_is_in_the_
 
 
 def test_workers_with_different_caches_have_one_mode_and_pools_that_hand_over_may_still_become_adaptive(planned):
-    fixed = planned(pools__decode__kv_cache_bytes="64 MiB").router_settings()
+    fixed = planned(pools__decode__kv_cache_memory_bytes="64 MiB").router_settings()
     assert (fixed.roles, {*fixed.why_not}) == ({}, {"colocated", "adaptive"})
     assert "make them equal" in fixed.why_not["adaptive"]
     three = planned(pools__prefill__workers="2").router_settings()
@@ -278,7 +281,7 @@ def test_workers_with_different_caches_have_one_mode_and_pools_that_hand_over_ma
 
 
 def test_every_setting_of_a_pool_is_either_kept_by_a_running_engine_or_set_at_run_time():
-    set_at_run_time = {"workers", "max_num_seqs", "max_num_batched_tokens", "step_target_ms"}
+    set_at_run_time = {"workers", "max_num_seqs", "max_num_batched_tokens", "itl_target_ms"}
     assert {*KEPT} | set_at_run_time == {*PoolConfig.model_fields}
 
 
@@ -297,9 +300,9 @@ def test_a_deployment_that_stays_colocated_has_engines_that_hand_nothing_over(pl
 def test_the_ranks_of_an_engine_share_its_cache(planned):
     plan = planned(
         model__path="/somewhere",
-        pools__prefill__tensor_parallel="2",
+        pools__prefill__tensor_parallel_size="2",
         pools__prefill__cores_per_worker="4",
-        pools__prefill__kv_cache_bytes="64 MiB",
+        pools__prefill__kv_cache_memory_bytes="64 MiB",
     )
     prefill, decode = (plan.engine_config(worker, "10.0.0.1") for worker in plan.workers)
     assert (prefill.tensor_parallel_size, prefill.kv_cache_bytes_per_rank) == (2, 32 * 1024**2)
@@ -309,10 +312,10 @@ def test_the_ranks_of_an_engine_share_its_cache(planned):
 def test_heads_that_cannot_be_split_are_refused_before_the_model_is_prepared(planned, monkeypatch):
     monkeypatch.setattr(plan_module, "prepare_model", lambda path: pytest.fail("too late"))
     with pytest.raises(ModelError) as refused:
-        planned(pools__decode__tensor_parallel="2", pools__decode__cores_per_worker="2")
+        planned(pools__decode__tensor_parallel_size="2", pools__decode__cores_per_worker="2")
     assert str(refused.value) == (
         "smollm2-135m has 3 KV heads, which cannot be split over the 2 ranks of each decode engine: set "
-        "pools.decode.tensor_parallel to 1 or 3, or serve another model."
+        "pools.decode.tensor_parallel_size to 1 or 3, or serve another model."
     )
 
 
@@ -329,16 +332,16 @@ def test_each_start_of_a_worker_is_another_incarnation(planned):
 
 def test_the_router_is_told_its_limits_and_the_name_clients_use(planned):
     router = planned(
-        model__served_name="[mine, another]",
+        model__served_model_name="[mine, another]",
         server__port="1234",
         router__min_remote_prefill_tokens="99",
-        router__max_outstanding_requests="5",
+        router__max_concurrent_requests="5",
         router__prefill_window_tokens="3000",
     ).router_settings()
     assert (router.served_names, router.server.port, router.mode) == (("mine", "another"), 1234, "disaggregated")
-    assert (router.router.min_remote_prefill_tokens, router.router.max_outstanding_requests) == (99, 5)
+    assert (router.router.min_remote_prefill_tokens, router.router.max_concurrent_requests) == (99, 5)
     assert router.prefill_window_tokens == dict.fromkeys(("prefill", "decode", "colocated", "adaptive"), 3000)
-    assert [planned(**named).router_settings().served_names for named in ({}, {"model__served_name": "one"})] == [
+    assert [planned(**named).router_settings().served_names for named in ({}, {"model__served_model_name": "one"})] == [
         ("smollm2-135m",),
         ("one",),
     ]

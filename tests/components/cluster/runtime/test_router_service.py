@@ -54,9 +54,9 @@ async def test_its_objects_are_not_looked_through_while_more_streams_begin(tmp_p
         await service.prepare(
             router_settings(
                 model_path=str(tmp_path),
-                max_outstanding_requests=1000,
-                request_deadline_s=600.0,  # a busy machine takes longer than 30 s to open all of them
-                max_prompt_wait_s=600.0,
+                max_concurrent_requests=1000,
+                request_timeout_s=600.0,  # a busy machine takes longer than 30 s to open all of them
+                max_queue_time_s=600.0,
             )
         )
         url = await service.serve([host.address for host in hosts], {}, None, some=False)

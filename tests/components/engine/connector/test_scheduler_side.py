@@ -55,7 +55,7 @@ def clock():
 @pytest.fixture
 def side(clock):
     side = SchedulerSide(
-        block_size_tokens=32,
+        block_size=32,
         lease_s=30.0,
         vocabulary_tokens=VOCABULARY_TOKENS,
         accountant=StepAccountant(MODEL),
@@ -224,7 +224,7 @@ def test_a_step_without_tokens_is_told_to_be_idle(side):
 def test_a_hand_off_is_published_at_once_where_the_worker_side_is_at_hand():
     published = []
     side = SchedulerSide(
-        block_size_tokens=32,
+        block_size=32,
         lease_s=30.0,
         vocabulary_tokens=VOCABULARY_TOKENS,
         accountant=StepAccountant(MODEL),

@@ -29,7 +29,7 @@ LATENT = MLAAttentionSpec(**{**SHAPE, "num_kv_heads": 1, "head_size": 576})
 def check(*specs: object, hands_over: bool = True, longest: int = 1024, block: int = 32) -> None:
     groups = [KVCacheGroupSpec([f"layer.{number}"], spec) for number, spec in enumerate(specs)]  # type: ignore[arg-type]
     cache = KVCacheConfig(num_blocks=10, kv_cache_tensors=[], kv_cache_groups=groups)
-    require_servable(cache, block_size_tokens=block, max_model_len_tokens=longest, hands_over=hands_over)
+    require_servable(cache, block_size=block, max_model_len=longest, hands_over=hands_over)
 
 
 @pytest.mark.parametrize("spec", [FULL, LATENT], ids=lambda spec: type(spec).__name__)

@@ -18,7 +18,7 @@ MIXTURE = ["sliding_attention", "full_attention"]
 
 def reason(config: object, longest: int = 8192, hands_over: bool = True) -> str | None:
     values = config if isinstance(config, dict) else config.to_dict()  # type: ignore[attr-defined]
-    return why_unsupported(values, max_model_len_tokens=longest, hands_over=hands_over)
+    return why_unsupported(values, max_model_len=longest, hands_over=hands_over)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_window_in_every_layer_is_refused_where_a_request_may_be_longer():
     sentence = reason(WINDOWED)
     assert sentence is not None
     assert "every layer has a sliding window of 4096 tokens" in sentence
-    assert "set model.max_model_len_tokens to at most 4096" in sentence
+    assert "set model.max_model_len to at most 4096" in sentence
     assert "mode colocated" in sentence
     assert reason(WINDOWED, longest=4096) is None, "the window never leaves anything out"
     assert reason(WINDOWED, hands_over=False) is None

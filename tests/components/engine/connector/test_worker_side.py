@@ -19,7 +19,7 @@ COUNTS = {"kv_bytes_total.sent", "kv_bytes_total.received", "expired_leases_tota
 @pytest.fixture
 def worker_side():
     layers = {f"layer{n}": torch.zeros(NUM_BLOCKS, 2, 4, 8, dtype=torch.uint8) for n in range(2)}
-    layout = kv_layout(kv_dtype="auto", block_size_tokens=4, num_layers=2, block_bytes=64)
+    layout = kv_layout(kv_dtype="auto", block_size=4, num_layers=2, block_bytes=64)
     news = threading.Event()
     side = WorkerSide(RankLayers(layers, layout), TransferOptions("127.0.0.1", transport="grpc"), news.set)
     side.news = news

@@ -27,7 +27,7 @@ from tests.support.fake_engine import FakeStats
 from tests.support.samples import engine_config, kv_layout
 
 NUM_BLOCKS = 64
-LAYOUT = kv_layout(kv_dtype="auto", block_size_tokens=32, num_layers=1, block_bytes=64)
+LAYOUT = kv_layout(kv_dtype="auto", block_size=32, num_layers=1, block_bytes=64)
 STEP_TOKENS = 64
 """Longer prompts are computed in two steps, so that their transfer can overlap."""
 LEASE_S = 30.0

@@ -38,7 +38,7 @@ PAGE = Path(__file__).parents[4] / "docs" / "how-to" / "operate.md"
 PROMPT = list(range(70))
 OUTPUT_TOKENS = 6
 SETTINGS = router_settings()
-CLIENT_TIMEOUT_S = SETTINGS.router.request_deadline_s - 0.5
+CLIENT_TIMEOUT_S = SETTINGS.router.request_timeout_s - 0.5
 """No other timeout is so long: by it the request's own is told, which only the test of deadlines lets run out."""
 
 

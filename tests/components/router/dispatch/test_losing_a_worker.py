@@ -120,7 +120,7 @@ class Scene:
 async def measure(questions: Counter[str], clock: Clock = time.process_time) -> tuple[float, float]:
     """The longest gap of streams on the other workers, without the loss and with it; `questions` are those since."""
     scene = Scene(clock)
-    settings = router_settings(max_outstanding_requests=1000)
+    settings = router_settings(max_concurrent_requests=1000)
     try:
         async with a_fleet(await scene.start()) as fleet:
             metrics = RequestMetrics(CollectorRegistry())

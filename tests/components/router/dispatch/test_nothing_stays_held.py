@@ -55,7 +55,7 @@ async def engines(seed: int) -> AsyncIterator[tuple[LeaseEngine, LeaseEngine]]:
 @contextlib.asynccontextmanager
 async def orchestrator(prefill: LeaseEngine, decode: LeaseEngine) -> AsyncIterator[Orchestrator]:
     hosts = [WorkerHost(prefill, HANDLERS), WorkerHost(decode, HANDLERS)]
-    settings, releaser = router_settings(max_outstanding_requests=1000), HandoffReleaser()
+    settings, releaser = router_settings(max_concurrent_requests=1000), HandoffReleaser()
     try:
         addresses = [await host.start() for host in hosts]
         fleet = Fleet("router", releaser.release)

@@ -96,7 +96,7 @@ class Bench:
         self.fleet = FakeFleet(self.log, {names.get(name, name): script for name, script in scripts.items()}, mode)
         self.registry = CollectorRegistry()
         self.settings = router_settings(
-            mode=mode, request_deadline_s=deadline_s, min_remote_prefill_tokens=min_remote, recovery_timeout_s=0.0
+            mode=mode, request_timeout_s=deadline_s, min_remote_prefill_tokens=min_remote, recovery_timeout_s=0.0
         )
         metrics = RequestMetrics(self.registry)
         self.state = ClusterState(self.fleet, self.settings)
@@ -517,7 +517,7 @@ async def test_an_emit_that_fails_between_the_legs_frees_the_hand_off():
 )
 async def test_a_request_past_its_deadline_fails_naming_the_setting_and_leaves_nothing_behind(scripts, released):
     bench = split(deadline_s=0.01, **scripts)
-    with pytest.raises(DeadlineExceeded, match=r"router\.request_deadline_s"):
+    with pytest.raises(DeadlineExceeded, match=r"router\.request_timeout_s"):
         await bench.run()
     assert bench.released == released
     assert bench.client(next(iter(scripts))).closed_early == 1

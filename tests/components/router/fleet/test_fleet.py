@@ -577,7 +577,7 @@ async def test_a_decode_worker_that_does_not_answer_does_not_keep_a_prefill_work
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("isa", "vec"), ("block_size_tokens", 16), ("model", "another"), ("engine_version", "1")]
+    ("field", "value"), [("isa", "vec"), ("block_size", 16), ("model", "another"), ("engine_version", "1")]
 )
 async def test_workers_that_cannot_exchange_kv_are_refused_with_the_field_that_differs(field, value):
     other = msgspec.structs.replace(LAYOUT, **{field: value})

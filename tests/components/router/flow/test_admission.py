@@ -20,7 +20,7 @@ from tests.support.samples import router_settings
 
 IDLE = Snapshot(
     state="open",
-    block_size_tokens=32,
+    block_size=32,
     answer_pool="decode",
     usable_answer_workers=2,
     answer_blocks=200,
@@ -36,7 +36,7 @@ IDLE = Snapshot(
     blocks_per_s=0.0,
     prompt_wait_s=None,
 )
-LIMITS = router_settings(max_outstanding_requests=10, max_prompt_wait_s=30.0).router
+LIMITS = router_settings(max_concurrent_requests=10, max_queue_time_s=30.0).router
 SMALL = Ask(1, 64, 16)
 
 

@@ -21,7 +21,7 @@ from tests.support.served_router import serving
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 MAX_OUTSTANDING = 4
 LIMITS = {
-    "max_outstanding_requests": MAX_OUTSTANDING,
+    "max_concurrent_requests": MAX_OUTSTANDING,
     "max_logprobs_per_request": 29,
     "recovery_timeout_s": 60.0,
     "ready_deadline_s": 0.5,

@@ -21,7 +21,7 @@ async def served(model):
     engines = TalkingEngine("prefill"), TalkingEngine("decode")
     for engine in engines:
         engine.num_kv_blocks = 10_000
-    async with serving(model, engines, max_outstanding_requests=MAX_OUTSTANDING, max_client_share=0.75) as parts:
+    async with serving(model, engines, max_concurrent_requests=MAX_OUTSTANDING, max_client_share=0.75) as parts:
         yield parts[0], parts[1]._admission
 
 

@@ -17,7 +17,7 @@ async def served(tmp_path_factory):
     model = tmp_path_factory.mktemp("model")
     make_model(model)
     engines = TalkingEngine("prefill"), TalkingEngine("decode")
-    limits = {"max_outstanding_requests": MAX_OUTSTANDING, "max_client_share": 0.75, "max_logprobs_per_request": 29}
+    limits = {"max_concurrent_requests": MAX_OUTSTANDING, "max_client_share": 0.75, "max_logprobs_per_request": 29}
     async with serving(model, engines, **limits) as parts:
         yield parts[0], parts[1]._admission
 

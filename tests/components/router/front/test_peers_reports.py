@@ -38,7 +38,7 @@ async def served(tmp_path_factory):
     (folder / "generation_config.json").write_text(json.dumps({"max_new_tokens": 3}))
     vllm = front({"chat_template": TEMPLATE})
     engines = TalkingEngine("prefill"), TalkingEngine("decode")
-    settings = {"server_args": vllm, "served_names": (NAME,), "max_outstanding_requests": 64}
+    settings = {"server_args": vllm, "served_names": (NAME,), "max_concurrent_requests": 64}
     registry = CollectorRegistry()
     async with serving(folder, engines, registry=registry, **settings) as (client, *_, decode):
         yield client, decode, registry

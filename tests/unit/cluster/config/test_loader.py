@@ -72,12 +72,12 @@ def test_a_key_like_no_other_is_answered_with_what_exists():
 
 def test_all_problems_are_reported_at_once(tmp_path):
     path = write(tmp_path, "server: {port: high, hots: x}\nmode: both\n")
-    problems = problems_of(path, router__request_deadline_s="-1")
+    problems = problems_of(path, router__request_timeout_s="-1")
     assert len(problems) == 4
     assert any("some.yaml:1: server.port: input should be a valid integer" in problem for problem in problems)
     assert any("did you mean server.host?" in problem for problem in problems)
     assert any("some.yaml:2: mode: input should be 'disaggregated', 'coloc" in problem for problem in problems)
-    assert any(problem.startswith("flag: router.request_deadline_s") for problem in problems)
+    assert any(problem.startswith("flag: router.request_timeout_s") for problem in problems)
 
 
 def test_conflicts_are_reported_beside_unknown_keys():
@@ -137,10 +137,10 @@ def test_a_missing_file_is_an_error_that_says_so(tmp_path):
 
 
 def test_bytes_are_read_as_text_with_a_unit_or_as_a_number():
-    overrides = {"pools.decode.kv_cache_bytes": "2 GiB", "server.max_request_bytes": "100000"}
+    overrides = {"pools.decode.kv_cache_memory_bytes": "2 GiB", "server.max_request_bytes": "100000"}
     config = load_config(None, overrides).config
-    assert type(config.pools.decode.kv_cache_bytes) is int
-    assert (config.pools.decode.kv_cache_bytes, config.server.max_request_bytes) == (2 * 1024**3, 100_000)
+    assert type(config.pools.decode.kv_cache_memory_bytes) is int
+    assert (config.pools.decode.kv_cache_memory_bytes, config.server.max_request_bytes) == (2 * 1024**3, 100_000)
 
 
 def test_options_of_a_policy_and_the_pool_of_mode_adaptive_are_set_one_by_one(tmp_path):
@@ -165,14 +165,14 @@ def test_resources_are_set_as_a_table_or_one_by_one(tmp_path):
     ("path", "value", "fix"),
     [
         ("pools.decode.max_num_batched_tokens", "8", "raise it to at least 80"),
-        ("pools.prefill.kv_cache_bytes", "null", "set it, for instance to 1 GiB"),
-        ("model.block_size_tokens", "48", "set it to 64"),
-        ("model.max_model_len_tokens", "16", "lower the block size or raise the length"),
+        ("pools.prefill.kv_cache_memory_bytes", "null", "set it, for instance to 1 GiB"),
+        ("model.block_size", "48", "set it to 64"),
+        ("model.max_model_len", "16", "lower the block size or raise the length"),
         ("pools.prefill.gpus_per_worker", "1", "set both alike"),
-        ("pools.decode.tensor_parallel", "2", "set cores_per_worker to 2"),
-        ("router.min_remote_prefill_tokens", "4096", "set it below model.max_model_len_tokens"),
+        ("pools.decode.tensor_parallel_size", "2", "set cores_per_worker to 2"),
+        ("router.min_remote_prefill_tokens", "4096", "set it below model.max_model_len"),
         ("router.prefill_window_tokens", "600", "set it to null, which gives each pool its own, or to 1024"),
-        ("router.max_prompt_wait_s", "601", "set it to at most router.request_deadline_s (600)"),
+        ("router.max_queue_time_s", "601", "set it to at most router.request_timeout_s (600)"),
     ],
 )
 def test_an_impossible_combination_is_one_sentence_that_names_the_fix(path, value, fix):
@@ -182,15 +182,15 @@ def test_an_impossible_combination_is_one_sentence_that_names_the_fix(path, valu
 
 
 def test_a_fetch_cannot_be_given_more_time_than_a_source_accepts():
-    assert "less than or equal to 590" in only_problem_of(transfer__fetch_deadline_s="601")
+    assert "less than or equal to 590" in only_problem_of(transfer__kv_fetch_timeout_s="601")
 
 
 def test_a_fetch_cannot_be_given_more_time_than_its_request():
     problem = only_problem_of(
-        transfer__fetch_deadline_s="90", router__request_deadline_s="60", router__max_prompt_wait_s="30"
+        transfer__kv_fetch_timeout_s="90", router__request_timeout_s="60", router__max_queue_time_s="30"
     )
-    assert "transfer.fetch_deadline_s (90)" in problem
-    assert "set it to at most router.request_deadline_s (60)" in problem
+    assert "transfer.kv_fetch_timeout_s (90)" in problem
+    assert "set it to at most router.request_timeout_s (60)" in problem
 
 
 def test_a_lease_of_milliseconds_or_of_days_is_refused():
@@ -226,7 +226,7 @@ def test_a_copy_from_gpu_to_gpu_without_gpus_is_refused_and_shared_memory_named_
 def ranks_of(prefill: int, decode: int, *, gpus: bool = False) -> dict[str, str]:
     flags = {"pools.colocated.gpus_per_worker": "1"} if gpus else {}
     for pool, ranks in (("prefill", prefill), ("decode", decode)):
-        settings = ("gpus_per_worker",) if gpus else ("tensor_parallel", "cores_per_worker")
+        settings = ("gpus_per_worker",) if gpus else ("tensor_parallel_size", "cores_per_worker")
         flags |= {f"pools.{pool}.{setting}": str(ranks) for setting in settings}
     return flags
 
@@ -249,12 +249,12 @@ def problems_with(overrides) -> list[str]:
 def test_mode_adaptive_is_checked_by_its_own_pool_wherever_the_others_are():
     accepted = load_config(None, {**IPC, **adaptive(gpus_per_worker=1)}).config
     assert accepted.mode == "adaptive"
-    [problem] = problems_with({**IPC, **SPLIT_ON_GPUS, **adaptive(kv_cache_bytes=2**30)})
+    [problem] = problems_with({**IPC, **SPLIT_ON_GPUS, **adaptive(kv_cache_memory_bytes=2**30)})
     assert "with 0 in pools.adaptive.gpus_per_worker all workers are on CPUs" in problem
     [problem] = problems_with({**IPC, "mode": "adaptive"})
     assert "with 0 in pools.prefill.gpus_per_worker all workers are on CPUs" in problem
     one_on_gpus = {"pools.prefill.gpus_per_worker": "1"}
-    assert load_config(None, {**one_on_gpus, **adaptive(kv_cache_bytes=2**30)}).config.mode == "adaptive"
+    assert load_config(None, {**one_on_gpus, **adaptive(kv_cache_memory_bytes=2**30)}).config.mode == "adaptive"
     assert "put one pool on GPUs and the other on CPUs" in problems_with(one_on_gpus)[0]
 
 
@@ -265,13 +265,15 @@ def test_ranks_that_do_not_divide_each_other_matter_to_no_mode_that_does_not_use
 
 def test_a_pool_for_adaptive_on_gpus_has_the_defaults_of_gpus():
     config = load_config(None, adaptive(gpus_per_worker=1)).config
-    assert config.pools.for_adaptive().kv_cache_bytes is None
+    assert config.pools.for_adaptive().kv_cache_memory_bytes is None
     assert config.supervision.start_timeout_s == 3600
     assert (
-        load_config(None, adaptive(gpus_per_worker=1, kv_cache_bytes=2**33)).config.pools.adaptive.kv_cache_bytes
+        load_config(
+            None, adaptive(gpus_per_worker=1, kv_cache_memory_bytes=2**33)
+        ).config.pools.adaptive.kv_cache_memory_bytes
         == 2**33
     )
-    assert load_config(None, adaptive()).config.pools.adaptive.kv_cache_bytes == 2**30
+    assert load_config(None, adaptive()).config.pools.adaptive.kv_cache_memory_bytes == 2**30
 
 
 @pytest.mark.parametrize("overrides", [{"pools.decode.workers": "20"}, adaptive(workers=20)])
@@ -316,7 +318,7 @@ def test_ranks_that_do_not_divide_each_other_are_refused_with_the_fix(gpus):
     with pytest.raises(ConfigError) as caught:
         load_config(None, ranks_of(2, 3, gpus=gpus))
     (problem,) = caught.value.problems
-    assert "pools.prefill.tensor_parallel (2) and pools.decode.tensor_parallel (3)" in problem
+    assert "pools.prefill.tensor_parallel_size (2) and pools.decode.tensor_parallel_size (3)" in problem
     assert "set one to a multiple of the other (on GPUs" in problem
 
 
@@ -326,8 +328,8 @@ def test_an_engine_is_not_split_on_a_cpu_and_has_a_rank_for_each_gpu_unless_told
 
 
 def test_ranks_that_are_not_the_gpus_are_refused():
-    problems = problems_of(**{**ranks_of(2, 2, gpus=True), "pools.decode.tensor_parallel": "1"})
-    assert any("pools.decode.tensor_parallel (1) must be gpus_per_worker (2)" in problem for problem in problems)
+    problems = problems_of(**{**ranks_of(2, 2, gpus=True), "pools.decode.tensor_parallel_size": "1"})
+    assert any("pools.decode.tensor_parallel_size (1) must be gpus_per_worker (2)" in problem for problem in problems)
 
 
 @pytest.mark.parametrize(
@@ -355,7 +357,9 @@ def test_explain_shows_every_setting_with_its_value_and_origin(tmp_path):
     lines = console.export_text().splitlines()
     assert any("mode" in line and "colocated" in line and "some.yaml:1" in line for line in lines)
     assert any("server.port" in line and "81" in line and "flag" in line for line in lines)
-    assert any("kv_cache_bytes" in line and "1073741824 (1,024 MiB)" in line and "default" in line for line in lines)
+    assert any(
+        "kv_cache_memory_bytes" in line and "1073741824 (1,024 MiB)" in line and "default" in line for line in lines
+    )
     assert sum("│" in line for line in lines) >= len(loaded.origins)
 
 
@@ -421,8 +425,8 @@ def test_a_file_with_a_character_that_yaml_forbids_is_named_and_is_no_traceback(
 def test_a_pool_with_gpus_has_the_defaults_of_gpus_and_the_others_keep_theirs():
     loaded = load_config(None, {"pools.prefill.gpus_per_worker": "1", "pools.decode.gpus_per_worker": "1"})
     prefill, colocated = loaded.config.pools.prefill, loaded.config.pools.colocated
-    assert (prefill.max_num_batched_tokens, prefill.kv_cache_bytes) == (8192, None)
-    assert (colocated.max_num_batched_tokens, colocated.kv_cache_bytes) == (2048, 1024**3)
+    assert (prefill.max_num_batched_tokens, prefill.kv_cache_memory_bytes) == (8192, None)
+    assert (colocated.max_num_batched_tokens, colocated.kv_cache_memory_bytes) == (2048, 1024**3)
     assert loaded.config.supervision.start_timeout_s == 3600
     assert loaded.origins["pools.decode.max_num_seqs"] == "default on GPUs"
     assert loaded.origins["pools.colocated.max_num_seqs"] == "default"
@@ -432,8 +436,8 @@ SHARED_GPU = {
     **ranks_of(1, 1, gpus=True),
     "ray.share_gpus": "true",
     "engine_args.gpu_memory_utilization": "0.45",
-    "pools.prefill.kv_cache_bytes": "8 GiB",
-    "pools.decode.kv_cache_bytes": "8 GiB",
+    "pools.prefill.kv_cache_memory_bytes": "8 GiB",
+    "pools.decode.kv_cache_memory_bytes": "8 GiB",
 }
 
 
@@ -451,7 +455,7 @@ def test_workers_that_share_a_gpu_take_half_a_one_each():
         (ranks_of(2, 2, gpus=True), "gpus_per_worker is 2: set it to 1"),
         ({"transfer.transport": "collective"}, "NCCL refuses them: set it to grpc or cuda-ipc"),
         ({"engine_args.gpu_memory_utilization": "0.5"}, "set engine_args.gpu_memory_utilization to 0.45"),
-        ({"pools.decode.kv_cache_bytes": "null"}, "ray.share_gpus needs pools.decode.kv_cache_bytes"),
+        ({"pools.decode.kv_cache_memory_bytes": "null"}, "ray.share_gpus needs pools.decode.kv_cache_memory_bytes"),
     ],
 )
 def test_a_gpu_that_cannot_be_shared_is_refused_with_the_fix(changes, fix):
@@ -467,17 +471,19 @@ def test_a_share_of_a_gpu_that_is_not_shared_is_refused_with_the_fix():
 
 def test_what_is_set_beats_the_defaults_of_gpus(tmp_path):
     path = tmp_path / "c.yaml"
-    path.write_text("pools: {prefill: {gpus_per_worker: 1, kv_cache_bytes: 8 GiB}, decode: {gpus_per_worker: 1}}")
+    path.write_text(
+        "pools: {prefill: {gpus_per_worker: 1, kv_cache_memory_bytes: 8 GiB}, decode: {gpus_per_worker: 1}}"
+    )
     loaded = load_config(path, {"pools.prefill.max_num_batched_tokens": "4096", "supervision.start_timeout_s": "60"})
     prefill = loaded.config.pools.prefill
-    assert (prefill.kv_cache_bytes, prefill.max_num_batched_tokens) == (8 * 1024**3, 4096)
+    assert (prefill.kv_cache_memory_bytes, prefill.max_num_batched_tokens) == (8 * 1024**3, 4096)
     assert loaded.config.supervision.start_timeout_s == 60
 
 
 @pytest.mark.parametrize("gpus", ["1.0", "'1'"])
 def test_gpus_that_are_written_as_text_or_with_a_decimal_point_bring_the_defaults_of_gpus_too(gpus):
     pool = load_config(None, {"mode": "colocated", "pools.colocated.gpus_per_worker": gpus}).config.pools.colocated
-    assert (pool.gpus_per_worker, pool.kv_cache_bytes, pool.max_num_seqs) == (1, None, 256)
+    assert (pool.gpus_per_worker, pool.kv_cache_memory_bytes, pool.max_num_seqs) == (1, None, 256)
 
 
 @pytest.mark.parametrize("setting", ["supervision.start_timeout_s", "server.drain_timeout_s", "autoscale.interval_s"])

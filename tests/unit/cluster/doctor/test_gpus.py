@@ -109,7 +109,7 @@ def test_a_smaller_part_of_the_memory_needs_less_of_it_free():
 SHARED = {
     "ray__share_gpus": "true",
     "engine_args__gpu_memory_utilization": "0.45",
-    **{f"pools__{pool}__kv_cache_bytes": "8 GiB" for pool in ("prefill", "decode", "colocated")},
+    **{f"pools__{pool}__kv_cache_memory_bytes": "8 GiB" for pool in ("prefill", "decode", "colocated")},
 }
 
 
@@ -145,7 +145,7 @@ def test_weights_that_do_not_fit_their_ranks_are_a_failure_and_more_ranks_are_th
     found = failures(checks(on_gpus(), host(model=large)))
     assert found[0] == (
         "A GPU of prefill would hold weights of 130.4 GiB, and has 80.0 GiB: raise pools.prefill.gpus_per_worker (one "
-        "rank on each), lower kv_cache_bytes, or serve a smaller model."
+        "rank on each), lower kv_cache_memory_bytes, or serve a smaller model."
     )
     two = {f"pools__{pool}__gpus_per_worker": "2" for pool in ("prefill", "decode")}
     assert failures(checks(on_gpus(**two), host(model=large, gpus=4))) == []

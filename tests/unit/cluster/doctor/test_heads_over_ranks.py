@@ -11,7 +11,7 @@ def conflicts_of(model: ModelFacts, mode: str = "disaggregated", gpus: bool = Fa
     flags = {"mode": mode, "model.path": "mine"}
     for pool in ("prefill", "decode", "colocated"):
         count = str(ranks.get(pool, 1))
-        settings = ("gpus_per_worker",) if gpus else ("tensor_parallel", "cores_per_worker")
+        settings = ("gpus_per_worker",) if gpus else ("tensor_parallel_size", "cores_per_worker")
         flags |= {f"pools.{pool}.{setting}": count for setting in settings}
     return head_conflicts(load_config(None, flags).config, model)
 
@@ -35,7 +35,7 @@ def test_more_ranks_than_kv_heads_are_refused_where_kv_is_handed_over_and_named_
 def test_attention_heads_must_be_divisible_too():
     (sentence,) = conflicts_of(ModelFacts(attention_heads=6, kv_heads=None), decode=4)
     assert sentence.startswith("mine has 6 attention heads")
-    assert "pools.decode.tensor_parallel to 1 or 2 or 3 or 6" in sentence
+    assert "pools.decode.tensor_parallel_size to 1 or 2 or 3 or 6" in sentence
 
 
 def test_each_pool_is_told_by_itself_and_only_the_pools_of_the_mode():

@@ -24,18 +24,18 @@ def conflicts_of(values: dict[str, object], **flags: str) -> list[str]:
 
 
 def test_the_sentence_names_the_model_and_the_property():
-    [sentence] = conflicts_of(MISTRAL, model__max_model_len_tokens="8192")
+    [sentence] = conflicts_of(MISTRAL, model__max_model_len="8192")
     assert sentence.startswith("mine cannot be served: every layer has a sliding window of 4096 tokens")
     assert sentence.endswith(".")
 
 
 def test_requests_that_fit_into_the_window_are_served_and_so_is_every_length_without_a_hand_over():
-    assert conflicts_of(MISTRAL, model__max_model_len_tokens="4096") == []
-    assert conflicts_of(MISTRAL, model__max_model_len_tokens="8192", mode="colocated") == []
+    assert conflicts_of(MISTRAL, model__max_model_len="4096") == []
+    assert conflicts_of(MISTRAL, model__max_model_len="8192", mode="colocated") == []
 
 
 def test_ranks_of_a_latent_cache_must_be_equal_in_number_where_kv_is_handed_over():
-    two = {"pools__decode__tensor_parallel": "2", "pools__decode__cores_per_worker": "2"}
+    two = {"pools__decode__tensor_parallel_size": "2", "pools__decode__cores_per_worker": "2"}
     [sentence] = conflicts_of(DEEPSEEK, **two)
     assert "keeps one latent vector a token (MLA)" in sentence
     assert "the 1 ranks of a prefill engine" in sentence

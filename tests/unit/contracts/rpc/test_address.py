@@ -59,7 +59,7 @@ def test_ipv4_within_ipv6_is_ipv4_and_this_machine_is_known_by_all_of_its_names(
 @on_ipv6
 async def test_a_source_of_kv_on_ipv6_tells_an_address_at_which_it_answers():
     pool = BlockPool([np.zeros((8, 32), np.uint8)])
-    layout = kv_layout(block_size_tokens=4, num_layers=1, block_bytes=32)
+    layout = kv_layout(block_size=4, num_layers=1, block_bytes=32)
     source = GrpcKvSource(RankCache(pool, LeaseTable(), layout), TransferOptions("::1"))
     source.start()
     try:

@@ -29,7 +29,7 @@ from ridgeline.prefill_worker.kv_source.lease import LeaseTable
 from tests.support.patience import PATIENCE_S
 from tests.support.samples import kv_layout
 
-LAYOUT = kv_layout(block_size_tokens=4, num_layers=4, block_bytes=32)
+LAYOUT = kv_layout(block_size=4, num_layers=4, block_bytes=32)
 
 
 @pytest.fixture
@@ -62,9 +62,9 @@ def handoff_at(address, handoff_id):
     )
 
 
-def make_fetcher(fetch_deadline_s):
+def make_fetcher(kv_fetch_timeout_s):
     control = GrpcControl()
-    options = TransferOptions("127.0.0.1", fetch_deadline_s=fetch_deadline_s)
+    options = TransferOptions("127.0.0.1", kv_fetch_timeout_s=kv_fetch_timeout_s)
     return KvFetcher(LAYOUT, control, [GrpcPuller(control)], options)
 
 

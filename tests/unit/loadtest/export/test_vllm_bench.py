@@ -89,7 +89,7 @@ def _run(folder: Path, **summary: object) -> Path:
         for number in range(2)
     ]
     whole = {"schema": SCHEMA, "variants": {}, "rounds": rounds, "slo": SLO.model_dump(), "plan": {"endpoint": "chat"}}
-    setup = {"setup": {"configuration": {"model": {"path": "a model", "served_name": None}}}}
+    setup = {"setup": {"configuration": {"model": {"path": "a model", "served_model_name": None}}}}
     (folder / "summary.json").write_text(json.dumps(whole | setup | summary))
     for number in range(2):
         RecordFile(folder / "records.jsonl", variant="a", mode="colocated", pair=0, round=number).add(RECORDS[0])

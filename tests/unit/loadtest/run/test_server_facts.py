@@ -47,15 +47,15 @@ def test_a_vllm_in_dev_mode_says_nearly_all():
             engine="vLLM 0.32.0",
             dtype="bfloat16",
             quantisation="none",
-            block_size_tokens="32",
+            block_size="32",
             prefix_caching="True",
             kv_cache_dtype="auto",
-            kv_cache_bytes="1073741824",
+            kv_cache_memory_bytes="1073741824",
             kv_blocks="1456",
             max_num_seqs="16",
             token_budget="2048",
             graphs="off",
-            tensor_parallel="1",
+            tensor_parallel_size="1",
             devices="cpu",
         )
         == VLLM
@@ -65,7 +65,7 @@ def test_a_vllm_in_dev_mode_says_nearly_all():
 
 def test_any_other_vllm_says_its_cache_in_a_series():
     usual = facts_of({"version": "0.32.0"}, {}, METRICS)
-    for name in ("engine", "block_size_tokens", "prefix_caching", "kv_cache_dtype", "kv_cache_bytes", "kv_blocks"):
+    for name in ("engine", "block_size", "prefix_caching", "kv_cache_dtype", "kv_cache_memory_bytes", "kv_blocks"):
         assert getattr(usual, name) == getattr(VLLM, name)
     assert (usual.server, usual.dtype, usual.graphs, usual.token_budget) == ("vLLM", *[UNKNOWN] * 3)
 

@@ -30,7 +30,7 @@ SHORT = Demand(PROMPT, ANSWERS, ttft_limit_s=20.0, tpot_limit_s=0.15)
 
 
 def a_worker(number: int, model: StepModel = MODEL, **description) -> Worker:
-    worker = lone_worker(f"w{number}", layout=LAYOUT, num_kv_blocks=1000, max_model_len_tokens=4096, **description)
+    worker = lone_worker(f"w{number}", layout=LAYOUT, num_kv_blocks=1000, max_model_len=4096, **description)
     worker.status = WorkerStatus(worker_id=f"w{number}", kv_blocks_free=900, step_model=model)
     return worker
 

@@ -51,8 +51,8 @@ async def served(model):
         server_args=front(vllm),
         api_key_hashes=frozenset({hash_key(KEY.encode())}),
         max_request_bytes=100_000,
-        max_outstanding_requests=1,
-        max_model_len_tokens=CONTEXT_TOKENS,
+        max_concurrent_requests=1,
+        max_model_len=CONTEXT_TOKENS,
     ) as parts:
         yield parts
 

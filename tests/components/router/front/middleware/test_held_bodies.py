@@ -22,7 +22,7 @@ HELD_BY_ONE = MOST_BODIES * 3 // 4
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served(model):
     engines = FakeEngine("prefill"), FakeEngine("decode", stepping="manual")
-    settings = {"max_request_bytes": LONGEST, "max_outstanding_requests": 500, "api_key_hashes": KEYS}
+    settings = {"max_request_bytes": LONGEST, "max_concurrent_requests": 500, "api_key_hashes": KEYS}
     async with serving(model, engines, **settings) as parts:
         yield parts
 

@@ -22,7 +22,7 @@ TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 async def served(model):
     """(HTTP client, admission) of a router that is full with one sequence."""
     engines = FakeEngine("prefill"), FakeEngine("decode")
-    settings = {"server_args": front({"chat_template": TEMPLATE}), "max_outstanding_requests": 1}
+    settings = {"server_args": front({"chat_template": TEMPLATE}), "max_concurrent_requests": 1}
     async with serving(model, engines, **settings) as (http, router, *_):
         yield http, router._client._admission
 

@@ -18,7 +18,7 @@ CONTEXT = 4096
 async def served(model):
     """(HTTP client, vLLM's renderer)."""
     engines = FakeEngine("prefill"), FakeEngine("decode")
-    async with serving(model, engines, max_model_len_tokens=CONTEXT) as parts:
+    async with serving(model, engines, max_model_len=CONTEXT) as parts:
         yield parts[0], parts[1]._client.renderer
 
 
