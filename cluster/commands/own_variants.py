@@ -190,8 +190,8 @@ def _equal_kv_cache(replica: PoolConfig, split: tuple[PoolConfig, ...]) -> str |
     if sized and len(sized) < len(pools):
         return (
             "the two modes must have equal KV caches: kv_cache_memory_bytes is set for some pools and null, which "
-            "takes all that is free, for others: set it for pools.prefill, pools.decode and pools.colocated, or for none "
-            "of them"
+            "takes all that is free, for others: set it for pools.prefill, pools.decode and pools.colocated, or for "
+            "none of them"
         )
     disaggregated = sum(pool.workers * (pool.kv_cache_memory_bytes or 0) for pool in split)
     colocated = replica.workers * (replica.kv_cache_memory_bytes or 0)
