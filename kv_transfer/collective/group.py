@@ -195,6 +195,7 @@ class SendWindow:
         self._limit = limit
         self._deadline_s = deadline_s
         self._under_way: deque[Sending] = deque()
+        self.has_sent = False
 
     def make_room(self) -> None:
         """Wait until another tensor may be sent; raises like `PairGroup.finish`."""
@@ -203,6 +204,7 @@ class SendWindow:
 
     def send(self, tensor: torch.Tensor) -> None:
         """Send a tensor; call `make_room` first. Raises like `PairGroup.send`."""
+        self.has_sent = True
         self._under_way.append(self._group.send(tensor))
 
     def finish(self) -> None:

@@ -1,16 +1,14 @@
 """The `collective` transport's receiving end: whole tensors through a pair group, their descriptions over gRPC.
 
 There is one group for each source, formed when it is first used. It runs one transfer at a time, since its messages
-carry no names. A transfer that is cancelled tells the source to stop, and then receives what was already sent without
-writing it, so that the group stays in step. If that takes too long the group is dropped, and the next fetch forms
-another. Checksums come last, so a transfer that fails by them has written the blocks that it was for. `group.py` says
-which parts of this have run.
+carry no names. A transfer that is cancelled or fails in the middle drops its group, and the next fetch forms another.
+Checksums come last, so a transfer that fails by them has written the blocks that it was for. `group.py` says which
+parts of this have run.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -32,24 +30,20 @@ from ridgeline.kv_transfer.collective.wire import (
     COLLECT,
     FORMED,
     JOIN,
-    STOP,
     Chunk,
     End,
     Invitation,
-    Stop,
     Transfer,
     most_blocks,
     offered,
 )
-from ridgeline.kv_transfer.control import CONTROL_DEADLINE_S, GrpcControl
+from ridgeline.kv_transfer.control import GrpcControl
 from ridgeline.kv_transfer.interfaces import Pull, Puller, SourceDescription
 from ridgeline.kv_transfer.memory.glibc import keep_freed_memory
 from ridgeline.kv_transfer.wire import grpc_methods
 
 MAX_CONCURRENT_FETCHES: Final = 8
 FORMING_THREADS: Final = 4
-DRAIN_S: Final = 2.0
-"""How long a stopped transfer may take to receive what was already sent, before its group is dropped."""
 
 _decode_invitation: Final = msgspec.msgpack.Decoder(Invitation).decode
 _decode_told: Final = msgspec.msgpack.Decoder(Chunk | End).decode
@@ -180,7 +174,6 @@ class _Membership:
         self.channel = channel
         self.name = name
         self.group = group
-        self.numbers = itertools.count()
         self._call = call
 
     @classmethod
@@ -228,89 +221,50 @@ class _RunningTransfer:
         """Whether all that was sent has been received, so that the group can be used again."""
         self._pull = pull
         self._membership = membership
-        self._number = next(membership.numbers)
-        message = _encode(Transfer(group=membership.name, number=self._number, request=pull.request))
+        message = _encode(Transfer(group=membership.name, request=pull.request))
         self._stream = SourceStream(membership.channel, COLLECT, pull, message)
         self._place = _Place(len(pull.target_block_ids), most_blocks(pull.pool))
         self._checksums: list[torch.Tensor] = []
-        self._lock = threading.Lock()
-        self._patience: threading.Timer | None = None
-        self._ended = False
-        self._stop_call: Any = None
-        """The Stop call, kept because gRPC cancels a call that nothing references."""
 
     def run(self) -> None:
         """Receive one whole answer. Raises a HandoffError."""
-        try:
-            self._stream.run(self._consume)
-        finally:
-            with self._lock:
-                self._ended = True
-                if self._patience is not None:
-                    self._patience.cancel()
+        self._stream.run(self._consume)
 
     def stop(self) -> None:
-        """Make `run` raise soon, after receiving what is on its way. May be called again, and from any thread."""
-        with self._lock:
-            if self._ended or self._patience is not None:
-                return
-            self._patience = threading.Timer(DRAIN_S, self._lose_patience)
-            self._patience.daemon = True
-            self._patience.start()
-        self._stream.cancelled.set()
-        stop = self._membership.channel.unary_unary(f"/{grpc_methods.SERVICE}/{STOP}")
-        message = _encode(Stop(group=self._membership.name, number=self._number))
-        self._stop_call = stop.future(message, timeout=CONTROL_DEADLINE_S)
-
-    def _lose_patience(self) -> None:
+        """Make `run` raise soon; what is on its way is lost with the group. May be called again."""
+        self.settled = False
         self._stream.cancel()
         self._membership.group.break_off()
 
     def _consume(self, call: Any) -> None:
-        self.settled = False
         end = None
-        try:
-            for message in call:
-                end = grpc_methods.read_answer(_decode_told, message, self._pull.address)
-                if isinstance(end, Chunk):
-                    self._receive(end)
-        except grpc.RpcError as failure:
-            reason = grpc_methods.reason_of(failure)
-            self.settled = reason is not None and reason not in (
-                errors.STALE_PAIRING,
-                errors.UNREACHABLE,
-                errors.TIMEOUT,
-            )
-            raise
+        for message in call:
+            end = grpc_methods.read_answer(_decode_told, message, self._pull.address)
+            if isinstance(end, Chunk):
+                self.settled = False
+                self._receive(end)
         if not isinstance(end, End):
             raise errors.TransferFailed(errors.UNREACHABLE, f"{self._pull.address} ended the transfer in the middle")
         self.settled = True
-        self._finish(end)
+        self._place.check_whole()
+        if self._pull.pool.on_host(self._checksums) != end.checksums:
+            raise errors.TransferFailed(errors.CORRUPTED, "the checksums of the tensors are wrong")
+        self._pull.progress.first_token = end.first_token
 
     def _receive(self, chunk: Chunk) -> None:
-        """Receive one tensor, whether or not it is still wanted."""
+        """Receive one tensor, and write it."""
         self._pull.progress.first_byte()
         self._place.expect(chunk)
         pool = self._pull.pool
         blocks = pool.staging(pool.num_layers, chunk.count)
         self._membership.group.receive(blocks, self._pull.give_up_at_s)
-        if self._stream.cancelled.is_set():
-            return
+        self._stream.raise_if_cancelled()
         self._checksums.append(pool.checksum(blocks))
         target_ids = self._pull.target_block_ids[chunk.first : chunk.first + chunk.count]
         pool.scatter(pool.layers, target_ids, blocks)
         self._pull.progress.landed(blocks.nbytes)
         if self._place.segment_ended:
             self._pull.progress.segment_ends()
-
-    def _finish(self, end: End) -> None:
-        self._stream.raise_if_cancelled()
-        if not end.complete:
-            raise errors.TransferFailed(errors.UNREACHABLE, f"{self._pull.address} stopped the transfer")
-        self._place.check_whole()
-        if self._pull.pool.on_host(self._checksums) != end.checksums:
-            raise errors.TransferFailed(errors.CORRUPTED, "the checksums of the tensors are wrong")
-        self._pull.progress.first_token = end.first_token
 
 
 class _Place:

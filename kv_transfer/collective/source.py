@@ -2,8 +2,8 @@
 
 Each group is held open by its fetcher's Join stream, so a fetcher that closes or dies takes its groups with it. The
 source sends copies: tensors gathered from the blocks of all layers, at most `WINDOW_CHUNKS` of them at a time, each
-described to the fetcher, and all their checksums at the end. A transfer that does not end in order breaks its group,
-because it is unknown what the fetcher has received.
+described to the fetcher, and all their checksums at the end. A transfer that ends otherwise breaks its group, because
+it is unknown what the fetcher has received.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import grpc
@@ -24,12 +24,10 @@ from ridgeline.kv_transfer.collective.wire import (
     COLLECT,
     FORMED,
     JOIN,
-    STOP,
     WINDOW_CHUNKS,
     Chunk,
     End,
     Invitation,
-    Stop,
     Transfer,
     most_blocks,
     offered,
@@ -47,7 +45,6 @@ TURN_WAIT_S: Final = 1.0
 """A fetcher may begin its next transfer shortly before the last one's call has ended here."""
 
 _decode_transfer: Final = msgspec.msgpack.Decoder(Transfer).decode
-_decode_stop: Final = msgspec.msgpack.Decoder(Stop).decode
 _encode: Final = msgspec.msgpack.Encoder().encode
 
 
@@ -81,7 +78,6 @@ class CollectiveSource(SourceExtension):
         return {
             JOIN: grpc.unary_stream_rpc_method_handler(join),
             COLLECT: grpc.unary_stream_rpc_method_handler(collect),
-            STOP: grpc.unary_unary_rpc_method_handler(self._stop),
         }
 
     def close(self) -> None:
@@ -149,16 +145,6 @@ class CollectiveSource(SourceExtension):
             with served.turn():
                 yield from served.answer(server, transfer, context)
 
-    def _stop(self, message: bytes, context: grpc.ServicerContext) -> bytes:
-        try:
-            stop = parse(_decode_stop, message)
-        except errors.HandoffError as error:
-            grpc_methods.abort(context, error)
-        served = self._groups.get(stop.group)
-        if served is not None:
-            served.stop(stop.number)
-        return b""
-
 
 class _ServedGroup:
     """A group from its source's point of view: one transfer at a time, on that call's thread."""
@@ -166,7 +152,6 @@ class _ServedGroup:
     def __init__(self, group: PairGroup) -> None:
         self.group = group
         self._turn = threading.Lock()
-        self._stopped = -1
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -178,10 +163,6 @@ class _ServedGroup:
         finally:
             self._turn.release()
 
-    def stop(self, number: int) -> None:
-        """Stop a transfer. Numbers grow and transfers run one at a time, so the latest number is enough to keep."""
-        self._stopped = number
-
     def answer(self, server: BlockServer, transfer: Transfer, context: grpc.ServicerContext) -> Iterator[bytes]:
         """Send the blocks that are asked for, and yield a message for each tensor."""
         left_s = context.time_remaining()
@@ -189,33 +170,28 @@ class _ServedGroup:
         window = SendWindow(self.group, WINDOW_CHUNKS, time.monotonic() + left_s)
 
         def wanted() -> bool:
-            return bool(context.is_active()) and self._stopped != transfer.number
+            return bool(context.is_active())
 
-        settled = False
         try:
-            try:
-                with server.read(transfer.request, wanted) as read:
-                    end = yield from _send_all(server, read, window, wanted)
-            except errors.HandoffError:
-                window.finish()  # the fetcher receives everything announced so far, then the error
-                settled = True
-                raise
+            with server.read(transfer.request, wanted) as read:
+                end = yield from _send_all(server, read, window, wanted)
             window.finish()
-            settled = True
-        finally:
-            if not settled:  # the call is over, or this is our own error: what was received is unknown
+        except BaseException as error:
+            if window.has_sent:
+                if isinstance(error, errors.HandoffError):
+                    with suppress(errors.TransferFailed):
+                        window.finish()  # the fetcher receives everything announced so far, then the error
                 self.group.break_off()
+            raise
         yield _encode(end)
 
 
 def _send_all(server: BlockServer, read: BlockRead, window: SendWindow, wanted: Wanted) -> Generator[bytes, None, End]:
-    """Yield the encoded chunks; return the End."""
+    """Yield the encoded chunks; return the End. Raises TransferFailed if the fetcher leaves meanwhile."""
     pool, checksums = read.pool, []
     for segment in read.segments(wanted):
         for start, block_ids in _chunks(pool, segment):
             window.make_room()
-            if not wanted():
-                return End(complete=False)
             tensor = pool.gather(pool.layers, block_ids)
             checksums.append(pool.checksum(tensor))
             window.send(tensor)
@@ -223,8 +199,8 @@ def _send_all(server: BlockServer, read: BlockRead, window: SendWindow, wanted: 
             end = segment.first + len(segment.block_ids)
             yield _encode(Chunk(first=segment.first + start, count=len(block_ids), end=end))
         if segment.last:
-            return End(complete=True, first_token=segment.first_token, checksums=pool.on_host(checksums))
-    return End(complete=False)
+            return End(first_token=segment.first_token, checksums=pool.on_host(checksums))
+    raise errors.TransferFailed(errors.UNREACHABLE, "the fetcher has left")
 
 
 def _chunks(pool: BlockPool, segment: Segment) -> Iterator[tuple[int, tuple[int, ...]]]:

@@ -3,7 +3,6 @@
 Join      the fetcher opens it, reads an `Invitation`, meets the source in a new group, and reads `FORMED`; the group
           lives as long as the stream does
 Collect   one transfer: a `Chunk` for each tensor sent, in that order, then one `End`
-Stop      stops a transfer; its Collect ends with an `End` once every tensor already sent is described
 """
 
 from __future__ import annotations
@@ -17,15 +16,14 @@ from ridgeline.kv_transfer.memory.blocks import BlockPool
 
 JOIN: Final = "CollectiveJoin"
 COLLECT: Final = "CollectiveFetch"
-STOP: Final = "CollectiveStop"
 FORMED: Final = b"formed"
 WINDOW_CHUNKS: Final = 3
-"""Tensors sent and not yet received: what a cancelled fetch drains, and what a transfer holds in source memory."""
+"""Tensors sent and not yet received: what a transfer holds in source memory."""
 CHUNK_BYTES: Final = {"cpu": 2 << 20, "cuda": 16 << 20}
 """Size of a tensor aimed at, by the kind of device. Links between GPUs reach their speed with messages of this size; in
 host memory they would leave the caches between two copies, and gloo moves half as much (measured)."""
-FORMAT: Final = 2
-"""Of the messages and of what they describe. Until 2, a tensor was a part of one layer."""
+FORMAT: Final = 3
+"""Of the messages and of what they describe."""
 
 
 class Invitation(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,18 +35,10 @@ class Invitation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Transfer(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks for one transfer in a group; `number` distinguishes it from the group's others."""
+    """Asks for one transfer in a group."""
 
     group: str
-    number: int
     request: FetchRequest
-
-
-class Stop(msgspec.Struct, frozen=True, kw_only=True):
-    """Ends a transfer early, even one whose request has not arrived yet."""
-
-    group: str
-    number: int
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -65,11 +55,9 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class End(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The end of a transfer: the fetcher has received everything that was sent."""
 
-    complete: bool
-    """False if the transfer was stopped."""
     first_token: int | None = None
     checksums: list[int] = []
-    """`BlockPool.checksum` of each tensor, if complete. They come at the end, so that a GPU is waited for once."""
+    """`BlockPool.checksum` of each tensor. They come at the end, so that a GPU is waited for once."""
 
 
 def offered(backend: str | None) -> str | None:

@@ -20,7 +20,7 @@ BLOCKS = 4
 def _valid() -> list[bytes]:
     """Return the messages for two segments of two blocks, the first one in two tensors."""
     chunks = [Chunk(first=first, count=count, end=end) for first, count, end in ((0, 1, 2), (1, 1, 2), (2, 2, 4))]
-    end = End(complete=True, first_token=5, checksums=[7, 8, -9])
+    end = End(first_token=5, checksums=[7, 8, -9])
     return [msgspec.msgpack.encode(told) for told in (*chunks, end)]
 
 
