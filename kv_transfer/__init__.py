@@ -14,5 +14,5 @@ wire/          frames and gRPC methods
 memory/        KV blocks as bytes, on host and device
 collective/    the `collective` transport, experimental
 nixl/          the `nixl` transport, experimental
-bench.py       the measurement behind `ridgeline bench transfer`
+measure.py     the measurement behind `ridgeline bench transfer`
 """

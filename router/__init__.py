@@ -3,7 +3,7 @@
 A request passes through these packages in this order.
 
 server.py           builds the parts and runs them
-control.py          what the driver calls of a router or the dispatcher
+router_control.py   what the driver calls of a router or the dispatcher
 decisions.py        what decides: this router, or the dispatcher that it shares with others
 front/              HTTP, vLLM's API server app, the routes
 dispatch/           one request: its legs, its retries, its outcome

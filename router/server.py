@@ -19,7 +19,6 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from ridgeline.contracts.errors import EngineError
 from ridgeline.contracts.rpc.address import http_url, join_host_port
 from ridgeline.contracts.vocabulary import Pool
-from ridgeline.router.control import RouterControl
 from ridgeline.router.decisions import OwnDecisions, SharedDecisions
 from ridgeline.router.dispatch.orchestrator import Orchestrator
 from ridgeline.router.dispatch.releaser import HandoffReleaser
@@ -42,6 +41,7 @@ from ridgeline.router.front.vllm_workarounds import unread
 from ridgeline.router.idle_times import OUTPUT_TOKENS, measure, too_short
 from ridgeline.router.observe.collectors import QueueCollector, QueueView, WorkerCollector
 from ridgeline.router.observe.metrics import InFlight, LimitedLatency, RequestMetrics, Within
+from ridgeline.router.router_control import RouterControl
 from ridgeline.router.settings import PoolHardware, RouterSettings, SharedWith
 from ridgeline.router.shared.link import NoDispatcher
 

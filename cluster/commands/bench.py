@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ridgeline.cluster.doctor.facts import memory_available_bytes
-from ridgeline.kv_transfer.bench import MeasureError, MeasureReport, MeasureSettings, measure
+from ridgeline.kv_transfer.measure import MeasureError, MeasureReport, MeasureSettings, measure
 
 __all__ = ["BadBench", "MeasureError", "MeasureSettings", "bench_transfer", "render"]
 

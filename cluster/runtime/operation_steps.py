@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
 from ridgeline.cluster.runtime.handles.actor import DeploymentFailed, NoPlace, NotReached
-from ridgeline.cluster.runtime.operations import Note, OperationFailed
+from ridgeline.cluster.runtime.operation_runner import Note, OperationFailed
 from ridgeline.cluster.runtime.plan import PlacementError
 from ridgeline.cluster.runtime.supervisor import Supervisor
 from ridgeline.contracts.vocabulary import Pool

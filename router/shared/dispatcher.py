@@ -19,7 +19,6 @@ from ridgeline.contracts.errors import EngineError
 from ridgeline.contracts.handoff import UNREADABLE
 from ridgeline.contracts.rpc.address import join_host_port
 from ridgeline.contracts.rpc.channel import add_port
-from ridgeline.router.control import RouterControl
 from ridgeline.router.dispatch.modes import Modes
 from ridgeline.router.fleet.fleet import Fleet
 from ridgeline.router.fleet.pairing import KvPair, PairingRefused
@@ -27,6 +26,7 @@ from ridgeline.router.fleet.roles import ModeImpossible, role_table
 from ridgeline.router.observe.collectors import QueueView
 from ridgeline.router.placement.cluster_state import ClusterState
 from ridgeline.router.placement.learned import Learned
+from ridgeline.router.router_control import RouterControl
 from ridgeline.router.settings import RouterSettings
 from ridgeline.router.shared.counts import Counts
 from ridgeline.router.shared.holdings import Parts

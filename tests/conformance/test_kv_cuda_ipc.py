@@ -19,7 +19,7 @@ import torch
 from ridgeline.contracts import errors
 from ridgeline.contracts.handoff import KvHandoff
 from ridgeline.decode_worker.kv_fetch.ipc_puller import IpcPuller
-from ridgeline.kv_transfer.bench import SOURCE_SEED, Cache, CacheShape, SourceProcess, offer
+from ridgeline.kv_transfer.measure import SOURCE_SEED, Cache, CacheShape, SourceProcess, offer
 from ridgeline.kv_transfer.memory.device import DeviceMemory
 from ridgeline.kv_transfer.service import PairedTransport
 from tests.support.cuda import NEEDS_CUDA

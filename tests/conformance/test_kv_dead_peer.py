@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from ridgeline.contracts import errors
-from ridgeline.kv_transfer.bench import Cache, CacheShape, SourceProcess
+from ridgeline.kv_transfer.measure import Cache, CacheShape, SourceProcess
 from tests.support.cuda import NEEDS_CUDA
 from tests.support.fetches import begin, result_of
 from tests.support.nixl import needs_nixl

@@ -9,8 +9,8 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from ridgeline.kv_transfer import bench
-from ridgeline.kv_transfer.bench import (
+from ridgeline.kv_transfer import measure as measure_module
+from ridgeline.kv_transfer.measure import (
     MEASURABLE,
     CacheShape,
     MeasureError,
@@ -130,7 +130,7 @@ def test_a_source_that_dies_is_an_error_and_not_a_hang(source):
 
 
 def test_a_source_that_dies_before_it_is_fetched_from_is_an_error_and_not_a_hang(monkeypatch):
-    monkeypatch.setattr(bench, "FETCH_DEADLINE_S", 0.5)
+    monkeypatch.setattr(measure_module, "FETCH_DEADLINE_S", 0.5)
     publish = SourceProcess.publish
 
     def publish_and_die(source, *what):
@@ -145,7 +145,7 @@ def test_a_source_that_dies_before_it_is_fetched_from_is_an_error_and_not_a_hang
 
 PARENT = """
 import time
-from ridgeline.kv_transfer.bench import CacheShape, SourceProcess
+from ridgeline.kv_transfer.measure import CacheShape, SourceProcess
 if __name__ == "__main__":
     source = SourceProcess(CacheShape(2, 32, 24576), ("grpc",), None)
     source._process.start()

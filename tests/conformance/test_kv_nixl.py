@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ridgeline.contracts import errors
-from ridgeline.kv_transfer.bench import Cache, CacheShape, SourceProcess
+from ridgeline.kv_transfer.measure import Cache, CacheShape, SourceProcess
 from ridgeline.kv_transfer.memory.blocks import BlockPool
 from ridgeline.kv_transfer.nixl.agent import Agent, descriptors
 from ridgeline.kv_transfer.nixl.library import NixlFailed

@@ -11,7 +11,7 @@ import msgspec
 import xxhash
 
 from ridgeline.contracts.handoff import KvHandoff
-from ridgeline.kv_transfer.bench import Cache, CacheShape, offer
+from ridgeline.kv_transfer.measure import Cache, CacheShape, offer
 
 SHAPE = CacheShape(num_layers=30, num_blocks=108, block_bytes=24 << 10)
 LEASE_S = 5.0

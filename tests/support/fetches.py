@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from ridgeline.contracts.handoff import TransferResult
-from ridgeline.kv_transfer.bench import SourceProcess
+from ridgeline.kv_transfer.measure import SourceProcess
 from ridgeline.kv_transfer.service import TransferService
 from tests.support.patience import PATIENCE_S
 

@@ -65,7 +65,7 @@ def test_nothing_is_unpickled_or_evaluated_but_the_calls_between_an_actor_and_it
 
 
 def test_only_the_transfer_benchmark_has_a_pipe_that_unpickles_and_its_other_end_is_its_own_child():
-    assert {path for path, name, _ in calls() if name.rpartition(".")[2] == "Pipe"} == {"kv_transfer/bench.py"}
+    assert {path for path, name, _ in calls() if name.rpartition(".")[2] == "Pipe"} == {"kv_transfer/measure.py"}
 
 
 def test_every_msgspec_decoder_names_a_type_and_the_type_is_not_any():

@@ -11,7 +11,7 @@ from ridgeline.cluster.config.autoscale import AutoscaleConfig
 from ridgeline.cluster.runtime.autoscale.policy import Decision, Memory, decide
 from ridgeline.cluster.runtime.autoscale.use import Reading
 from ridgeline.cluster.runtime.handles.actor import DeploymentFailed
-from ridgeline.cluster.runtime.operations import OperationRunner
+from ridgeline.cluster.runtime.operation_runner import OperationRunner
 from ridgeline.cluster.runtime.supervisor import Say
 from ridgeline.contracts.vocabulary import Mode, Pool
 from ridgeline.router.fleet.request_route import pools_of

@@ -7,8 +7,8 @@ import pytest
 
 from ridgeline.cluster.commands.operators.scale import wanted_workers
 from ridgeline.cluster.runtime.handles.actor import ActorGone, DeploymentFailed
+from ridgeline.cluster.runtime.operation_runner import OperationRunner
 from ridgeline.cluster.runtime.operation_steps import LEAD_BACK_WITHIN_S, OperationSteps
-from ridgeline.cluster.runtime.operations import OperationRunner
 from ridgeline.router.front.operations import NotTaken, OperationRuns, Operations, Progress, new_operation
 from tests.support.clock import FakeClock
 from tests.support.operated_fleet import OperatedFleet, OperatedWorker
@@ -495,7 +495,7 @@ async def test_an_operation_fails_if_the_leading_router_stays_away():
     fleet.away = 10**9
     async with serving(fleet, clock=clock) as (router,):
         operation = await scale(router, {"decode": 1})
-        await until_told(router, operation, "begins")
+        await eventually(lambda: fleet.away < 10**9)  # it has asked
         clock.now_s += LEAD_BACK_WITHIN_S
         progress = await ended(router, operation)
         assert (progress.state, progress.sentences[-1]) == ("failed", "router ended")

@@ -7,7 +7,7 @@ import pytest
 from ridgeline.cluster.runtime import services
 from ridgeline.cluster.runtime.services import DispatcherService, NotServing, RouterService, device_of
 from ridgeline.contracts.errors import WorkerLost
-from ridgeline.router.control import RouterControl
+from ridgeline.router.router_control import RouterControl
 from tests.support.samples import router_settings
 
 

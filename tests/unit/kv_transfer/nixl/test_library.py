@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ridgeline.contracts.handoff import KvLayout
-from ridgeline.kv_transfer.bench import MEASURABLE, MeasureSettings, measurable_here
+from ridgeline.kv_transfer.measure import MEASURABLE, MeasureSettings, measurable_here
 from ridgeline.kv_transfer.memory.blocks import BlockPool
 from ridgeline.kv_transfer.names import AUTO
 from ridgeline.kv_transfer.nixl import library
