@@ -124,11 +124,13 @@ def _not_told_apart(found: Findings) -> str:
     verdict = found.verdict
     open_names = [name for name in verdict.variants if any(name in two for two in verdict.open)]
     is_clique = len(verdict.open) == math.comb(len(open_names), 2)
-    told = _listed(open_names) if is_clique else "; ".join(f"{one} and {other}" for one, other in verdict.open)
+    told = f"{_upper(_listed(open_names))} are not told apart"
+    if not is_clique:
+        told = f"Not told apart: {'; '.join(f'{one} and {other}' for one, other in verdict.open)}"
     first, *others = open_names
     bounds = [_against(found, first, other) for other in others if (first, other) in verdict.open]
     against = f" Against {first}, {', '.join(filter(None, bounds))} times the rate." if any(bounds) else ""
-    return f"{_upper(told)} are not told apart.{against}"
+    return f"{told}.{against}"
 
 
 def _against(found: Findings, first: str, other: str) -> str:
