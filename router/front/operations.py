@@ -105,6 +105,10 @@ class Operations:
         """The operation that has not ended."""
         return self.last.operation if self.last is not None and self.last.is_open else None
 
+    @property
+    def _unanswered(self) -> Operation | None:
+        return self._given[0] if self._given is not None and not self._given[1].done() else None
+
     async def begin(self, operation: Operation, within_s: float = TAKEN_WITHIN_S) -> Progress:
         """Return once the driver has begun it. Raises OperationRuns, NotTaken."""
         if (other := self._given[0] if self._given else self.running) is not None:
@@ -134,17 +138,16 @@ class Operations:
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
-                while not (self._given or self._cancels):
+                while not (self._unanswered or self._cancels):
                     self._changed.clear()
                     await self._changed.wait()
-        asked = Asked(self._given[0] if self._given else None, self._cancels)
+        asked = Asked(self._unanswered, self._cancels)
         self._cancels = ""
         return asked
 
     def report(self, progress: Progress) -> None:
         """Note how an operation goes on, also of one that another router was given."""
-        operation, answer = self._given or (None, None)
-        if answer and not answer.done() and operation and operation.operation_id == progress.operation.operation_id:
-            answer.set_result(progress)
+        if self._given and self._unanswered and self._unanswered.operation_id == progress.operation.operation_id:
+            self._given[1].set_result(progress)
         if progress.state != "refused" and (self.last is None or self.last.number <= progress.number):
             self.last = progress

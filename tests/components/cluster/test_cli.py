@@ -411,7 +411,7 @@ def test_compare_on_an_unfit_machine_starts_nothing(run_ridgeline, tmp_path, mon
 
 def test_a_running_server_that_is_not_equal_to_an_own_mode_is_told_before_that_starts(run_ridgeline, tmp_path):
     with running(Behaviour()) as url:
-        mine = ("--variants", "colocated", "--server", f"theirs={url}", "--devices", "theirs=7", "--tokenizer", "m")
+        mine = ("--variants", "colocated", "--server", f"theirs={url}", "--devices", "theirs=7", "--text-prompts")
         status, _, error = run_ridgeline("compare", *mine, "--out", tmp_path)
     assert status == 1
     assert "Number of devices: 2 in colocated, 7 in theirs" in error

@@ -72,7 +72,7 @@ def test_without_a_worker_that_decodes_new_requests_are_refused():
         (Ask(1, 3201, 1), "the prompt (3201 tokens) take 101 KV blocks and the largest worker has 100"),
         (Ask(1, 3000, 201), "prompt and answer (3000 + 201 tokens) take 101 KV blocks"),
         (Ask(1, 64, 16, logprobs=250_001), "the answer may have 250001 log-probabilities"),
-        (Ask(11, 5, 5), "n = 11 sequences can never be served at a time, the limit is 10 (router.max_outstanding"),
+        (Ask(11, 5, 5), "n = 11 sequences can never be served at a time, the limit is 10 (router.max_concurrent"),
     ],
 )
 def test_what_can_never_fit_is_a_bad_request_at_once_even_under_overload(ask, says):
@@ -84,9 +84,9 @@ def test_what_can_never_fit_is_a_bad_request_at_once_even_under_overload(ask, sa
 @pytest.mark.parametrize(
     ("now", "reason", "retry_after_s", "says"),
     [
-        ({"sequences": 10}, "overload", 1, "10 requests are being served, the limit is 10 (router.max_outstanding_req"),
+        ({"sequences": 10}, "overload", 1, "10 requests are being served, the limit is 10 (router.max_concurrent_req"),
         ({"sequences": 12, "sequences_per_s": 0.5}, "overload", 6, "try again in 6 s"),
-        ({"prompt_wait_s": 42.3}, "prompt_wait", 13, "wait about 42 s to be started, the limit is 30 s (router.max_p"),
+        ({"prompt_wait_s": 42.3}, "prompt_wait", 13, "wait about 42 s to be started, the limit is 30 s (router.max_q"),
         ({"prompt_wait_s": 30.01}, "prompt_wait", 1, "try again in 1 s"),
         ({"prompt_wait_s": 1e6}, "prompt_wait", 60, "try again in 60 s"),
         ({"prompt_blocks": 199, "blocks_per_s": 0.25}, "kv_blocks", 4, "take 201 KV blocks, the decode pool has 200"),
