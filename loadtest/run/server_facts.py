@@ -135,7 +135,8 @@ def facts_of(version: Found, info: Found, read: Scrape | None) -> ServerFacts:
     if "tp_size" in info:
         return _sglang(info)
     labels = next((dict(found) for name, found in gauges if name == "vllm:cache_config_info"), {})
-    vllm = _vllm(version, info.get("vllm_config") or {}, labels)
+    config = info.get("vllm_config")  # a text where a proxy drops the query that asks for JSON
+    vllm = _vllm(version, config if isinstance(config, dict) else {}, labels)
     if any(name.startswith("ridgeline_") for name in names):
         blocks = {f"{value:g}" for (name, _), value in gauges.items() if name == "ridgeline_kv_blocks"}
         places = {f"{value:g}" for (name, _), value in gauges.items() if name == "ridgeline_max_num_seqs"}

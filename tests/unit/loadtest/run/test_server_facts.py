@@ -70,6 +70,10 @@ def test_any_other_vllm_says_its_cache_in_a_series():
     assert (usual.server, usual.dtype, usual.graphs, usual.token_budget) == ("vLLM", *[UNKNOWN] * 3)
 
 
+def test_a_configuration_that_a_proxy_gives_as_text_tells_nothing():
+    assert facts_of({}, {"vllm_config": "model='m', dtype=torch.bfloat16"}, METRICS) == facts_of({}, {}, METRICS)
+
+
 def test_a_sglang_says_its_arguments():
     found = facts_of({}, SGLANG, None)
     assert (found.server, found.engine, found.kv_blocks, found.prefix_caching) == (
