@@ -186,9 +186,8 @@ def _by_slo(by_slo: Mapping[str, RateVerdict]) -> str:
 def _rates(found: Findings) -> str:
     each = [f"{name} {rate_text(found.held[name])}" for name in found.verdict.variants]
     bounded = f"Highest rate with {found.attainment:.0%} of requests within the SLOs, in requests/s: {', '.join(each)}."
-    for end, which in (("low", "A lower"), ("high", "An upper")):
-        if any(getattr(one, end) is None for one in found.held.values()):
-            bounded += f" {which} bound is missing where no rate measured was clearly {end} enough."
+    if any(None in (one.low, one.high) for one in found.held.values()):
+        bounded += " A missing bound needs more pairs, or rates further off."
     return bounded
 
 
@@ -207,11 +206,11 @@ def _unknown(found: Findings) -> str:
     verdict = found.verdict
     if verdict.factor is None or not verdict.open:
         return ""
-    rest = "the rest" if verdict.serves_more or verdict.alike else "them"
     if verdict.factor > MOST_FACTOR:
-        return f"If what was seen so far holds, to tell {rest} apart takes over {MOST_FACTOR:g} times as long."
-    minutes = max(1, math.ceil((verdict.factor - 1) * found.took_s / 60))
-    return f"If what was seen so far holds, {counted(minutes, 'more minute')} would tell {rest} apart."
+        longer = f"a run over {MOST_FACTOR:g} times as long"
+    else:
+        longer = counted(max(1, math.ceil((verdict.factor - 1) * found.took_s / 60)), "more minute")
+    return f"If what was seen so far holds, {longer} will show which serves more, or that no difference matters."
 
 
 def _pauses(found: Pauses | None) -> str:

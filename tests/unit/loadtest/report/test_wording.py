@@ -111,7 +111,7 @@ def test_the_worst_of_three_is_named_with_the_counts_and_what_is_open():
         "adaptive 82%, colocated 78%, disaggregated 43%."
     )
     assert "not bounded" in rates
-    assert "A lower bound is missing where" in rates
+    assert "A missing bound needs more pairs" in rates
     assert "minute" in unknown or "times as long" in unknown
 
 
