@@ -241,7 +241,8 @@ async def test_a_mode_is_told_the_slos_and_a_running_server_beside_it_has_the_sa
             settle_s=0.02,
             slo_ttft_ms=200_000,
         )
-        await compare_command(RidgelineConfig(), plan, tmp_path, Console(quiet=True))
+        config = RidgelineConfig.model_validate({"pools": {"colocated": {"workers": 4}}})
+        await compare_command(config, plan, tmp_path, Console(quiet=True))
     assert set(ours.slos[-REQUESTS:]) == {"200000"}, "mode adaptive goes by what came before its turn"
     assert set(theirs.slos) == {None}
     variants = json.loads((tmp_path / "summary.json").read_text())["variants"].values()
