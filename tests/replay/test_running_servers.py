@@ -210,7 +210,7 @@ def test_another_model_or_context_is_told(other, told):
 class _Ours:
     """A mode of an own deployment on two cores, whose server runs already."""
 
-    mode, start_s, devices, context_tokens = "colocated", 0.0, Devices("core", 4, {}), None
+    mode, start_s, devices, context_tokens = "colocated", 0.0, Devices("core", 2, {}), None
     facts = ServerFacts()
 
     def __init__(self, url: str) -> None:
@@ -234,21 +234,20 @@ async def test_a_mode_is_told_the_slos_and_a_running_server_beside_it_has_the_sa
         plan = ComparePlan(
             variants="colocated",
             server=[f"vllm={other}"],
-            devices=["vllm=4"],
+            devices=["vllm=2"],
             trace=OPTIONS[1],
             rate=50,
             pairs=1,
             settle_s=0.02,
             slo_ttft_ms=200_000,
         )
-        config = RidgelineConfig.model_validate({"pools": {"colocated": {"workers": 4}}})
-        await compare_command(config, plan, tmp_path, Console(quiet=True))
+        await compare_command(RidgelineConfig(), plan, tmp_path, Console(quiet=True))
     assert set(ours.slos[-REQUESTS:]) == {"200000"}, "mode adaptive goes by what came before its turn"
     assert set(theirs.slos) == {None}
     variants = json.loads((tmp_path / "summary.json").read_text())["variants"].values()
     assert [(each["per_device"]["unit"], each["per_device"]["devices"]) for each in variants] == [
-        ("core", 4),
-        ("core", 4),
+        ("core", 2),
+        ("core", 2),
     ]
 
 
