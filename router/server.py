@@ -175,9 +175,9 @@ class Router(RouterControl):
         """The number of answers in progress, those included that their clients have not read."""
         return len(self._client.streams)
 
-    async def take_operation(self, within_s: float) -> Asked:
-        """Return what operators want, or wait for it up to this many seconds."""
-        return await self.operations.take(within_s)
+    async def take_operation(self, within_s: float, cancelling: str) -> Asked:
+        """Return what operators want beside what the driver is `cancelling`, or wait for it up to this many seconds."""
+        return await self.operations.take(within_s, cancelling)
 
     async def report(self, progress: Progress) -> None:
         """Note how an operation goes on, for whoever asks."""

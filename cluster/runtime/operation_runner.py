@@ -33,7 +33,7 @@ class OperationFailed(Exception):
 class AskedRouter(Protocol):
     """A router, as far as operations go."""
 
-    async def take_operation(self, within_s: float) -> Asked: ...
+    async def take_operation(self, within_s: float, cancelling: str) -> Asked: ...
     async def report(self, progress: Progress) -> None: ...
 
 
@@ -80,16 +80,18 @@ class OperationRunner:
             group.create_task(self._one_at_a_time(), name="operations")
 
     async def _take(self, router: AskedRouter, news: asyncio.Event) -> None:
+        cancelling = ""
         while True:
             try:
-                asked = await router.take_operation(ASK_S)
+                asked = await router.take_operation(ASK_S, cancelling)
                 if asked.operation is not None:
                     await router.report(self._answer_to(asked.operation))
             except DeploymentFailed:  # it is being started again, or the answer was lost
                 news.set()
                 await asyncio.sleep(RETRY_S)
                 continue
-            if self._task is not None and self._is_running(asked.cancels) and not self._task.cancelling():
+            cancelling = asked.cancels
+            if self._task is not None and self._is_running(cancelling) and not self._task.cancelling():
                 self._task.cancel()  # what it began is cleaned up once, without haste
 
     async def _tell(self, router: AskedRouter, news: asyncio.Event) -> None:

@@ -131,19 +131,18 @@ class Operations:
         self._cancels = operation.operation_id
         self._changed.set()
 
-    async def take(self, within_s: float) -> Asked:
+    async def take(self, within_s: float, cancelling: str = "") -> Asked:
         """Return what the driver is asked for; if there is nothing, wait for it, up to this many seconds.
 
-        An operation is handed out until something is told about it, a cancellation once.
+        An operation is handed out until something is told about it, a cancellation until the driver is `cancelling`
+        that operation: an answer may get lost.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
-                while not (self._unanswered or self._cancels):
+                while not (self._unanswered or self._cancels not in ("", cancelling)):
                     self._changed.clear()
                     await self._changed.wait()
-        asked = Asked(self._unanswered, self._cancels)
-        self._cancels = ""
-        return asked
+        return Asked(self._unanswered, self._cancels)
 
     def report(self, progress: Progress) -> None:
         """Note how an operation goes on, also of one that another router was given."""

@@ -206,9 +206,12 @@ class RouterHandle(RoutingHandle):
         await self.prepare()
         await self.serve(addresses, self._hardware, some=True)
 
-    async def take_operation(self, within_s: float) -> Asked:
-        """Return what operators want, or wait for it up to this many seconds. Raises ActorGone or DeploymentFailed."""
-        asked: Asked = await self.call("take_operation", within_s, timeout_s=within_s + ANSWER_WITHIN_S)
+    async def take_operation(self, within_s: float, cancelling: str) -> Asked:
+        """Return what operators want beside what is being cancelled, or wait for it up to this many seconds.
+
+        Raises ActorGone or DeploymentFailed.
+        """
+        asked: Asked = await self.call("take_operation", within_s, cancelling, timeout_s=within_s + ANSWER_WITHIN_S)
         return asked
 
     async def within(self, limits_s: Mapping[LimitedLatency, float]) -> dict[LimitedLatency, Within]:

@@ -273,8 +273,8 @@ async def test_an_operation_is_cancelled_unless_none_is_under_way():
         operation = new_operation("restart", 1.0, {})
         app.book.report(Progress(operation))
         assert (await http.delete("/ridgeline/operation")).status_code == 202
-        assert (await app.book.take(0.0)).cancels == operation.operation_id
-        assert (await app.book.take(0.0)).cancels == ""
+        for _ in range(2):  # an answer may get lost
+            assert (await app.book.take(0.0)).cancels == operation.operation_id
         app.book.report(Progress(operation, "cancelled"))
         assert (await http.delete("/ridgeline/operation")).status_code == 409
 

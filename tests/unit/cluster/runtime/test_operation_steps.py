@@ -25,16 +25,17 @@ class Router:
         self.away = False
         self._ends = asyncio.Event()
         self.lost_answers = 0
-        """So many answers to `take_operation` that have one, and to reports of an end, do not arrive."""
+        """So many answers to `take_operation` that have something, and to reports of an end, do not arrive."""
 
-    async def take_operation(self, within_s):
+    async def take_operation(self, within_s, cancelling):
         self._refuse()
-        ends, taking = asyncio.ensure_future(self._ends.wait()), asyncio.ensure_future(self.book.take(within_s))
+        ends = asyncio.ensure_future(self._ends.wait())
+        taking = asyncio.ensure_future(self.book.take(within_s, cancelling))
         try:
             await asyncio.wait((ends, taking), return_when=asyncio.FIRST_COMPLETED)
             if ends.done():
                 raise ActorGone("router ended")
-            self._lose(taking.result().operation is not None)
+            self._lose(taking.result().operation is not None or taking.result().cancels not in ("", cancelling))
             return taking.result()
         finally:
             ends.cancel()
@@ -398,6 +399,18 @@ async def test_a_scale_that_is_cancelled_keeps_what_serves_and_ends_what_starts(
         assert fleet.log == ["retire worker-2"]
         fleet.may_start.set()
         assert (await ended(router, await scale(router, {"decode": 2}))).state == "done"  # the next one is carried out
+
+
+async def test_a_cancellation_whose_answer_was_lost_is_handed_out_again():
+    fleet = OperatedFleet(start=["prefill", "decode"])
+    fleet.may_start.clear()
+    async with serving(fleet) as (router,):
+        operation = await scale(router, {"decode": 2})
+        await until_told(router, operation, "worker-2: starting")
+        router.lost_answers = 1
+        router.book.cancel(operation)
+        assert (await ended(router, operation)).state == "cancelled"
+        assert not router.lost_answers
 
 
 async def test_a_worker_that_drains_when_its_operation_is_cancelled_leaves_and_no_other_one():
