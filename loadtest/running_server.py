@@ -71,7 +71,7 @@ class RunningServer:
         notes = [f"{self.mode}: model '{self.card.id}' at {where}"]
         if self.resets_cache:
             notes.append(f"the prefix cache of {self.mode} is emptied before each round")
-        if await asyncio.to_thread(serving_processes, self.servers.urls) is None:
+        if await asyncio.to_thread(serving_processes, self.servers.metrics_urls) is None:
             notes.append(
                 f"the processes of {self.mode} on this machine are another user's, so other work is not noticed in its "
                 "rounds"
@@ -83,7 +83,7 @@ class RunningServer:
         if self.resets_cache and not await self._reset_caches():
             raise ServerError(f"{self.mode} has not emptied its prefix cache: POST {RESET_PATH} fails")
         is_fresh, self._was_ready = not self._was_ready, True
-        found = await asyncio.to_thread(serving_processes, self.servers.urls)
+        found = await asyncio.to_thread(serving_processes, self.servers.metrics_urls)
         changes: dict[str, Any] = {} if self.card is None else {"served_model_name": self.card.id}
         return Reached(self.servers, is_fresh, changes, found or frozenset(), is_watched=found is not None)
 

@@ -25,7 +25,7 @@ from ridgeline.loadtest.errors import ServerError
 from ridgeline.loadtest.plan import ComparePlan
 from ridgeline.loadtest.preparation import prepare
 from ridgeline.loadtest.run.machine import serving_processes
-from ridgeline.loadtest.run.server import KEY_VARIABLE, ModelCard
+from ridgeline.loadtest.run.server import KEY_VARIABLE, ModelCard, Servers
 from ridgeline.loadtest.run.server_facts import ServerFacts
 from ridgeline.loadtest.running_server import RunningServer, key_variable_of, note_models, running_servers
 from ridgeline.loadtest.variants import Devices, Reached
@@ -275,3 +275,9 @@ def test_processes_behind_a_proxy_serve_its_url_too_and_others_do_not():
         url = f"http://127.0.0.1:{port}"
         in_the_end(lambda: serving_processes([url]) == {proxy, backend})
         assert serving_processes([f"http://localhost:{behind}"]) == {backend}
+
+
+async def test_the_engines_that_are_named_serve_also_while_their_router_has_no_connection_to_them():
+    with listener() as (router, port), listener() as (engine, behind):
+        servers = Servers((f"http://127.0.0.1:{port}",), "KEY", engines=(f"http://127.0.0.1:{behind}",))
+        assert (await RunningServer("vllm", servers, None).ready()).processes == {router, engine}

@@ -183,3 +183,11 @@ ridgeline_stage_seconds_count{stage="wire"} 2
 def test_a_counter_that_fell_means_a_restart():
     with pytest.raises(RestartedError, match="restarted"):
         difference(parse_metrics(AFTER), parse_metrics(BEFORE), wall_s=1)
+
+
+def test_a_sum_that_fell_means_an_observation_below_zero():
+    before, after = (
+        parse_metrics(f"# TYPE vllm:e2e histogram\nvllm:e2e_sum {total}\nvllm:e2e_count {number}\n", foreign=True)
+        for total, number in ((0.5, 3), (0.4, 4))
+    )
+    assert difference(before, after, wall_s=1).total("vllm:e2e_count") == 1
