@@ -94,8 +94,7 @@ def encode_body(model: str, prompt: list[int] | str, output_tokens: int, endpoin
     asked = {"prompt": prompt} if endpoint == "completions" else {"messages": [{"role": "user", "content": prompt}]}
     fixed = {
         "max_tokens": output_tokens,
-        "min_tokens": output_tokens,
-        "ignore_eos": True,
+        "ignore_eos": True,  # not min_tokens too, which Ray Serve passes on to a prefill leg of one token
         "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
