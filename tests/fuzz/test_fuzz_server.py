@@ -4,8 +4,7 @@ import pytest
 
 from ridgeline.cluster.model_store import DEFAULT_MODEL_NAME, prepare_model
 from tools.child import running
-from tools.fuzz.campaign import MEBIBYTE, Footprint, run
-from tools.fuzz.targets import connected
+from tools.fuzz.campaigns import MEBIBYTE, Footprint, connected
 
 SEED = 0
 EXAMPLES = {
@@ -33,7 +32,7 @@ def under_test():
 def test_every_malformed_input_is_answered_or_refused_and_the_server_goes_on_as_before(under_test, name):
     (campaign,) = (campaign for campaign in under_test.campaigns if campaign.name == name)
     before = Footprint.of(under_test.server.pid)
-    run(campaign, EXAMPLES[name], SEED)
+    campaign.run(EXAMPLES[name], SEED)
     under_test.require_unharmed()
     after = Footprint.of(under_test.server.pid)
     assert after.rss_bytes - before.rss_bytes < MOST_GROWTH_BYTES, f"{before}, then {after}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +35,6 @@ REFUSALS = {Code.INVALID_ARGUMENT, Code.FAILED_PRECONDITION, Code.NOT_FOUND, Cod
 GIVEN_UP = {Code.DEADLINE_EXCEEDED, Code.CANCELLED}
 
 _encode = msgspec.msgpack.Encoder().encode
-_ADDRESS = ["127.0.0.1:1"]
 _SAMPLING = {"temperature": 0.0, "max_tokens": 3, "seed": 1, "stop_token_ids": [7], "logit_bias": {5: 1.0}, "top_k": 3}
 _LOGPROBS = {"logprobs": 2, "prompt_logprobs": 1, "min_tokens": 1, "bad_words": ["a"], "n": 2, "output_kind": 1}
 _GRAMMAR = {"structured_outputs": {"json": {"type": "object"}}, "extra_args": {"kv_transfer_params": {}}}
@@ -74,44 +73,42 @@ class Call:
     give_up_s: float | None = None
 
 
-def _calls(
-    service: str, method: str, examples: st.SearchStrategy[bytes], *, streams: bool, waits: bool
-) -> st.SearchStrategy[Call]:
+def _calls(service: str, methods: dict[str, tuple[list[Any], bool, bool]]) -> st.SearchStrategy[Call]:
+    """Return calls of these methods, of each its valid messages, whether it streams, and whether a call of it ends."""
     impatient = st.sampled_from(GIVE_UP_S)
-    patience = st.one_of(st.none(), st.none(), st.none(), impatient) if waits else impatient
-    return st.builds(Call, st.just(f"/{service}/{method}"), examples, st.just(streams), patience)
+    patient = st.one_of(st.none(), st.none(), st.none(), impatient)
+    calls = [
+        st.builds(
+            Call, st.just(f"/{service}/{method}"), messages(valid), st.just(streams), patient if ends else impatient
+        )
+        for method, (valid, streams, ends) in methods.items()
+    ]
+    return st.one_of(calls)
 
 
-def kv_calls() -> st.SearchStrategy[Call]:
-    """Return calls of `ridgeline.KvTransfer`."""
-    request = _fetch(num_blocks=3)
-    fetches = [builtins(request)]
-    fetches.append(builtins(msgspec.structs.replace(request, part_start=512, part_bytes=512)))
-    releases = [builtins(grpc_methods.Release("unknown")), ["unknown", 1, 2]]
-    service = grpc_methods.SERVICE
-    return st.one_of(
-        _calls(service, grpc_methods.FETCH, messages(fetches), streams=True, waits=True),
-        _calls(service, grpc_methods.PIN, messages(fetches), streams=True, waits=False),
-        _calls(service, grpc_methods.RENEW, messages(["open", "unknown"]), streams=False, waits=True),
-        _calls(service, grpc_methods.RELEASE, messages(releases), streams=False, waits=True),
-        _calls(service, grpc_methods.DESCRIBE, messages([None]), streams=False, waits=True),
-    )
-
-
-def worker_calls() -> st.SearchStrategy[Call]:
-    """Return calls of all methods of `ridgeline.Worker` except Submit."""
-    attach, abort = builtins(AttachRequest("another")), builtins(AbortRequest(ROUTER, ["r", "s"]))
-    pair = [builtins(PairRequest(_ADDRESS)), builtins(PairRequest([], "grpc"))]
-    empty = messages([builtins(Ack())])
-    return st.one_of(
-        _calls(SERVICE, "Describe", empty, streams=False, waits=True),
-        _calls(SERVICE, "Status", empty, streams=False, waits=True),
-        _calls(SERVICE, "ResetPrefixCache", empty, streams=False, waits=True),
-        _calls(SERVICE, "Pair", messages(pair), streams=False, waits=True),
-        _calls(SERVICE, "Abort", messages([abort]), streams=False, waits=True),
-        _calls(SERVICE, "Attach", messages([attach]), streams=True, waits=False),
-        _calls(SERVICE, "Nothing", empty, streams=False, waits=True),
-    )
+_FETCHES = [builtins(_fetch(3)), builtins(msgspec.structs.replace(_fetch(3), part_start=512, part_bytes=512))]
+KV_CALLS = _calls(
+    grpc_methods.SERVICE,
+    {
+        grpc_methods.FETCH: (_FETCHES, True, True),
+        grpc_methods.PIN: (_FETCHES, True, False),
+        grpc_methods.RENEW: (["open", "unknown"], False, True),
+        grpc_methods.RELEASE: ([builtins(grpc_methods.Release("unknown")), ["unknown", 1, 2]], False, True),
+        grpc_methods.DESCRIBE: ([None], False, True),
+    },
+)
+"""Calls of `ridgeline.KvTransfer`."""
+_EMPTY = [builtins(Ack())]
+WORKER_CALLS = _calls(
+    SERVICE,
+    {
+        **dict.fromkeys(("Describe", "Status", "ResetPrefixCache", "Nothing"), (_EMPTY, False, True)),
+        "Pair": ([builtins(PairRequest(["127.0.0.1:1"])), builtins(PairRequest([], "grpc"))], False, True),
+        "Abort": ([builtins(AbortRequest(ROUTER, ["r", "s"]))], False, True),
+        "Attach": ([builtins(AttachRequest("another"))], True, False),
+    },
+)
+"""Calls of all methods of `ridgeline.Worker` except Submit, and of one that is not there."""
 
 
 @st.composite
@@ -138,18 +135,19 @@ def channel_to(address: str) -> Iterator[grpc.Channel]:
         yield channel
 
 
+def answer_of(method: Any, message: bytes, timeout_s: float) -> tuple[grpc.StatusCode, Any]:
+    """Make a call; return its status and its answer, a list if it streams."""
+    try:
+        answer = method(message, timeout=timeout_s)
+        return Code.OK, answer if isinstance(answer, bytes) else list(answer)
+    except grpc.RpcError as error:
+        return error.code(), None
+
+
 def code_of(channel: grpc.Channel, call: Call) -> grpc.StatusCode:
     """Make the call, read it to its end, and return its status."""
-    timeout_s = call.give_up_s or DEADLINE_S
-    try:
-        if call.streams:
-            for _ in channel.unary_stream(call.method)(call.message, timeout=timeout_s):
-                pass
-        else:
-            channel.unary_unary(call.method)(call.message, timeout=timeout_s)
-    except grpc.RpcError as error:
-        return error.code()
-    return Code.OK
+    method = channel.unary_stream(call.method) if call.streams else channel.unary_unary(call.method)
+    return answer_of(method, call.message, call.give_up_s or DEADLINE_S)[0]
 
 
 def check_code(code: grpc.StatusCode, call: Call) -> None:
@@ -183,15 +181,7 @@ class Session:
         finally:
             self._deltas.put(None)  # so that nothing waits for a delta that cannot come
 
-    def submit(self, message: bytes) -> Ack | grpc.StatusCode:
-        """Submit a task; return the worker's answer, or the status of its refusal."""
-        try:
-            reply = self._channel.unary_unary(f"/{SERVICE}/Submit")(message, timeout=DEADLINE_S)
-        except grpc.RpcError as error:
-            return error.code()
-        return msgspec.msgpack.decode(reply, type=Ack)
-
-    def ending(self) -> TokenDelta:
+    def _ending(self) -> TokenDelta:
         """Return the last delta of the accepted task; there is one task at a time."""
         deadline_s = time.monotonic() + DEADLINE_S
         while True:
@@ -200,28 +190,24 @@ class Session:
             if delta.finished:
                 return delta
 
+    def check_task(self, message: bytes) -> None:
+        """Check that a task is refused, or ends with tokens or as invalid, never with an engine error."""
+        code, reply = answer_of(self._channel.unary_unary(f"/{SERVICE}/Submit"), message, DEADLINE_S)
+        if code is not Code.OK:
+            assert code in REFUSALS, f"Submit ended with {code.name}"
+            return
+        ack = msgspec.msgpack.decode(reply, type=Ack)
+        if not ack.accepted:
+            assert ack.reason
+            return
+        ending = self._ending()
+        assert ending.error_kind in ("", "invalid", "handoff"), f"{ending.error_kind}: {ending.error}"
+        assert (ending.error is None) == (ending.error_kind == "")
+
     def close(self) -> None:
         """End the stream and its thread."""
         self._stream.cancel()
         self._thread.join(DEADLINE_S)
-
-
-def submit_check(session: Session) -> Callable[[bytes], None]:
-    """Return a check that an accepted task ends with tokens or as invalid, never with an engine error."""
-
-    def check(message: bytes) -> None:
-        ack = session.submit(message)
-        if isinstance(ack, grpc.StatusCode):
-            assert ack in REFUSALS, f"Submit ended with {ack.name}"
-            return
-        if not ack.accepted:
-            assert ack.reason
-            return
-        ending = session.ending()
-        assert ending.error_kind in ("", "invalid", "handoff"), f"{ending.error_kind}: {ending.error}"
-        assert (ending.error is None) == (ending.error_kind == "")
-
-    return check
 
 
 def require_serving(kv: grpc.Channel, worker: grpc.Channel) -> None:

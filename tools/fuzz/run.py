@@ -11,8 +11,7 @@ import time
 
 from ridgeline.cluster.model_store import DEFAULT_MODEL_NAME, prepare_model
 from tools.child import running
-from tools.fuzz.campaign import Campaign, Footprint, run
-from tools.fuzz.targets import connected, in_process
+from tools.fuzz.campaigns import IN_PROCESS, Campaign, Footprint, connected
 
 MOST_GROWTH = 0.05
 """Largest growth of resident memory, from the end of the warm-up to the end of a campaign."""
@@ -35,7 +34,7 @@ def long_run(campaign: Campaign, examples: int, seed: int, pid: int) -> int:
             shown_s = time.monotonic()
             _say(f"{campaign.name:<22} {checked:>6} of {wanted}  {shown_s - began_s:5.0f} s  {footprints[-1][1]}")
 
-    checked = run(campaign, wanted, seed, on_batch)
+    checked = campaign.run(wanted, seed, on_batch)
     took_s = time.monotonic() - began_s
     warm = next(footprint for at, footprint in footprints if at >= WARM_UP * wanted)
     end = footprints[-1][1]
@@ -63,7 +62,7 @@ def main() -> None:
     def chosen(campaigns: list[Campaign]) -> list[Campaign]:
         return [campaign for campaign in campaigns if args.only in (None, campaign.name)]
 
-    for campaign in chosen(in_process()):
+    for campaign in chosen(IN_PROCESS):
         checked += long_run(campaign, args.examples, args.seed, os.getpid())
     model = str(prepare_model(DEFAULT_MODEL_NAME))
     with running("tools.fuzz.server", model) as server, connected(server) as under_test:

@@ -27,9 +27,9 @@ _CHAT = {"model": "fuzzed", "messages": [{"role": "user", "content": "hello"}], 
 VALID: dict[str, dict[str, Any]] = {
     "/v1/completions": _TEXT,
     "/v1/chat/completions": _CHAT,
-    "/v1/chat/completions/batch": _CHAT | {"messages": [_CHAT["messages"]]},
     "/v1/responses": {"model": "fuzzed", "input": "hello there", "max_output_tokens": 4},
     "/v1/messages": _CHAT,
+    "/v1/chat/completions/batch": _CHAT | {"messages": [_CHAT["messages"]]},
     "/v1/messages/count_tokens": _CHAT,
     "/tokenize": {"model": "fuzzed", "prompt": "one two"},
     "/detokenize": {"model": "fuzzed", "tokens": [1, 2, 3]},
@@ -38,7 +38,7 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/systemone": _CHAT,
     "/scale_elastic_ep": {"model": "fuzzed"},
 }
-_MOST_USED = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"]
+MOST_USED = list(VALID)[:4]
 
 
 def nested(depth: int, kind: str) -> Any:
@@ -49,16 +49,25 @@ def nested(depth: int, kind: str) -> Any:
     return value
 
 
-_NUMBERS = [
-    *(0, 1, -1, 2, 3, 5, -2, 100, 255, 256, 257, 49151, 49152, 49153, 65536, 10**6),
-    *(2**31 - 1, 2**31, -(2**31), 2**32, 2**53, 2**63 - 1, 2**63, -(2**63), -(2**63) - 1, 2**64, 10**30, 10**400),
-    *(0.0, -0.0, 0.5, 1.5, -1.5, 2.0, 1e-310, 1e308, -1e308, 1e16, float("nan"), float("inf"), float("-inf")),
-]
-_STRINGS = [
-    *("", " ", "a", "\0", "a\0b", "\ud800", "\udfff\ud800", "\ufeff", "\u202e", "😀" * 50, "�", "a" * 20_000, "\r\n"),
-    *("fuzzed", "auto", "none", "required", "json_object", "length", "../../etc/passwd", "http://127.0.0.1:1/", "true"),
+_SCALARS: list[Any] = [
+    *(None, True, False, [], {}, 0, -1, 256, 257, 49151, 49152, 2**31, 2**53, 2**63, -(2**63) - 1, 2**64, 10**400),
+    *(
+        0.0,
+        -1.5,
+        1e-310,
+        1e308,
+        float("nan"),
+        float("inf"),
+        float("-inf"),
+        "",
+        "\0",
+        "\ud800",
+        "\udfff\ud800",
+        "\ufeff",
+    ),
+    *("a" * 20_000, "fuzzed", "auto", "none", "required", "json_object", "../../etc/passwd", "http://127.0.0.1:1/"),
     *("<|im_start|>", "<|endoftext|>" * 50, "{{ 1/0 }}", "{% for i in range(10**9) %}{% endfor %}", "%s%n", "-1"),
-    *("NaN", "data:image/png;base64,AAAA"),
+    *("user", "assistant", "tool", "function", "text", "image_url", "thinking", "data:image/png;base64,AAAA"),
 ]
 _REGEXES = [
     *("(a+)+$", "(a|a)*b", "(" * 200 + "a" + ")" * 200, "a{1,100000}", "(a{1,1000}){1,1000}", "[", "(?<=a)b", r"\1"),
@@ -88,88 +97,41 @@ _SCHEMAS = [
 ]
 _GRAMMARS = ["", "root ::= root", 'root ::= "a', "root ::= " + "(" * 500, "start: start", "\0", 'root ::= ("a"*)*', "a"]
 
-_schema, _regex, _grammar = map(st.sampled_from, (_SCHEMAS, _REGEXES, _GRAMMARS))
-_scalar: st.SearchStrategy[Any] = st.one_of(
-    st.sampled_from([*_NUMBERS, None, True, False, [], {}]),
-    st.sampled_from(_STRINGS),
-    st.integers(),
-    st.floats(),
-    st.text(st.characters(codec=None), max_size=20),
-)
+
+_schema = st.sampled_from(_SCHEMAS)
+_scalar: st.SearchStrategy[Any] = st.one_of(st.sampled_from(_SCALARS), st.integers(), st.floats(), st.text(max_size=20))
 FIELDS = sorted({name for model in APIS.values() for name in model.model_fields})
-_names = st.sampled_from([*FIELDS, *FOREIGN, *INSTEAD, "type", "a", ""])
+_names = st.sampled_from([*FIELDS, *FOREIGN, *INSTEAD, "type", "function", "role", "content", "a", ""])
 _json = st.recursive(
     _scalar,
     lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(_names, inner, max_size=4)),
     max_leaves=12,
 )
-
-
-def _object(**fields: Any) -> st.SearchStrategy[dict[str, Any]]:
-    """Return objects with these fields, each a value or a strategy."""
-    return st.fixed_dictionaries(
-        {name: value if isinstance(value, st.SearchStrategy) else st.just(value) for name, value in fields.items()}
-    )
-
-
-_named_schema = _object(name=st.sampled_from(_STRINGS), schema=_schema)
-_formats = st.one_of(
-    _object(type="json_object"),
-    _object(type="json_schema", json_schema=st.one_of(_named_schema, _schema)),
-    _object(type="structural_tag", structures=[], triggers=[], format=_json),
-)
-_tools = st.lists(
-    _object(type="function", name="f", input_schema=_schema, function=_object(name="f", parameters=_schema)), max_size=3
-)
-_texts = st.lists(st.sampled_from(_STRINGS), max_size=4)
-_tokens = st.lists(st.one_of(st.integers(0, 49151), st.sampled_from([2**31, 2**64, -1])), max_size=6)
-_parts = st.sampled_from(
-    [
-        {"type": "text", "text": "a"},
-        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
-        {"type": "tool_result", "tool_use_id": "x", "content": "a"},
-        {"type": "thinking", "thinking": "a", "signature": "x"},
-    ]
-)
-_messages = st.lists(
-    _object(
-        role=st.sampled_from(["user", "assistant", "system", "tool", "developer", "x" * 99]),
-        content=st.one_of(st.sampled_from(_STRINGS), st.lists(_parts, max_size=3)),
-        tool_calls=st.one_of(st.none(), _tools),
-    ),
-    max_size=4,
-)
 _handoff = {"do_remote_prefill": True, "handoff": {"handoff_id": "x", "addresses": ["127.0.0.1:1"]}}
-_handoffs = st.sampled_from([_handoff, {"kv_transfer_params": _handoff}])
-_KNOWN: dict[str, st.SearchStrategy[Any]] = {
-    "prompt": st.one_of(_tokens, st.lists(_tokens, max_size=3), _texts),
-    **dict.fromkeys(("tokens", "stop_token_ids", "allowed_token_ids", "logprob_token_ids", "label_token_ids"), _tokens),
+_HOSTILE: dict[str, st.SearchStrategy[Any]] = {
     "structured_outputs": st.one_of(
-        *(_object(json=_schema), _object(regex=_regex), _object(grammar=_grammar), _object(choice=_texts)),
-        _object(structural_tag='{"type": "structural_tag"}'),
-        _object(json_object=True, json=_schema, whitespace_pattern=_regex),
+        st.fixed_dictionaries({"json": _schema}),
+        st.fixed_dictionaries({"regex": st.sampled_from(_REGEXES)}),
+        st.fixed_dictionaries({"grammar": st.sampled_from(_GRAMMARS)}),
+        st.just({"structural_tag": '{"type": "structural_tag"}'}),
     ),
-    "response_format": _formats,
-    "text": _object(format=_formats),
-    "tools": _tools,
-    "tool_choice": _object(type="function", function={"name": "f"}, name="f"),
-    **dict.fromkeys(("messages", "input", "previous_input_messages"), _messages),
-    **dict.fromkeys(("stop", "bad_words"), _texts),
-    "logit_bias": st.dictionaries(st.sampled_from(["5", "49151", "-1", "a"]), _scalar, max_size=4),
-    **dict.fromkeys(("kv_transfer_params", "vllm_xargs"), _handoffs),
-    "stream_options": st.just({"include_usage": True, "continuous_usage_stats": True}),
-    "repetition_detection": st.just({"max_pattern_size": 2, "min_pattern_size": 1, "min_count": 2}),
+    "response_format": _schema.map(lambda each: {"type": "json_schema", "json_schema": {"name": "a", "schema": each}}),
+    "text": _schema.map(lambda each: {"format": {"type": "json_schema", "name": "a", "schema": each}}),
+    "tools": _schema.map(lambda each: [{"type": "function", "function": {"name": "f", "parameters": each}}]),
+    "prompt": st.lists(st.sampled_from([1, 49151, 49152, 2**31, 2**64, -1]) | st.text(max_size=3), max_size=6),
+    **dict.fromkeys(
+        ("kv_transfer_params", "vllm_xargs"), st.just({"kv_transfer_params": _handoff}) | st.just(_handoff)
+    ),
 }
-"""What a field that is no number or text may look like; `trees` then changes it somewhere."""
-_added = st.one_of(st.sampled_from(FIELDS), st.sampled_from(list(_KNOWN)))
+"""What grammars and hand-offs may be told; other fields get any JSON, and schemathesis knows their types."""
 
 
 @st.composite
 def bodies(draw: st.DrawFn, path: str) -> Any:
     """Draw a valid body for this route with some fields added, then changed in up to three places."""
     body = dict(VALID[path])
-    for name in draw(st.lists(_added, max_size=2, unique=True)):
-        body[name] = draw(_KNOWN.get(name, _json))
+    for name in draw(st.lists(st.sampled_from(FIELDS) | st.sampled_from(list(_HOSTILE)), max_size=2, unique=True)):
+        body[name] = draw(_HOSTILE.get(name, _json))
     if draw(st.integers(0, 3)) == 0:
         body["stream"] = True
     return draw(trees(body, _json))
@@ -219,7 +181,7 @@ def body_bytes(draw: st.DrawFn, path: str) -> bytes:
 @st.composite
 def posts(draw: st.DrawFn) -> RawRequest:
     """Draw an HTTP request of a client that knows the route, with correct or wrong framing."""
-    path = draw(st.sampled_from([*_MOST_USED * 4, *VALID]))
+    path = draw(st.sampled_from([*MOST_USED * 4, *VALID]))
     body = draw(body_bytes(path))
     content_type = b"application/json" if draw(st.integers(0, 9)) else draw(st.sampled_from(_CONTENT_TYPES))
     extra = draw(st.lists(st.sampled_from(_HEADERS), max_size=2)) if draw(st.integers(0, 4)) == 0 else []
@@ -266,7 +228,9 @@ _garbage = st.one_of(st.binary(max_size=200), st.sampled_from(_GARBAGE)).map(
     lambda data: RawRequest(data, must_answer=False)
 )
 
-requests = st.integers(0, 19).flatmap(lambda kind: _garbage if kind == 0 else odd_requests() if kind <= 2 else posts())
+raw_requests = st.integers(0, 19).flatmap(
+    lambda kind: _garbage if kind == 0 else odd_requests() if kind <= 2 else posts()
+)
 
 
 def valid_request(path: str) -> RawRequest:
