@@ -7,41 +7,40 @@ that has taken twice as long as its SLOs allow is given up, so a round beyond wh
 requests are gone from the server before the next round begins.
 """
 
-import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 
-from ridgeline.loadtest.errors import ServerError, UnequalError
+from ridgeline.loadtest.errors import UnequalError
 from ridgeline.loadtest.plan import ComparePlan
-from ridgeline.loadtest.preparation import Prepared, prepare, prepared_before
+from ridgeline.loadtest.preparation import prepare
 from ridgeline.loadtest.report.comparison import summarise_comparison
 from ridgeline.loadtest.report.page import print_comparison, write_report
 from ridgeline.loadtest.report.record_table import write_record_table
 from ridgeline.loadtest.report.rounds import Interruption, interruptions_summary, labels_of
 from ridgeline.loadtest.run.calibration import LEAST_REQUESTS, Workers
+from ridgeline.loadtest.run.quantities import counted
 from ridgeline.loadtest.run.replay import ReplayResult
 from ridgeline.loadtest.run.server_facts import unequal
 from ridgeline.loadtest.run_folder import (
     RECORD_TABLE,
-    RECORDS,
     REPORT,
     Past,
     RunFolder,
+    Settled,
     new_folder,
     saying_how_to_go_on,
 )
 from ridgeline.loadtest.statistics.attainment_curve import RoundCount
 from ridgeline.loadtest.statistics.next_rate import SearchBounds, next_rate
-from ridgeline.loadtest.valid_rounds import RoundRunner, new_runner, taken_up
+from ridgeline.loadtest.valid_rounds import RoundRunner
 from ridgeline.loadtest.variants import Variant
-
-GIVEN_UP_AFTER = 2.0
-"""A request is given up after this many times the time that the longest one has within its SLOs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,22 +75,9 @@ async def compare(
     began_s = time.monotonic() if began_s is None else began_s
     refuse_unequal(variants, plan)
     folder = new_folder(out if isinstance(out, RunFolder) else RunFolder(out), console)
-    prepared = await prepare(variants[0], plan.with_rate(), console, workers, notes, began_s, _context_tokens(variants))
-    if prepared.load.rate is None:
-        raise ServerError("all requests of this trace arrive at once, so there is no rate to start from: give --rate")
-    deadline_s = bounded_deadline_s(prepared)
-    console.print(f"a request is given up after {deadline_s:.3g} s", highlight=False)
-    if (longest_s := _longest_within_slos_s(prepared)) > deadline_s:
-        note = (
-            f"the longest answer may take {longest_s:.3g} s within the SLOs: give --deadline-s, or it counts as missed"
-        )
-        console.print(f"warning: {note}", style="yellow", highlight=False)
-    prepared = dataclasses.replace(prepared, plan=prepared.plan.model_copy(update={"deadline_s": deadline_s}))
-    folder.start(prepared.settled(plan, folder.setup))
-    runner = new_runner(
-        variants, prepared, folder.path / RECORDS, console, is_alone=is_alone, began_s=began_s, folder=folder
-    )
-    return await _to_the_end(prepared, runner, folder)
+    settled = await prepare(variants[0], plan, console, workers, notes, began_s, _context_tokens(variants))
+    folder.start(msgspec.structs.replace(settled, setup=dict(folder.setup)))
+    return await _to_the_end(variants, folder.past(), console, is_alone, began_s)
 
 
 async def resume(
@@ -101,31 +87,42 @@ async def resume(
 
     The budget counts the time that it ran, and not the interruption.
     """
-    runner, folder, interruption = taken_up(variants, past, console, is_alone=is_alone, began_s=began_s)
-    return await _to_the_end(prepared_before(past), runner, folder, (*past.interruptions, interruption))
+    interruption = Interruption(past.stopped, datetime.now(UTC))
+    RunFolder(past.folder).add_resumed(interruption)
+    valid = sum(each.is_kept for each in past.rounds)
+    console.print(
+        f"going on after {counted(valid, 'valid round')}; it was interrupted at {past.stopped:%Y-%m-%d %H:%M:%S} UTC",
+        highlight=False,
+    )
+    past = msgspec.structs.replace(past, interruptions=(*past.interruptions, interruption))
+    began_s = (time.monotonic() if began_s is None else began_s) - past.spent_s
+    return await _to_the_end(variants, past, console, is_alone, began_s)
 
 
 async def _to_the_end(
-    prepared: Prepared, runner: RoundRunner, folder: RunFolder, interruptions: tuple[Interruption, ...] = ()
+    variants: Sequence[Variant], past: Past, console: Console, is_alone: bool, began_s: float
 ) -> Comparison:
-    pairs = _Pairs(prepared, runner)
-    with saying_how_to_go_on(folder.path, runner.console):
+    """Run the rounds that `past` has not, and write what all say."""
+    runner = RoundRunner(variants, past, console, is_alone=is_alone, began_s=began_s)
+    folder, settled = RunFolder(past.folder), past.settled
+    pairs = _Pairs(settled, runner)
+    with saying_how_to_go_on(folder.path, console):
         await pairs.run()
     summary = summarise_comparison(
         pairs.rates,
         [each for each in runner.rounds if each.pair < len(pairs.rates)],
         runner.labels,
         runner.plan,
-        prepared.load,
+        settled.load,
         runner.variants,
-        time.monotonic() - runner.began_s,
+        time.monotonic() - began_s,
     )
-    summary |= {"unequal": unequal_variants(list(runner.variants.values()))}
-    summary |= {"setup": dict(folder.setup), "interruptions": interruptions_summary(interruptions)}
+    summary |= {"unequal": unequal_variants(variants)}
+    summary |= {"setup": settled.setup, "interruptions": interruptions_summary(past.interruptions)}
     report = write_report(folder.path / REPORT, summary)
     write_record_table(folder.path / RECORD_TABLE, folder.record_lines(), runner.rounds, runner.plan.slos)
     folder.finish(summary)
-    print_comparison(summary, runner.console)
+    print_comparison(summary, console)
     return Comparison(summary, report)
 
 
@@ -151,32 +148,25 @@ def _context_tokens(variants: Sequence[Variant]) -> int | None:
     return min((each.context_tokens for each in variants if each.context_tokens), default=None)
 
 
-def bounded_deadline_s(prepared: Prepared) -> float:
-    """Return the plan's deadline, or less if no request within its SLOs could take so long."""
-    return min(prepared.plan.deadline_s, GIVEN_UP_AFTER * _longest_within_slos_s(prepared))
-
-
-def _longest_within_slos_s(prepared: Prepared) -> float:
-    """Return how long the longest answer may take within its SLOs."""
-    ttft_s, tpot_s, _ = prepared.plan.slos.in_seconds()
-    return ttft_s + tpot_s * prepared.traces.longest_output_tokens
-
-
 @dataclass
 class _Pairs:
     """Runs pairs of rounds at the rates that were given, or at those that say most."""
 
-    prepared: Prepared
+    settled: Settled
     runner: RoundRunner
     rates: list[float] = field(default_factory=list)
     """The rate of each pair."""
+
+    def __post_init__(self) -> None:
+        assert self.settled.load.rate is not None, "checked when it was settled"
+        self._start_rate, self._traces, self._plan = self.settled.load.rate, self.settled.traces, self.runner.plan
 
     async def run(self) -> None:
         """Measure until every interval is as narrow as a search asks for, or pairs or time are used up.
 
         After an interruption the same pairs come first, and those that were valid are not run again.
         """
-        plan, found = self.prepared.plan, dict[str, list[RoundCount]]()
+        plan, found = self._plan, dict[str, list[RoundCount]]()
         rate = self._next(found)
         while rate is not None and len(self.rates) < plan.most_pairs and not self._is_over():
             for side, one in (await self._measure(rate)).items():
@@ -185,21 +175,15 @@ class _Pairs:
 
     def _next(self, found: dict[str, list[RoundCount]]) -> float | None:
         """Return the rate of the next pair; None if a search knows all."""
-        plan, start_rate = self.prepared.plan, self._start_rate
+        plan, start_rate = self._plan, self._start_rate
         if plan.rates:
             return plan.rates[len(self.rates) % len(plan.rates)]
         return next_rate(found, start_rate, SearchBounds(attainment=plan.attainment)) if found else start_rate
 
-    @property
-    def _start_rate(self) -> float:
-        rate = self.prepared.load.rate
-        assert rate is not None, "checked before the first round"
-        return rate
-
     async def _measure(self, rate: float) -> dict[str, RoundCount]:
         """Run a pair at this rate, with requests of its own, and count those that met the SLOs."""
         pair = len(self.rates)
-        trace = self.prepared.traces.at_rate(pair, rate, self._requests_at(rate))
+        trace = self._traces.at_rate(pair, rate, self._requests_at(rate))
         self.rates.append(rate)
         results = await self.runner.pair(pair, trace, f"pair {pair + 1}, {rate:.3g} requests/s")
         found = {side: self._counted(rate, result) for side, result in results.items()}
@@ -218,19 +202,19 @@ class _Pairs:
 
         A fixed number would arrive at a high rate before the first answer ends, and never make a queue.
         """
-        traces = self.prepared.traces
+        traces = self._traces
         wanted = round((traces.requests - 1) * rate / self._start_rate) + 1
         return max(min(traces.requests, LEAST_REQUESTS), min(traces.most_at_a_rate, wanted))
 
     def _is_over(self) -> bool:
         """Return whether another round of every variant, as long as the longest, would end after the budget."""
-        budget_s = self.prepared.plan.budget_s
+        budget_s = self._plan.budget_s
         if budget_s is None or not self.rates or self.runner.has_begun(len(self.rates)):
             return False  # the first pair runs in any case
         next_s = len(self.runner.variants) * self.runner.longest_s
         return time.monotonic() - self.runner.began_s + next_s > budget_s
 
     def _counted(self, rate: float, result: ReplayResult) -> RoundCount:
-        limits = self.prepared.plan.slos.in_seconds()
+        limits = self._plan.slos.in_seconds()
         records = result.counted_records
         return RoundCount(rate, sum(record.meets(*limits) for record in records), len(records))

@@ -4,14 +4,13 @@ What the plan leaves to be measured is measured once, at variant a's server, and
 """
 
 import time
-from dataclasses import dataclass
 
 import msgspec
 from rich.console import Console
 
+from ridgeline.loadtest.errors import ServerError
 from ridgeline.loadtest.plan import ComparePlan
 from ridgeline.loadtest.run.calibration import (
-    Load,
     Schedule,
     Workers,
     beside_arrivals_s,
@@ -25,7 +24,7 @@ from ridgeline.loadtest.run.quantities import minutes_text
 from ridgeline.loadtest.run.server import Servers, as_servers, served_model
 from ridgeline.loadtest.run.unloaded import Unloaded, measure_unloaded, sizes_of
 from ridgeline.loadtest.run.warm_up import MOST_REQUESTS, MOST_WAVES
-from ridgeline.loadtest.run_folder import Past, Settled, Setup
+from ridgeline.loadtest.run_folder import Settled
 from ridgeline.loadtest.trace.windows import PairTraces
 from ridgeline.loadtest.variants import Variant
 
@@ -33,46 +32,8 @@ STARTS_IN_A_PAIR = 1.5
 """Mean starts in a pair, if each variant needs one: every second pair begins with the one that is running."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A comparison whose rounds can begin."""
-
-    plan: ComparePlan
-    """With numbers in place of `auto`."""
-    load: Load
-    traces: PairTraces
-    ordinals_per_round: int
-    """Prompts set apart for each round, so that no two rounds share one."""
-    first_round_index: int
-    """The index of the first round whose prompts no measurement has used."""
-    is_a_cold: bool
-    """Whether variant a's server has only just started."""
-
-    def settled(self, given: ComparePlan, setup: Setup) -> Settled:
-        """Return what the folder of this comparison keeps, so that it can go on after an interruption."""
-        return Settled(
-            given=given.model_dump(mode="json", exclude_unset=True),
-            plan=self.plan.model_dump(mode="json"),
-            load=self.load,
-            setup=dict(setup),
-            max_model_tokens=self.traces.max_model_tokens,
-            least_prompt_tokens=self.traces.least_prompt_tokens,
-            ordinals_per_round=self.ordinals_per_round,
-            first_round_index=self.first_round_index,
-        )
-
-
-def prepared_before(past: Past) -> Prepared:
-    """Return what an interrupted comparison had prepared."""
-    settled, plan = past.settled, past.settled.settled_plan()
-    return Prepared(
-        plan=plan,
-        load=settled.load,
-        traces=PairTraces(plan, settled.max_model_tokens, settled.least_prompt_tokens),
-        ordinals_per_round=settled.ordinals_per_round,
-        first_round_index=settled.first_round_index,
-        is_a_cold=True,
-    )
+GIVEN_UP_AFTER = 2.0
+"""A request is given up after this many times the time that the longest one has within its SLOs."""
 
 
 def _workers(unloaded: Unloaded, servers: Servers) -> Workers:
@@ -82,18 +43,19 @@ def _workers(unloaded: Unloaded, servers: Servers) -> Workers:
 
 async def prepare(
     variant: Variant,
-    plan: ComparePlan,
+    given: ComparePlan,
     console: Console,
     workers: Workers | None,
     notes: tuple[str, ...],
     began_s: float,
     context_tokens: int | None = None,
-) -> Prepared:
+) -> Settled:
     """Reach variant a, measure it if the plan asks for it, and settle rate, SLOs and what fits the budget.
 
     No request is longer than `context_tokens`, of which some variants may have less than variant a.
     Raises LoadTestError.
     """
+    plan = given.with_rate()
     if plan.budget_s is not None:
         console.print(f"this comparison takes about {minutes_text(plan.budget_s)}", highlight=False)
     reached = await variant.ready()
@@ -115,11 +77,36 @@ async def prepare(
         if load.rate:
             least = least_requests(load.rate, trace, unloaded, plan.slos)
             plan, load = fit_budget(plan, load, requests, schedule, spent_s, least)
+    if load.rate is None:
+        raise ServerError("all requests of this trace arrive at once, so there is no rate to start from: give --rate")
     traces = PairTraces(plan, context_tokens, card.least_prompt_tokens)
     load = msgspec.structs.replace(load, notes=(*notes, *load.notes, traces.note, *card.notes))
     most = traces.prefix_ids + 1 + max(traces.most_requests, traces.most_at_a_rate)
     ordinals = most + MOST_WAVES * MOST_REQUESTS
     for sentence in load.sentences(plan.slos):
         console.print(sentence, highlight=False, markup=False)
-    first_round_index = 1 + (traces.prefix_ids + measured_prompts) // ordinals
-    return Prepared(plan, load, traces, ordinals, first_round_index, reached.is_fresh)
+    plan = plan.model_copy(update={"deadline_s": bounded_deadline_s(plan, traces, console)})
+    return Settled(
+        given=given.model_dump(mode="json", exclude_unset=True),
+        plan=plan.model_dump(mode="json"),
+        load=load,
+        setup={},
+        max_model_tokens=context_tokens,
+        least_prompt_tokens=card.least_prompt_tokens,
+        ordinals_per_round=ordinals,
+        first_round_index=1 + (traces.prefix_ids + measured_prompts) // ordinals,
+    )
+
+
+def bounded_deadline_s(plan: ComparePlan, traces: PairTraces, console: Console) -> float:
+    """Return the plan's deadline, or less if no request within its SLOs could take so long; print it."""
+    ttft_s, tpot_s, _ = plan.slos.in_seconds()
+    longest_s = ttft_s + tpot_s * traces.longest_output_tokens
+    deadline_s = min(plan.deadline_s, GIVEN_UP_AFTER * longest_s)
+    console.print(f"a request is given up after {deadline_s:.3g} s", highlight=False)
+    if longest_s > deadline_s:
+        note = (
+            f"the longest answer may take {longest_s:.3g} s within the SLOs: give --deadline-s, or it counts as missed"
+        )
+        console.print(f"warning: {note}", style="yellow", highlight=False)
+    return deadline_s

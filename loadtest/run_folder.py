@@ -1,7 +1,7 @@
 """The folder of a comparison while it runs: what was settled, each round as it ends, each record as its request ends.
 
-run.json holds what was settled before the first round, rounds.jsonl a line for each round that began or ended and for
-each time that the run was resumed. A line is whole or is not read: whoever stops the process may cut the last one.
+run.json holds what was settled before the first round, rounds.jsonl a line for each round that ended and for each time
+that the run was resumed. A line is whole or is not read: whoever stops the process may cut the last one.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -30,8 +30,6 @@ RUN, ROUNDS, RECORDS, SUMMARY, REPORT = "run.json", "rounds.jsonl", "records.jso
 RECORD_TABLE = "records.parquet"
 Setup = Mapping[str, Any]
 """The configuration without secrets, and the versions of the software; `setup` in summary.json."""
-_Samples = list[tuple[str, dict[str, str], float]]
-Value = TypeVar("Value")
 
 
 class Settled(msgspec.Struct, frozen=True):
@@ -48,17 +46,22 @@ class Settled(msgspec.Struct, frozen=True):
     first_round_index: int
     least_prompt_tokens: int = 1
 
+    @property
+    def traces(self) -> PairTraces:
+        """The requests of each pair."""
+        return PairTraces(self.settled_plan(), self.max_model_tokens, self.least_prompt_tokens)
+
     def settled_plan(self) -> ComparePlan:
         """Return the plan with which rounds go on."""
-        return ComparePlan(**self.given).model_copy(update=self.plan | {"rates": tuple(self.plan["rates"])})
+        return ComparePlan().model_copy(update=self.plan | {"rates": tuple(self.plan["rates"])})
 
 
 class _Counted(msgspec.Struct, frozen=True):
-    """A `MetricsDelta` as JSON."""
+    """A `MetricsDelta` as JSON, which has no mappings by name and labels."""
 
-    counters: _Samples
-    gauges: _Samples
-    levels: list[tuple[str, dict[str, str], Level]]
+    counters: list[tuple[SampleKey, float]]
+    gauges: list[tuple[SampleKey, float]]
+    levels: list[tuple[SampleKey, Level]]
     wall_s: float
 
 
@@ -73,24 +76,23 @@ class _Replayed(msgspec.Struct, frozen=True):
     requests: int
 
 
-class _Began(msgspec.Struct, frozen=True, tag="began"):
-    number: int
-    next_round_index: int
-    """The index of the first round whose prompts this one may not use."""
-
-
 class _Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """A `Round`, with what its result takes that is not in other files."""
+
     number: int
     side: Side
     pair: int
     began: datetime
     took_s: float
-    spent_s: float
-    """Seconds of the whole comparison so far, without interruptions."""
-    replayed: _Replayed | None
     others: Disturbance | None
     reasons: tuple[str, ...]
-    valid: bool
+    is_kept: bool
+    replayed: _Replayed | None
+    spent_s: float
+    """Seconds of the whole comparison so far, without interruptions."""
+
+
+_OF_ROUND = tuple(name for name in Round.__struct_fields__ if name != "result")
 
 
 class _Resumed(msgspec.Struct, frozen=True, tag="resumed"):
@@ -98,22 +100,25 @@ class _Resumed(msgspec.Struct, frozen=True, tag="resumed"):
     resumed: datetime
 
 
-_Line = _Began | _Ended | _Resumed
+_Line = _Ended | _Resumed
 
 
 class Past(msgspec.Struct, frozen=True):
-    """What an interrupted comparison has left."""
+    """What a comparison was when it stopped, or before its first round."""
 
     folder: Path
     stopped: datetime
     """The time at which its files last changed."""
     settled: Settled
     rounds: tuple[Round, ...]
-    next_number: int
-    next_round_index: int
     spent_s: float
     interruptions: tuple[Interruption, ...]
-    """Earlier interruptions, after which it went on."""
+    """After each of which it went on."""
+
+    @property
+    def next_number(self) -> int:
+        """The number of the next round; each interruption has cut a round, whose number is in the records."""
+        return len(self.rounds) + len(self.interruptions)
 
     def refuse_another(self, given: Mapping[str, Any], setup: Setup) -> None:
         """Raise LoadTestError if a field of the plan that is given now, or the set-up, is not what it was."""
@@ -145,40 +150,10 @@ class RunFolder:
         """Note that the comparison goes on."""
         self._append(_Resumed(interruption.stopped, interruption.resumed))
 
-    def add_began(self, number: int, next_round_index: int) -> None:
-        """Note that a round begins, so that no later one uses its number or its prompts."""
-        self._append(_Began(number, next_round_index))
-
     def add_ended(self, each: Round, spent_s: float) -> None:
         """Add a round that has ended, valid or discarded."""
-        result = each.result
-        replayed = (
-            None
-            if result is None
-            else _Replayed(
-                result.duration_s,
-                result.warnings,
-                result.fleet_change,
-                result.client,
-                {url: _as_counted(delta) for url, delta in result.deltas.items()},
-                result.trace.mean_rate or 0.0,
-                len(result.trace.rows),
-            )
-        )
-        self._append(
-            _Ended(
-                number=each.number,
-                side=each.side,
-                pair=each.pair,
-                began=each.began,
-                took_s=each.took_s,
-                spent_s=spent_s,
-                replayed=replayed,
-                others=each.others,
-                reasons=each.reasons,
-                valid=each.is_kept,
-            )
-        )
+        of_round = {name: getattr(each, name) for name in _OF_ROUND}
+        self._append(_Ended(**of_round, replayed=_as_replayed(each.result), spent_s=spent_s))
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json, which says that the comparison is finished: after all other files, and whole or not."""
@@ -202,21 +177,16 @@ class RunFolder:
             settled = msgspec.json.decode((self.path / RUN).read_bytes(), type=Settled)
         except MALFORMED as error:
             raise LoadTestError(f"{self.path / RUN} is not of this version ({error}): begin anew with --out") from error
-        plan = settled.settled_plan()
-        traces = PairTraces(plan, settled.max_model_tokens, settled.least_prompt_tokens)
         lines = list(_whole_lines(self.path / ROUNDS, _Line))
-        records = self.records_by_round()
-        rounds = [_as_round(line, records, traces) for line in lines if isinstance(line, _Ended)]
-        began = [line for line in lines if isinstance(line, _Began)]
+        ended = [line for line in lines if isinstance(line, _Ended)]
+        records, traces = self.records_by_round(), settled.traces
         files = [file for name in (RUN, ROUNDS, RECORDS) if (file := self.path / name).exists()]
         return Past(
             folder=self.path,
             stopped=datetime.fromtimestamp(max(file.stat().st_mtime for file in files), UTC),
             settled=settled,
-            rounds=tuple(rounds),
-            next_number=max((line.number for line in began), default=-1) + 1,
-            next_round_index=max((line.next_round_index for line in began), default=settled.first_round_index),
-            spent_s=max((line.spent_s for line in lines if isinstance(line, _Ended)), default=0.0),
+            rounds=tuple(_as_round(line, records, traces) for line in ended),
+            spent_s=max((line.spent_s for line in ended), default=0.0),
             interruptions=tuple(Interruption(one.stopped, one.resumed) for one in lines if isinstance(one, _Resumed)),
         )
 
@@ -288,33 +258,22 @@ def _as_round(line: _Ended, records: Mapping[int, list[RequestRecord]], traces: 
         result = ReplayResult(
             trace, kept, replayed.duration_s, deltas, replayed.warnings, replayed.fleet_change, replayed.client
         )
-    return Round(
-        line.side,
-        line.pair,
-        line.began,
-        result,
-        line.others,
-        line.reasons,
-        line.valid,
-        number=line.number,
-        took_s=line.took_s,
-    )
+    return Round(result=result, **{name: getattr(line, name) for name in _OF_ROUND})
 
 
-def _as_counted(delta: MetricsDelta) -> _Counted:
-    return _Counted(_as_samples(delta.counters), _as_samples(delta.gauges), _as_samples(delta.levels), delta.wall_s)
+def _as_replayed(result: ReplayResult | None) -> _Replayed | None:
+    if result is None:
+        return None
+    deltas = {
+        url: _Counted(list(one.counters.items()), list(one.gauges.items()), list(one.levels.items()), one.wall_s)
+        for url, one in result.deltas.items()
+    }
+    told = result.duration_s, result.warnings, result.fleet_change, result.client
+    return _Replayed(*told, deltas, result.trace.mean_rate or 0.0, len(result.trace.rows))
 
 
 def _as_delta(found: _Counted) -> MetricsDelta:
-    return MetricsDelta(_as_mapping(found.counters), _as_mapping(found.gauges), found.wall_s, _as_mapping(found.levels))
-
-
-def _as_samples(found: Mapping[SampleKey, Value]) -> list[tuple[str, dict[str, str], Value]]:
-    return [(name, dict(labels), value) for (name, labels), value in found.items()]
-
-
-def _as_mapping(samples: list[tuple[str, dict[str, str], Value]]) -> dict[SampleKey, Value]:
-    return {(name, frozenset(labels.items())): value for name, labels, value in samples}
+    return MetricsDelta(dict(found.counters), dict(found.gauges), found.wall_s, dict(found.levels))
 
 
 def new_folder(wanted: RunFolder, console: Console) -> RunFolder:

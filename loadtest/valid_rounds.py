@@ -7,21 +7,17 @@ of its variant is discarded and repeated.
 import asyncio
 import random
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import get_args
 
 from rich.console import Console
 
 from ridgeline.loadtest.errors import NotDisaggregatedError, RestartedError, ServerError
-from ridgeline.loadtest.plan import DISAGGREGATED, MODES, ComparePlan
-from ridgeline.loadtest.preparation import Prepared, prepared_before
+from ridgeline.loadtest.plan import DISAGGREGATED, MODES
 from ridgeline.loadtest.report.pools import disaggregated_fraction, recomputes
-from ridgeline.loadtest.report.rounds import Interruption, Round, Side, VariantLabel, labels_of
+from ridgeline.loadtest.report.rounds import Round, Side, labels_of
 from ridgeline.loadtest.run.machine import Disturbance, disturbance, read_cpu
-from ridgeline.loadtest.run.quantities import counted
 from ridgeline.loadtest.run.records import RecordFile
 from ridgeline.loadtest.run.replay import ReplayResult, RoundRequests, run_replay
 from ridgeline.loadtest.run.server import Servers, with_slo_headers
@@ -42,39 +38,25 @@ After that, disturbance is taken to be the machine's normal state: rounds are ke
 """
 
 
-@dataclass
 class RoundRunner:
     """Runs rounds of the variants, all with the same settled plan, and no prompt's beginning twice."""
 
-    variants: Mapping[Side, Variant]
-    plan: ComparePlan
-    ordinals_per_round: int
-    """Prompts set apart for each round."""
-    next_round_index: int
-    cold: set[Side]
-    """Variants whose server must be warmed up although nothing says that it has only just started."""
-    is_alone: bool
-    """Whether any work on this machine that this process did not start counts as a disturbance."""
-    records_file: Path
-    console: Console
-    folder: RunFolder | None = None
-    """Where each round is noted as it begins and ends; None for a run that cannot be resumed."""
-    began_s: float = 0.0
-    """The start, on time.monotonic's scale; what an interrupted comparison had spent counts."""
-    rounds: list[Round] = field(default_factory=list)
-    """All rounds so far, discarded ones included."""
-    next_number: int = 0
+    def __init__(
+        self, variants: Sequence[Variant], past: Past, console: Console, *, is_alone: bool, began_s: float
+    ) -> None:
+        """Go on after the rounds of `past`. `began_s` is the start on time.monotonic's scale, without interruptions.
 
-    @property
-    def labels(self) -> dict[Side, VariantLabel]:
-        """The names of the variants."""
-        return labels_of(*(variant.mode for variant in self.variants.values()))
-
-    def take_up(self, past: Past) -> None:
-        """Keep the rounds of an interrupted run, and use none of its numbers and prompts again."""
+        With `is_alone` any work on this machine that this process did not start counts as a disturbance.
+        """
+        self.variants: dict[Side, Variant] = dict(zip(get_args(Side), variants, strict=False))
+        self.labels = labels_of(*(variant.mode for variant in variants))
+        self.plan, self.console, self.began_s = past.settled.settled_plan(), console, began_s
         self.rounds = list(past.rounds)
-        self.next_number, self.next_round_index = past.next_number, past.next_round_index
-        self.cold = set(self.variants)
+        """All rounds so far, discarded ones included."""
+        self._settled, self._folder, self._is_alone = past.settled, RunFolder(past.folder), is_alone
+        self._next_number = past.next_number
+        self._cold = set(self.variants)
+        """Variants that must be warmed up although nothing says that their server has only just started."""
 
     @property
     def longest_s(self) -> float:
@@ -91,7 +73,7 @@ class RoundRunner:
         A round of this pair that was valid before an interruption is not run again.
         Raises LoadTestError, and NotDisaggregatedError after a round in that mode that did not use both pools.
         """
-        requests = RoundRequests(trace, self.ordinals_per_round)
+        requests = RoundRequests(trace, self._settled.ordinals_per_round)
         return {
             side: self._done(pair, side) or await self._valid_round(pair, side, requests, title)
             for side in order_of(tuple(self.variants), self.plan.seed, pair)
@@ -110,13 +92,10 @@ class RoundRunner:
         lost = 0
         while True:
             began, began_s = datetime.now(UTC), time.monotonic()
-            number = self.next_number
-            self.next_number += 1
-            label = self.labels[side]
-            record_file = RecordFile(self.records_file, variant=side, mode=label, pair=pair, round=number)
-            if self.folder is not None:  # a warm-up and a round take an index each
-                self.folder.add_began(number, self.next_round_index + 2)
-            result, others, reasons = await self._round(side, requests, f"{title}, {label}", record_file)
+            number, label = self._next_number, self.labels[side]
+            self._next_number += 1
+            records = RecordFile(self._folder.path / RECORDS, variant=side, mode=label, pair=pair, round=number)
+            result, others, reasons = await self._round(side, requests, f"{title}, {label}", number, records)
             is_kept = (
                 result is not None
                 and result.fleet_change is None
@@ -126,8 +105,7 @@ class RoundRunner:
             self.rounds.append(
                 Round(side, pair, began, result, others, reasons, is_kept, number=number, took_s=ended_s - began_s)
             )
-            if self.folder is not None:
-                self.folder.add_ended(self.rounds[-1], ended_s - self.began_s)
+            self._folder.add_ended(self.rounds[-1], ended_s - self.began_s)
             if result is not None and is_kept:
                 return result
             verb = "repeated" if lost < MOST_REPEATS else "given up"
@@ -143,7 +121,7 @@ class RoundRunner:
                     raise ServerError(
                         f"a round of {self.labels[side]} was discarded {lost} times: {'; '.join(reasons)}"
                     )
-                self.cold |= set(self.variants)
+                self._cold |= set(self.variants)
 
     def _told_slos(self, variant: Variant, server: str | Servers) -> str | Servers:
         """Return the server, told the plan's SLOs unless it is a running server.
@@ -155,16 +133,16 @@ class RoundRunner:
         return with_slo_headers(server, slos.ttft_ms, slos.tpot_ms) if variant.mode in MODES else server
 
     async def _round(
-        self, side: Side, requests: RoundRequests, title: str, record_file: RecordFile
+        self, side: Side, requests: RoundRequests, title: str, number: int, record_file: RecordFile
     ) -> tuple[ReplayResult | None, Disturbance | None, tuple[str, ...]]:
-        variant = self.variants[side]
+        variant, index = self.variants[side], self._settled.first_round_index + 2 * number  # a warm-up and a round
         reached = await variant.ready()
         server = self._told_slos(variant, reached.server)
-        if reached.is_fresh or side in self.cold:
-            self.cold.discard(side)
+        if reached.is_fresh or side in self._cold:
+            self._cold.discard(side)
             asked = self.plan.model_copy(update=dict(reached.plan_changes))
             await until_whole(reached.server)
-            await warm_up_workers(server, asked, requests, self._new_round_index(), self.console)
+            await warm_up_workers(server, asked, requests, index, self.console)
         before = await asyncio.to_thread(read_cpu, reached.processes)
         try:
             result = await run_replay(
@@ -172,21 +150,17 @@ class RoundRunner:
                 self.plan.model_copy(update=dict(reached.plan_changes)),
                 self.console,
                 label=title,
-                round_index=self._new_round_index(),
+                round_index=index + 1,
                 requests=requests,
                 record_file=record_file,
             )
         except RestartedError as error:
             return None, None, (str(error),)
         after = await asyncio.to_thread(read_cpu, reached.processes)
-        others = disturbance(before, after) if self.is_alone and reached.is_watched else None
+        others = disturbance(before, after) if self._is_alone and reached.is_watched else None
         if variant.mode == DISAGGREGATED and any(record.ok for record in result.records):
             require_disaggregated(result)
         return result, others, discard_reasons(result, others, self.plan.slos)
-
-    def _new_round_index(self) -> int:
-        self.next_round_index += 1
-        return self.next_round_index - 1
 
     @property
     def _repeats(self) -> int:
@@ -199,59 +173,6 @@ class RoundRunner:
     def _most_repeats(self) -> int:
         clean = sum(each.is_kept and not each.reasons for each in self.rounds)
         return DISTURBED_REPEATS + clean // CLEAN_ROUNDS_A_REPEAT
-
-
-def new_runner(
-    variants: Sequence[Variant],
-    prepared: Prepared,
-    records_file: Path,
-    console: Console,
-    *,
-    is_alone: bool,
-    began_s: float,
-    folder: RunFolder | None = None,
-) -> RoundRunner:
-    """Return a runner of the prepared rounds of the variants, none of which has run."""
-    return RoundRunner(
-        variants=dict(zip(get_args(Side), variants, strict=False)),
-        plan=prepared.plan,
-        ordinals_per_round=prepared.ordinals_per_round,
-        next_round_index=prepared.first_round_index,
-        cold={"a"} if prepared.is_a_cold else set(),
-        is_alone=is_alone,
-        records_file=records_file,
-        console=console,
-        folder=folder,
-        began_s=began_s,
-    )
-
-
-def taken_up(
-    variants: Sequence[Variant], past: Past, console: Console, *, is_alone: bool, began_s: float | None
-) -> tuple[RoundRunner, RunFolder, Interruption]:
-    """Return a runner that goes on after the valid rounds of an interrupted run, its folder, and the interruption.
-
-    The budget counts the time that it ran, and not the interruption.
-    """
-    folder = RunFolder(past.folder, past.settled.setup)
-    interruption = Interruption(past.stopped, datetime.now(UTC))
-    folder.add_resumed(interruption)
-    valid = sum(each.is_kept for each in past.rounds)
-    console.print(
-        f"going on after {counted(valid, 'valid round')}; it was interrupted at {past.stopped:%Y-%m-%d %H:%M:%S} UTC",
-        highlight=False,
-    )
-    runner = new_runner(
-        variants,
-        prepared_before(past),
-        folder.path / RECORDS,
-        console,
-        is_alone=is_alone,
-        began_s=(time.monotonic() if began_s is None else began_s) - past.spent_s,
-        folder=folder,
-    )
-    runner.take_up(past)
-    return runner, folder, interruption
 
 
 def order_of(variants: Sequence[Side], seed: int, pair: int) -> tuple[Side, ...]:

@@ -21,7 +21,7 @@ from ridgeline.loadtest.variants import Reached
 from tests.support.openai_server import Behaviour, running
 from tests.support.patience import eventually
 
-REQUESTS = 6
+REQUESTS, WARM_UP = 6, 4
 PLAN = {
     "trace": "poisson:rate=50,input=40,output=6,n=6,seed=1",
     "variants": "colocated,colocated",
@@ -69,12 +69,12 @@ def _summary(folder: Path) -> dict:
 def _ended(folder: Path) -> int:
     """How many valid rounds a folder has."""
     file = folder / "rounds.jsonl"
-    return sum(line["type"] == "ended" and line["valid"] for line in _lines(file)) if file.exists() else 0
+    return sum(line["type"] == "ended" and line["is_kept"] for line in _lines(file)) if file.exists() else 0
 
 
 async def _stopped_in_round_three(behaviour: Behaviour, url: str, folder: Path, console: Console, **fields) -> None:
     """Cancel a comparison, as Ctrl-C does, while requests of its third round run, which cannot end before that."""
-    third = 2 * REQUESTS
+    third = 2 * (REQUESTS + WARM_UP)
     behaviour.faults = dict.fromkeys(range(third + 2, third + REQUESTS), "hang")
     plan = ComparePlan(**PLAN | fields)
     run = compare((_Ready(url), _Ready(url)), plan, RunFolder(folder, SETUP), console, is_alone=False)
@@ -94,19 +94,13 @@ async def test_a_comparison_that_was_stopped_goes_on_after_its_valid_rounds_and_
         assert f"to go on: ridgeline compare --resume {folder}" in console.export_text()
         assert not (folder / "summary.json").exists()
         before = _lines(folder / "rounds.jsonl")
-        assert [(line["type"], line["number"]) for line in before] == [
-            ("began", 0),
-            ("ended", 0),
-            ("began", 1),
-            ("ended", 1),
-            ("began", 2),
-        ]
+        assert [(line["type"], line["number"]) for line in before] == [("ended", 0), ("ended", 1)]
         past = RunFolder(folder).past()
         await resume((_Ready(url), _Ready(url)), past, console, is_alone=False)
     summary = _summary(folder)
     assert [each["round"] for each in summary["rounds"]] == [0, 1, 3, 4], "round 2 was cut, and is run again"
     assert [each["completed"] for each in summary["rounds"]] == [REQUESTS] * 4
-    assert summary["rounds"][0]["began"] == before[1]["began"][:19] + "+00:00"
+    assert summary["rounds"][0]["began"] == before[0]["began"][:19] + "+00:00"
     assert all({"client", "pools", "stage_seconds", "machine"} <= set(each) for each in summary["rounds"])
     assert summary["setup"] == SETUP
     (interruption,) = summary["interruptions"]
@@ -152,7 +146,7 @@ async def test_what_was_measured_is_not_measured_again_when_a_comparison_goes_on
         sent = len(behaviour.bodies)
         await resume((_Ready(url), _Ready(url)), past, console, is_alone=False)
     requests = sum(each["total"] for each in _summary(tmp_path)["rounds"] if each["round"] > 0)
-    assert len(behaviour.bodies) - sent == requests + 2 * 4, "four to warm up each variant"
+    assert len(behaviour.bodies) - sent == requests + 2 * WARM_UP
     assert _summary(tmp_path)["load"]["unloaded"]["median_ttft_s"] == past.settled.load.unloaded.median_ttft_s
     prompts = [tuple(prompt) for prompt in behaviour.prompts]
     assert len(set(prompts)) == len(prompts)

@@ -30,7 +30,8 @@ from ridgeline.loadtest.run.records import RecordFile
 from ridgeline.loadtest.run.replay import ReplayResult, run_replay
 from ridgeline.loadtest.run.server_facts import ServerFacts
 from ridgeline.loadtest.run.unloaded import Unloaded, measure_unloaded, sizes_of
-from ridgeline.loadtest.valid_rounds import new_runner
+from ridgeline.loadtest.run_folder import RunFolder
+from ridgeline.loadtest.valid_rounds import RoundRunner
 from ridgeline.loadtest.variants import Deployments, Reached
 from tests.support.openai_server import Behaviour, running
 from tests.support.patience import PATIENCE_S, eventually
@@ -416,13 +417,14 @@ async def test_a_server_that_loses_workers_in_every_round_ends_the_comparison(tm
 
 
 async def test_a_round_in_which_nothing_finished_counts_and_is_no_error(tmp_path, console):
-    behaviour = Behaviour(ttft_s=0.01, tpot_s=0.001, faults=dict.fromkeys(range(99), "refuse"))
+    refused = (*range(4, 10), *range(14, 20))  # the others warm the workers up
+    behaviour = Behaviour(ttft_s=0.01, tpot_s=0.001, faults=dict.fromkeys(refused, "refuse"))
     with running(behaviour) as url:
         variants = _Running(url, "disaggregated"), _Running(url, "disaggregated")
-        prepared = await prepare(variants[0], _compare_plan(), console, None, (), 0.0)
-        runner = new_runner(variants, prepared, tmp_path / "records.jsonl", console, is_alone=False, began_s=0.0)
-        runner.cold = set()
-        found = await runner.pair(0, prepared.traces.at_rate(0, 50, 6), "far too fast")
+        settled = await prepare(variants[0], _compare_plan(), console, None, (), 0.0)
+        RunFolder(tmp_path).start(settled)
+        runner = RoundRunner(variants, RunFolder(tmp_path).past(), console, is_alone=False, began_s=0.0)
+        found = await runner.pair(0, settled.traces.at_rate(0, 50, 6), "far too fast")
     assert [record.ok for result in found.values() for record in result.records] == [False] * 12
 
 

@@ -187,8 +187,8 @@ async def test_the_first_server_is_measured_with_its_own_key(fast, monkeypatch):
     monkeypatch.setenv("RIDGELINE_API_KEY_VLLM", "own")
     with running(fast(key="own")) as url:
         server, plan = running_server(url, trace=OPTIONS[1], settle_s=0.02)
-        prepared = await prepare(server, plan.with_rate(), Console(quiet=True), None, (), time.monotonic())
-    assert prepared.load.unloaded is not None
+        settled = await prepare(server, plan, Console(quiet=True), None, (), time.monotonic())
+    assert settled.load.unloaded is not None
 
 
 @pytest.mark.parametrize(

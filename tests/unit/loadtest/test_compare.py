@@ -10,15 +10,16 @@ import pytest
 from rich.console import Console
 
 from ridgeline.loadtest import compare as module
-from ridgeline.loadtest.compare import GIVEN_UP_AFTER, bounded_deadline_s, compare
+from ridgeline.loadtest.compare import compare
 from ridgeline.loadtest.errors import UnequalError
 from ridgeline.loadtest.plan import ComparePlan
-from ridgeline.loadtest.preparation import Prepared
+from ridgeline.loadtest.preparation import GIVEN_UP_AFTER, bounded_deadline_s
 from ridgeline.loadtest.report.page import print_comparison
 from ridgeline.loadtest.report.rounds import Round
 from ridgeline.loadtest.run.calibration import Load
 from ridgeline.loadtest.run.replay import ReplayResult
 from ridgeline.loadtest.run.server_facts import ServerFacts
+from ridgeline.loadtest.run_folder import Settled
 from ridgeline.loadtest.saved import report_again
 from ridgeline.loadtest.trace.windows import PairTraces
 from ridgeline.loadtest.variants import Devices
@@ -32,6 +33,7 @@ PLAN = ComparePlan(
     slo_tpot_ms=60,
     price_per_hour=0.04,
 )
+QUIET = Console(quiet=True)
 MAX_RATES = {"a": 1.5, "b": 3.0, "c": 2.0, "d": 2.5}
 
 
@@ -47,10 +49,10 @@ class _Runner:
 
     reasons: tuple[str, ...] = ()
 
-    def __init__(self, variants, prepared, _records_file, console, *, began_s, **_) -> None:
+    def __init__(self, variants, past, console, *, began_s, **_) -> None:
         self.variants = dict(zip("abcd", variants, strict=False))
         self.labels = {side: variant.mode for side, variant in self.variants.items()}
-        self.plan, self.console = prepared.plan, console
+        self.plan, self.console = past.settled.settled_plan(), console
         self.rounds, self.longest_s, self.began_s = [], 1.0, began_s
 
     def has_begun(self, _pair):
@@ -70,10 +72,10 @@ class _Runner:
         return found
 
 
-def _prepared(plan: ComparePlan, context_tokens: int | None = 4096) -> Prepared:
-    traces = PairTraces(plan, context_tokens)
-    rate = plan.rates[0] if plan.rates else 1.0
-    return Prepared(plan, Load(rate, "as given", "as given"), traces, 100, 1, True)
+def _settled(plan: ComparePlan, context_tokens: int | None = 4096) -> Settled:
+    load = Load(plan.rates[0] if plan.rates else 1.0, "as given", "as given")
+    given = plan.model_dump(mode="json", exclude_unset=True)
+    return Settled(given, plan.model_dump(mode="json"), load, {}, context_tokens, 100, 1)
 
 
 @pytest.fixture
@@ -81,10 +83,10 @@ def compared(monkeypatch, tmp_path):
     """Return what compares some variants."""
 
     async def prepare(_variant, plan, *_):
-        return _prepared(plan)
+        return _settled(plan)
 
     monkeypatch.setattr(module, "prepare", prepare)
-    monkeypatch.setattr(module, "new_runner", _Runner)
+    monkeypatch.setattr(module, "RoundRunner", _Runner)
 
     async def run(*variants: _Variant, plan: ComparePlan = PLAN):
         text = StringIO()
@@ -207,7 +209,7 @@ async def test_kv_caches_that_differ_by_a_start_s_noise_are_equal(compared):
 
 async def test_requests_that_the_model_cannot_hold_are_in_no_round(compared, monkeypatch):
     async def prepare(_variant, plan, *_):
-        return _prepared(plan, context_tokens=600)
+        return _settled(plan, context_tokens=600)
 
     monkeypatch.setattr(module, "prepare", prepare)
     plan = PLAN.model_copy(update={"trace": "demo", "limit": 40})
@@ -229,7 +231,7 @@ def test_no_request_of_a_later_window_is_given_up_within_its_limits(tmp_path):
     traces = PairTraces(plan)
     longest = [max(row.output_tokens for row in traces.at_rate(pair, 1.0, 5).rows) for pair in range(traces.windows)]
     assert longest[0] < max(longest)
-    assert bounded_deadline_s(_prepared(plan)) == pytest.approx(GIVEN_UP_AFTER * (0.4 + max(longest) * 0.06))
+    assert bounded_deadline_s(plan, traces, QUIET) == pytest.approx(GIVEN_UP_AFTER * (0.4 + max(longest) * 0.06))
 
 
 async def test_each_round_is_offered_at_the_rate_in_its_title_however_bursty_the_trace_is(
@@ -242,7 +244,7 @@ async def test_each_round_is_offered_at_the_rate_in_its_title_however_bursty_the
             said.append((title, f"pair {pair + 1}, {trace.mean_rate:.3g} requests/s"))
             return await super().pair(pair, trace, title)
 
-    monkeypatch.setattr(module, "new_runner", Watched)
+    monkeypatch.setattr(module, "RoundRunner", Watched)
     times_s = [*range(0, 40, 2), *(40 + step / 10 for step in range(20))]
     lines = [f"2023-11-16 18:00:{at:04.1f},32,8" for at in times_s]
     file = tmp_path / "bursts.csv"
@@ -254,8 +256,9 @@ async def test_each_round_is_offered_at_the_rate_in_its_title_however_bursty_the
 
 
 def test_a_request_is_given_up_when_it_has_taken_twice_what_its_limits_allow():
-    assert bounded_deadline_s(_prepared(PLAN)) == pytest.approx(GIVEN_UP_AFTER * (0.4 + 8 * 0.06))
-    assert bounded_deadline_s(_prepared(PLAN.model_copy(update={"deadline_s": 0.5}))) == 0.5
+    traces = PairTraces(PLAN)
+    assert bounded_deadline_s(PLAN, traces, QUIET) == pytest.approx(GIVEN_UP_AFTER * (0.4 + 8 * 0.06))
+    assert bounded_deadline_s(PLAN.model_copy(update={"deadline_s": 0.5}), traces, QUIET) == 0.5
 
 
 async def test_a_name_with_brackets_is_shown_as_it_is(compared):
