@@ -15,6 +15,6 @@ statistics/        from rounds to a verdict
 slo_map.py         what other SLOs would have said of the same requests
 saved.py           shows a run again from its folder
 report/            figures, sentences and page
-export/            rounds in the formats of other load generators
+export.py          rounds in the format of `vllm bench serve`
 errors.py          errors whose messages the command line prints
 """

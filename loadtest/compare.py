@@ -38,7 +38,7 @@ from ridgeline.loadtest.run_folder import (
     saying_how_to_go_on,
 )
 from ridgeline.loadtest.statistics.attainment_curve import RoundCount
-from ridgeline.loadtest.statistics.next_rate import SearchBounds, next_rate
+from ridgeline.loadtest.statistics.next_rate import next_rate
 from ridgeline.loadtest.valid_rounds import RoundRunner
 from ridgeline.loadtest.variants import Variant
 
@@ -178,7 +178,7 @@ class _Pairs:
         plan, start_rate = self._plan, self._start_rate
         if plan.rates:
             return plan.rates[len(self.rates) % len(plan.rates)]
-        return next_rate(found, start_rate, SearchBounds(attainment=plan.attainment)) if found else start_rate
+        return next_rate(found, start_rate, plan.attainment) if found else start_rate
 
     async def _measure(self, rate: float) -> dict[str, RoundCount]:
         """Run a pair at this rate, with requests of its own, and count those that met the SLOs."""

@@ -92,7 +92,7 @@ class RunningServer:
             card = await first_model(http, plan.served_model_name, self.servers.key_variable)
         prompt: list[int] | str = PROBE_TEXT if plan.sends_text else PROBE_IDS
         body = encode_body(card.id, prompt, PROBE_TOKENS, plan.endpoint)
-        async with LoadClient(url, self.servers.headers, plan.endpoint) as client:
+        async with LoadClient((url,), self.servers.headers, plan.endpoint) as client:
             request = Completion(0, 0.0, len(prompt), PROBE_TOKENS, body)
             record = await client.complete(request, time.perf_counter(), PROBE_WITHIN_S)
         if not record.ok:

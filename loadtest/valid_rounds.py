@@ -14,7 +14,7 @@ from typing import get_args
 from rich.console import Console
 
 from ridgeline.loadtest.errors import NotDisaggregatedError, RestartedError, ServerError
-from ridgeline.loadtest.plan import DISAGGREGATED, MODES
+from ridgeline.loadtest.plan import DISAGGREGATED, MODES, Slo
 from ridgeline.loadtest.report.pools import disaggregated_fraction, recomputes
 from ridgeline.loadtest.report.rounds import Round, Side, labels_of
 from ridgeline.loadtest.run.machine import Disturbance, disturbance, read_cpu
@@ -22,7 +22,6 @@ from ridgeline.loadtest.run.records import RecordFile
 from ridgeline.loadtest.run.replay import ReplayResult, RoundRequests, run_replay
 from ridgeline.loadtest.run.server import Servers, with_slo_headers
 from ridgeline.loadtest.run.server_metrics import until_whole
-from ridgeline.loadtest.run.validity import discard_reasons
 from ridgeline.loadtest.run.warm_up import warm_up_workers
 from ridgeline.loadtest.run_folder import RECORDS, Past, RunFolder
 from ridgeline.loadtest.trace.trace import Trace
@@ -36,6 +35,13 @@ DISTURBED_REPEATS, CLEAN_ROUNDS_A_REPEAT = 2, 4
 
 After that, disturbance is taken to be the machine's normal state: rounds are kept and marked.
 """
+P99_LAG_SHARE, MAX_LAG_SHARE = 0.02, 0.10
+"""Of the TTFT SLO, since lateness adds to the TTFT that is judged: they change few requests' fate.
+
+A fixed 5 ms would discard most rounds on a machine of two busy cores, where 20 ms mean nothing against seconds.
+"""
+MOST_STOLEN, MOST_OTHER = 0.05, 0.10
+"""Shares of all cores' time; the scatter between rounds is about as large as the second."""
 
 
 class RoundRunner:
@@ -197,3 +203,19 @@ def require_disaggregated(result: ReplayResult) -> None:
             f"{MIN_DISAGGREGATED_FRACTION:.0%} must: this run was not disaggregated and is not reported as such "
             f"(recomputed, by reason: {recomputes(result.metrics) or 'none'})"
         )
+
+
+def discard_reasons(result: ReplayResult, others: Disturbance | None, limits: Slo) -> tuple[str, ...]:
+    """Return why the round is discarded, a sentence each; empty if it is valid."""
+    reasons = [result.fleet_change] if result.fleet_change else []
+    p99_ms, max_ms = result.p99_send_lag_s * 1e3, result.max_send_lag_s * 1e3
+    if p99_ms > P99_LAG_SHARE * limits.ttft_ms or max_ms > MAX_LAG_SHARE * limits.ttft_ms:
+        reasons.append(
+            f"requests left late: p99 {p99_ms:.0f} ms, the latest {max_ms:.0f} ms; the TTFT SLO allows "
+            f"{P99_LAG_SHARE * limits.ttft_ms:.0f} and {MAX_LAG_SHARE * limits.ttft_ms:.0f} ms"
+        )
+    if others is not None and others.stolen > MOST_STOLEN:
+        reasons.append(f"the host gave {others.stolen:.0%} of this machine's CPU time to other guests")
+    if others is not None and others.other > MOST_OTHER:
+        reasons.append(f"other work took {others.other:.0%} of this machine's CPU time")
+    return tuple(reasons)

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from ridgeline.cluster.commands.setup import setup_of, versions
 from ridgeline.loadtest.compare import compare, refuse_unequal, resume
-from ridgeline.loadtest.export.saved_export import ExportFormat, export_rounds
+from ridgeline.loadtest.export import ExportFormat, export_rounds
 from ridgeline.loadtest.plan import ComparePlan
 from ridgeline.loadtest.run.calibration import Workers
 from ridgeline.loadtest.run.machine import busy_note

@@ -18,8 +18,7 @@ from ridgeline.loadtest.report import plots
 from ridgeline.loadtest.report.pools import ratio
 from ridgeline.loadtest.report.tables import (
     POOL_ROWS,
-    FigureTable,
-    figure_table,
+    figure_rows,
     format_figure,
     pool_sentences,
     pools_of,
@@ -271,11 +270,6 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _html_figures(figures: FigureTable) -> str:
-    rows = [[label, *cells, formula] for label, cells, formula in figures.rows]
-    return html_table(["", *figures.columns, "formula"], rows)
-
-
 def _equality(summary: Summary) -> str:
     """Return the settings of all variants, with those that differ in red."""
     facts = summary["facts"]
@@ -288,8 +282,8 @@ def _pools_table(summary: Summary) -> str:
     pools = pools_of(summary)
     if not pools:
         return "<p>No server published figures by pool.</p>"
-    found = figure_table(pools, POOL_ROWS, summary["formulas"])
-    bound = ("bound by", tuple(figures["bound"] or "-" for figures in pools.values()), summary["formulas"]["bound"])
+    found = figure_rows(list(pools.values()), POOL_ROWS, summary["formulas"])
+    found.append(["bound by", *(each["bound"] or "-" for each in pools.values()), summary["formulas"]["bound"]])
     steps = ("kind of step", "busy, s", "mean step, ms", "on its roof, ms")
     rows = [
         [
@@ -307,7 +301,7 @@ def _pools_table(summary: Summary) -> str:
         for kind, found in pool["step_kinds"].items()
     ]
     of_steps = html_table(("pool", *steps, "FLOP/byte", "MFU", "MBU", "bound by"), rows) if rows else ""
-    return _html_figures(found._replace(rows=(*found.rows, bound))) + of_steps
+    return html_table(["", *pools, "formula"], found) + of_steps
 
 
 def _slo_map(summary: Summary) -> str:

@@ -178,9 +178,12 @@ def roofline(variants: Mapping[str, Mapping[str, Any]]) -> go.Figure | None:
         roof = np.minimum(peak_flops, span * peak_bytes)
         line = {"color": MUTED, "width": 1.5}
         figure.add_scatter(x=span.tolist(), y=roof.tolist(), line=line, showlegend=False, hoverinfo="skip")
-        _mark(figure, peak_flops / peak_bytes, f"ridge {peak_flops / peak_bytes:.1f}", log=True)
+        ridge = peak_flops / peak_bytes
+        figure.add_vline(x=ridge, line={"color": MUTED, "dash": "dot"})
+        named = {"text": f"ridge {ridge:.1f}", "showarrow": False, "xanchor": "left", "xshift": 4}
+        figure.add_annotation(x=float(np.log10(ridge)), y=1, yref="paper", **named)  # the logarithm, other than a line
     sources = dict.fromkeys(source for *_, pool in pools if (source := pool.get("peaks_source")))
-    named: set[str] = set()
+    in_legend: set[str] = set()
     texts = _step_texts([pool["step_kinds"] for *_, pool in pools])
     for (label, color, name, pool), shown in zip(pools, texts, strict=True):
         owner = label if label.startswith(name) else f"{label}, {name} pool"
@@ -198,12 +201,12 @@ def roofline(variants: Mapping[str, Mapping[str, Any]]) -> go.Figure | None:
             textposition=[position for _, position in shown],
             textfont={"color": MUTED},
             name=label,
-            showlegend=label not in named,
+            showlegend=label not in in_legend,
             customdata=[[kind["busy_seconds"], kind["mfu"], kind["mbu"]] for kind in found],
             hovertemplate="%{x:.1f} FLOP/byte, %{y:.3s}FLOP/s in %{customdata[0]:.1f} s of steps, MFU "
             "%{customdata[1]:.0%}, MBU %{customdata[2]:.0%}<extra>" + owner + "</extra>",
         )
-        named.add(label)
+        in_legend.add(label)
         if len(found) > 1:
             figure.add_scatter(
                 x=[pool["arithmetic_intensity"]],
@@ -243,25 +246,6 @@ def _step_texts(pools: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[list[t
     free = {step: list(positions) for step, positions in STEP_TEXT_POSITIONS.items()}
     at = {place: (text, free[place[1]].pop(0)) for text, place in largest.items()}
     return [[at.get((index, step), ("", "top center")) for step in kinds] for index, kinds in enumerate(pools)]
-
-
-def _mark(figure: go.Figure, x: float, text: str, *, log: bool = False) -> None:
-    """Draw a dotted vertical line with its name at the top."""
-    figure.add_vline(x=x, line={"color": MUTED, "dash": "dot"})
-    _name_line(figure, x, text, log=log)
-
-
-def _name_line(figure: go.Figure, x: float, text: str, *, log: bool, y: float = 1) -> None:
-    """Label a line; on a log axis plotly wants the logarithm for an annotation, but the plain value for a line."""
-    figure.add_annotation(
-        x=float(np.log10(x)) if log else x,
-        y=y,
-        yref="paper",
-        text=text,
-        showarrow=False,
-        xanchor="left",
-        xshift=4,
-    )
 
 
 def style_figure(figure: go.Figure, title: str, x_title: str, y_title: str, note: str = "") -> None:

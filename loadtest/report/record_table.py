@@ -42,23 +42,18 @@ COLUMNS: dict[str, Any] = {
 
 def write_record_table(path: Path, lines: Iterable[dict[str, Any]], rounds: Sequence[Round], slo: Slo) -> None:
     """Write one row for each line of records.jsonl. A round that never ended, or lost a worker, is not valid."""
-    by_number = {each.number: each for each in rounds}
-    rows = [line | _of_round(by_number.get(line["round"])) | _judged(line, slo) for line in lines]
-    _write(path, rows)
+    of_round = {
+        each.number: {"valid": each.is_kept, "rate": None if each.result is None else each.result.trace.mean_rate}
+        for each in rounds
+    }
+    unknown = {"valid": False, "rate": None}
+    _write(path, [line | of_round.get(line["round"], unknown) | _judged(line, slo) for line in lines])
 
 
 def write_replay_table(path: Path, records: Iterable[RequestRecord], rate: float | None, slo: Slo) -> None:
     """Write the records of one replay, which has neither variants nor pairs."""
     lines = (msgspec.json.decode(record.as_line(), type=dict[str, Any]) for record in records)
     _write(path, [line | {"valid": True, "rate": rate} | _judged(line, slo) for line in lines])
-
-
-def _of_round(each: Round | None) -> dict[str, Any]:
-    result = None if each is None else each.result
-    return {
-        "valid": each is not None and each.is_kept,
-        "rate": None if result is None else result.trace.mean_rate,
-    }
 
 
 def _judged(line: dict[str, Any], slo: Slo) -> dict[str, Any]:

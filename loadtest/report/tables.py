@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -60,29 +60,33 @@ def formula_of(key: str, formulas: Mapping[str, str]) -> str:
     return formulas.get(key) or next((formulas[part] for part in key.split("_") if part in formulas), "")
 
 
-class FigureTable(NamedTuple):
-    """Figures as text, with a column for each variant or pool, and the formula of each row."""
-
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, tuple[str, ...], str], ...]
-    """Label, cells, and the formula; empty if a row above has the same one."""
-
-
-def figure_table(
-    columns: Mapping[str, Summary],
+def figure_rows(
+    columns: Sequence[Summary],
     rows: Sequence[tuple[str, str, str]],
     formulas: Mapping[str, str],
     text: Callable[[Summary, str, str], str] = lambda figures, key, form: format_figure(figures[key], form),
-) -> FigureTable:
-    """Return the figures of each column in rows of label, key and format."""
-    texts = row_formulas(rows, formulas)
-    cells = ((label, tuple(text(each, key, form) for each in columns.values())) for label, key, form in rows)
-    return FigureTable(tuple(columns), tuple((label, each, texts[label]) for label, each in cells))
+) -> list[list[str]]:
+    """Return a row for each label, key and format: the figures of all columns, and the formula unless it is above."""
+    found: list[list[str]] = []
+    for label, key, form in rows:
+        formula = formula_of(key, formulas)
+        is_above = any(formula == row[-1] for row in found)
+        found.append([label, *(text(each, key, form) for each in columns), "" if is_above else formula])
+    return found
 
 
 def print_replay(figures: Summary, formulas: Mapping[str, str], console: Console) -> None:
-    """Print one replay's figures."""
-    _print_figures("Replay", figure_table({"value": figures}, ROWS, formulas, figure_text), console)
+    """Print one replay's figures. Formulas are a column if the terminal is wide enough, else a list below."""
+    rows, wide = figure_rows([figures], ROWS, formulas, figure_text), console.width >= WIDE_COLUMNS
+    table = Table("", "value", title="Replay", title_justify="left")
+    if wide:
+        table.add_column("formula", style="dim")
+    for row in rows:
+        table.add_row(*map(escape, row if wide else row[:-1]))
+    console.print(table)
+    for label, _, formula in () if wide else rows:
+        if formula:
+            console.print(f"  {label} = {formula}", style="dim", highlight=False, markup=False)
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:
@@ -126,27 +130,3 @@ def pool_sentences(summary: Summary) -> list[str]:
         for variant in summary["variants"].values()
         if variant.get("disaggregated_fraction") is not None
     ]
-
-
-def row_formulas(rows: Sequence[tuple[str, str, str]], formulas: Mapping[str, str]) -> dict[str, str]:
-    """Return the formula of each label; empty if a label above has the same one."""
-    said: set[str] = set()
-    texts = {}
-    for label, key, _ in rows:
-        text = formula_of(key, formulas)
-        texts[label] = "" if text in said else text
-        said.add(text)
-    return texts
-
-
-def _print_figures(title: str, figures: FigureTable, console: Console) -> None:
-    """Print a table. Formulas are a column if the terminal is wide enough, else a list below."""
-    wide = console.width >= WIDE_COLUMNS
-    columns = ["", *map(escape, figures.columns), *(["formula"] if wide else [])]
-    table = Table(*columns, title=escape(title), title_justify="left")
-    for label, cells, formula in figures.rows:
-        table.add_row(label, *map(escape, cells), *([f"[dim]{formula}[/dim]"] if wide else []))
-    console.print(table)
-    for label, _, formula in () if wide else figures.rows:
-        if formula:
-            console.print(f"  {label} = {formula}", style="dim", highlight=False, markup=False)

@@ -12,5 +12,4 @@ server_metrics.py  computes differences of the server's counters, and the levels
 server_facts.py    asks servers for the settings of their engines, and says in what these differ
 machine.py         describes the machine of the run and notices other work on it
 quantities.py      says counts and times for people
-validity.py        says why a round of a comparison says nothing
 """

@@ -127,10 +127,8 @@ async def run_replay(
             trace = replace(trace, notes=(*trace.notes, *card.notes))
         ordinals = requests.ordinals_per_round if requests else None
         bodies = await asyncio.to_thread(body_maker, trace, plan, card, ordinals)
-        cores, (first_url, *others) = parse_cores(plan.client_cores), servers.urls
-        job = Job(
-            first_url, servers.headers, plan.endpoint, plan.deadline_s, len(trace.rows), cores, others=tuple(others)
-        )
+        told = servers.urls, servers.headers, plan.endpoint
+        job = Job(*told, plan.deadline_s, len(trace.rows), parse_cores(plan.client_cores))
         records: list[RequestRecord] = []
         progress = ReplayProgress(label, len(trace.rows))
 
@@ -141,7 +139,7 @@ async def run_replay(
                 record_file.add(record)
 
         async with shown(console, progress), client_process(job, completions(trace, bodies, round_index)) as client:
-            async with LoadClient(first_url, servers.headers, plan.endpoint, others) as warming:
+            async with LoadClient(*told) as warming:
                 for number in range(plan.warmup_requests):
                     await send_warm_up(warming, plan, bodies, trace, round_index, number, plan.warmup_requests)
             async with watch_all(servers, plan.settle_s) as seen:

@@ -162,7 +162,7 @@ async def served_model(http: httpx.AsyncClient, servers: Servers, plan: ReplayPl
 async def _counted_tokens(servers: Servers, plan: ReplayPlan, card: ModelCard, text: str) -> int:
     """Return the tokens that the server counts for a prompt, with its template; 1 if it does not say."""
     request = Completion(0, 0.0, 1, 1, encode_body(card.id, text, 1, plan.endpoint))
-    async with LoadClient(servers.urls[0], servers.headers, plan.endpoint) as client:
+    async with LoadClient(servers.urls[:1], servers.headers, plan.endpoint) as client:
         record = await client.complete(request, time.perf_counter(), plan.deadline_s)
     if not record.ok:
         raise ServerError(f"a first request, of {len(text)} letters, failed: {record.error}")

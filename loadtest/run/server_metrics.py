@@ -9,6 +9,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -35,6 +36,7 @@ LEVELS = (
 SETTLE_TRIES = 10
 WHOLE_WITHIN_S, LOOK_EVERY_S = 180.0, 1.0
 SampleKey = tuple[str, frozenset[tuple[str, str]]]
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ class MetricsDelta:
 
     def total(self, name: str, **labels: str) -> float:
         """Return the sum of a counter over all labels not given."""
-        return _total(self.counters, name, labels)
+        return sum(_matching(self.counters, name, labels))
 
     @property
     def is_ridgeline(self) -> bool:
@@ -78,22 +80,17 @@ class MetricsDelta:
 
     def level(self, name: str, **labels: str) -> float | None:
         """Return the mean of a gauge over the samples that match; None if there is none."""
-        values = self._levels(name, labels)
+        values = _matching(self.gauges, name, labels)
         return sum(values) / len(values) if values else None
 
     def level_sum(self, name: str, **labels: str) -> float | None:
         """Return the sum of a gauge over the samples that match; None if there is none."""
-        values = self._levels(name, labels)
+        values = _matching(self.gauges, name, labels)
         return sum(values) if values else None
 
     def levels_of(self, name: str, **labels: str) -> list[Level]:
         """Return the levels of a gauge's samples that match; empty if they were not read."""
-        wanted = set(labels.items())
-        return [level for (sample, found), level in self.levels.items() if sample == name and wanted <= found]
-
-    def _levels(self, name: str, labels: Mapping[str, str]) -> list[float]:
-        wanted = set(labels.items())
-        return [value for (sample, found), value in self.gauges.items() if sample == name and wanted <= found]
+        return _matching(self.levels, name, labels)
 
     def gauge_label(self, name: str, label: str, **labels: str) -> str | None:
         """Return the value of `label` in a gauge's first sample that matches; None if there is none."""
@@ -362,6 +359,7 @@ def _mean_levels(
     }
 
 
-def _total(counters: Mapping[SampleKey, float], name: str, labels: Mapping[str, str]) -> float:
+def _matching(series: Mapping[SampleKey, Value], name: str, labels: Mapping[str, str]) -> list[Value]:
+    """Return the values of the samples of this name that have these labels."""
     wanted = set(labels.items())
-    return sum(value for (sample, found), value in counters.items() if sample == name and wanted <= found)
+    return [value for (sample, found), value in series.items() if sample == name and wanted <= found]

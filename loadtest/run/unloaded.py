@@ -75,7 +75,7 @@ async def measure_unloaded(server: str | Servers, plan: ReplayPlan, console: Con
     the server does not stream.
     """
     servers = as_servers(server)
-    async with servers.open_first() as http, LoadClient(servers.urls[0], servers.headers, plan.endpoint) as client:
+    async with servers.open_first() as http, LoadClient(servers.urls[:1], servers.headers, plan.endpoint) as client:
         card = await served_model(http, servers, plan)
         trace = fit_context(sizes_of(plan), card.max_model_len, card.least_prompt_tokens)
         bodies = await asyncio.to_thread(body_maker, trace, plan, card)

@@ -29,8 +29,7 @@ async def warm_up_workers(
     Raises ServerError if a worker has made none after six waves, or a request fails.
     """
     servers = as_servers(server)
-    first_url, *others = servers.urls
-    loading = LoadClient(first_url, servers.headers, plan.endpoint, others)
+    loading = LoadClient(servers.urls, servers.headers, plan.endpoint)
     async with servers.open_first() as http, loading as client:
         card = await served_model(http, servers, plan)
         bodies = await asyncio.to_thread(body_maker, requests.trace, plan, card, requests.ordinals_per_round)

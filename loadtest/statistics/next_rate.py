@@ -9,8 +9,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-import msgspec
-
 from ridgeline.loadtest.statistics.attainment_curve import MaxGoodputRate, RoundCount, curves_of
 
 GROWTH: Final = 1.5
@@ -19,33 +17,27 @@ rate that is held, a round ends after twice the time."""
 LOWER_PART: Final = 0.3
 UPPER_PART: Final = 0.7
 """Of a posterior; at the maximum itself a round says least of the slope."""
+PRECISION: Final = 0.2
+"""A search ends when the upper end of every interval is at most this much above its lower end."""
+LEAST_PAIRS: Final = 6
+"""Fewer say too little of how rounds scatter."""
+REACH: Final = 32.0
+"""Rates are at most so many times above or below the first one."""
 
 
-class SearchBounds(msgspec.Struct, frozen=True):
-    """What ends a search."""
-
-    attainment: float = 0.9
-    precision: float = 0.2
-    """The upper end of every interval is at most this much above its lower end."""
-    least_pairs: int = 6
-    """Fewer say too little of how rounds scatter."""
-    reach: float = 32.0
-    """Rates are at most so many times above or below the first one."""
-
-
-def next_rate(found: Mapping[str, Sequence[RoundCount]], start_rate: float, bounds: SearchBounds) -> float | None:
+def next_rate(found: Mapping[str, Sequence[RoundCount]], start_rate: float, attainment: float) -> float | None:
     """Return the rate to measure next, upwards before downwards; None if all is known well enough."""
-    curves = curves_of(found, bounds.attainment)
+    curves = curves_of(found, attainment)
     rates = {variant: curve.max_goodput_rate() for variant, curve in curves.items()}
     highest = max(curve.highest_rate for curve in curves.values())
     lowest = min(curve.lowest_rate for curve in curves.values())
-    if any(one.outcome == "above" for one in rates.values()) and highest * GROWTH <= start_rate * bounds.reach:
+    if any(one.outcome == "above" for one in rates.values()) and highest * GROWTH <= start_rate * REACH:
         return _three_digits(highest * GROWTH)
-    if any(one.outcome == "below" for one in rates.values()) and lowest / GROWTH >= start_rate / bounds.reach:
+    if any(one.outcome == "below" for one in rates.values()) and lowest / GROWTH >= start_rate / REACH:
         return _three_digits(lowest / GROWTH)
     widths = {variant: _width(one) for variant, one in rates.items()}
     widest = max(widths, key=widths.__getitem__)
-    is_settled = widths[widest] <= 1 + bounds.precision and len(found[widest]) >= bounds.least_pairs
+    is_settled = widths[widest] <= 1 + PRECISION and len(found[widest]) >= LEAST_PAIRS
     if is_settled or not widths[widest]:
         return None
     part = LOWER_PART if len(found[widest]) % 2 else UPPER_PART

@@ -62,7 +62,7 @@ class Latencies:
 
 async def measure(url: str, streams: int, prompt_tokens: int, output_tokens: int) -> dict[str, Latencies]:
     """Run this many streams at a time, timed by both clocks. Raises ServerError."""
-    async with open_http(url) as http, LoadClient(url, {}) as client:
+    async with open_http(url) as http, LoadClient([url], {}) as client:
         model = (await first_model(http)).id
         before = await _scraped(http)
         began_s = time.perf_counter()

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ridgeline.loadtest.statistics.attainment_curve import RoundCount
-from ridgeline.loadtest.statistics.next_rate import SearchBounds, next_rate
+from ridgeline.loadtest.statistics.next_rate import next_rate
 
 Curve = Callable[[float], float]
-BOUNDS = SearchBounds()
 
 
 def logistic(max_rate: float, slope: float) -> Curve:
@@ -59,5 +58,5 @@ def searched(
             sent = max(8, round(rate * round_s))
             met = int(draw.binomial(sent, curves[name](felt)))
             found.setdefault(str(name), []).append(RoundCount(rate, met, sent))
-        rate = rates[(pair + 1) % len(rates)] if rates else next_rate(found, start, BOUNDS)
+        rate = rates[(pair + 1) % len(rates)] if rates else next_rate(found, start, 0.9)
     return {name: found[name] for name in curves}

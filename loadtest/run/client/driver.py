@@ -25,6 +25,8 @@ from ridgeline.loadtest.run.records import RequestRecord
 
 STDERR_CHARACTERS = 500
 MESSAGE_BYTES = 2**20
+ENDED = BrokenPipeError, ConnectionResetError
+"""What writing raises when the process has ended; the reading side can say why."""
 
 
 class ClientProcess:
@@ -39,7 +41,7 @@ class ClientProcess:
 
     async def load(self, job: Job, requests: Iterator[Completion]) -> None:
         """Hand over the job; the requests are made in a thread, one by one, so that they are in memory once."""
-        with self._ending_told():
+        with contextlib.suppress(*ENDED):
             self._stdin.write(frame(job))
             while (request := await asyncio.to_thread(next, requests, None)) is not None:
                 self._stdin.write(frame(request))
@@ -49,7 +51,7 @@ class ClientProcess:
 
     async def run(self, on_sent: Callable[[int], None], on_record: Callable[[RequestRecord], None]) -> ClientLoad:
         """Start sending, and call back for everything that happens. Raises LoadTestError if the process dies."""
-        with self._ending_told():
+        with contextlib.suppress(*ENDED):
             self._stdin.write(frame(Begin()))
             await self._stdin.drain()
         while True:
@@ -66,12 +68,6 @@ class ClientProcess:
             return self._decoder.decode(await read_frame(self._stdout))
         except asyncio.IncompleteReadError:
             raise await self._death() from None
-
-    @contextlib.contextmanager
-    def _ending_told(self) -> Iterator[None]:
-        """Leave a broken pipe to the reading side, which can say why the process ended."""
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            yield
 
     async def _death(self) -> LoadTestError:
         assert self._process.stderr is not None

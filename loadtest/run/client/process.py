@@ -36,15 +36,14 @@ TELL_EVERY_S = 0.25
 class Job(msgspec.Struct, frozen=True, tag=True):
     """What holds for all requests; `requests` Completions follow."""
 
-    base_url: str
+    base_urls: tuple[str, ...]
+    """Servers, which get the requests in turn."""
     headers: dict[str, str]
     endpoint: Endpoint
     deadline_s: float
     requests: int
     cores: tuple[int, ...] = ()
     """Cores to run on; empty: those of the command."""
-    others: tuple[str, ...] = ()
-    """Further servers, which get the requests in turn with the first."""
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
@@ -162,7 +161,7 @@ class _Sending:
     async def run(self) -> ClientLoad:
         """Send everything, and return what that took."""
         lags_s: list[float] = []
-        async with LoadClient(self._job.base_url, self._job.headers, self._job.endpoint, self._job.others) as client:
+        async with LoadClient(self._job.base_urls, self._job.headers, self._job.endpoint) as client:
             helpers = [asyncio.create_task(_probe(lags_s)), asyncio.create_task(self._tell_sent())]
             cpu_s, self._start = time.process_time(), time.perf_counter()
             try:

@@ -103,20 +103,15 @@ def encode_body(model: str, prompt: list[int] | str, output_tokens: int, endpoin
 
 
 class LoadClient:
-    """Sends completions to one server, over as many connections as are needed at a time; a context manager.
+    """Sends completions over as many connections as are needed at a time; a context manager.
 
-    With `others` there are several servers, and request i goes to server i modulo their number.
-    Open-loop load must not queue on this side, so nothing is limited here.
+    Request i goes to server i modulo their number. Load that is open-loop must not queue here, so nothing is limited.
     """
 
     def __init__(
-        self,
-        base_url: str,
-        headers: Mapping[str, str],
-        endpoint: Endpoint = "completions",
-        others: Sequence[str] = (),
+        self, base_urls: Sequence[str], headers: Mapping[str, str], endpoint: Endpoint = "completions"
     ) -> None:
-        self._urls = [url.rstrip("/") + PATHS[endpoint] for url in (base_url, *others)]
+        self._urls = [url.rstrip("/") + PATHS[endpoint] for url in base_urls]
         self._headers = {"content-type": "application/json", **headers}
         self._session: aiohttp.ClientSession | None = None
         self.events = 0

@@ -1,12 +1,10 @@
 """vLLM computes the same figures of a round as its export has."""
 
-from datetime import UTC, datetime
-
 import pytest
 from vllm.benchmarks.lib.endpoint_request_func import RequestFuncOutput
 from vllm.benchmarks.serve import calculate_metrics
 
-from ridgeline.loadtest.export.vllm_bench import RoundHead, vllm_bench_result
+from ridgeline.loadtest.export import vllm_bench_result
 from ridgeline.loadtest.plan import Slo
 from tests.support.load_records import a_record
 
@@ -15,8 +13,8 @@ def test_vllm_computes_the_figures_that_a_round_is_exported_with():
     slo = Slo(ttft_ms=200, tpot_ms=50)
     records = [a_record(i, 0.03 + 0.03 * i, 0.011 + 0.007 * i, output_tokens=1 + i) for i in range(9)]
     records.append(a_record(9, 0.1, error="broken"))
-    head = RoundHead(datetime.now(UTC), "colocated", "a model", "openai", 1.0, {})
-    found = vllm_bench_result(head, records, slo)
+    one = {"began": "2026-11-27", "label": "colocated", "rate": 1.0, "variant": "a", "round": 0, "pair": 0}
+    found = vllm_bench_result(one, records, slo, "a model", "completions")
     outputs = [
         RequestFuncOutput(
             success=record.ok,

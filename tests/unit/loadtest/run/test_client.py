@@ -47,7 +47,7 @@ async def _complete(client: LoadClient):
 
 async def test_a_kept_connection_that_the_server_has_closed_is_no_failure_of_the_server():
     server = _Server(answers=1)
-    async with server.listening() as url, LoadClient(url, {}) as client:
+    async with server.listening() as url, LoadClient([url], {}) as client:
         records = [await _complete(client) for _ in range(3)]
     assert [record.error for record in records] == [None] * 3
     assert client.reconnects == 2
@@ -56,7 +56,7 @@ async def test_a_kept_connection_that_the_server_has_closed_is_no_failure_of_the
 
 async def test_a_server_that_closes_a_new_connection_without_an_answer_has_failed():
     server = _Server(answers=0)
-    async with server.listening() as url, LoadClient(url, {}) as client:
+    async with server.listening() as url, LoadClient([url], {}) as client:
         record = await _complete(client)
     assert "ServerDisconnectedError" in record.error
     assert (record.status, client.reconnects, server.requests) == (None, 0, 1)
@@ -65,7 +65,7 @@ async def test_a_server_that_closes_a_new_connection_without_an_answer_has_faile
 async def test_a_kept_connection_that_breaks_long_after_the_request_is_a_failure(monkeypatch):
     monkeypatch.setattr("ridgeline.loadtest.run.client.stream.CLOSED_BY_SERVER_S", -1.0)
     server = _Server(answers=1)
-    async with server.listening() as url, LoadClient(url, {}) as client:
+    async with server.listening() as url, LoadClient([url], {}) as client:
         assert (await _complete(client)).ok
         assert "ServerDisconnectedError" in (await _complete(client)).error
     assert server.requests == 2
@@ -77,12 +77,12 @@ async def test_an_error_nobody_thought_of_is_a_record_too(monkeypatch):
 
     monkeypatch.setattr("ridgeline.loadtest.run.client.stream._take", fails)
     server = _Server(answers=1)
-    async with server.listening() as url, LoadClient(url, {}) as client:
+    async with server.listening() as url, LoadClient([url], {}) as client:
         assert (await _complete(client)).error == "RuntimeError: a bug"
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "http://no.such.host.invalid"])
 async def test_a_server_that_is_not_there_is_a_record(url):
-    async with LoadClient(url, {}) as client:
+    async with LoadClient([url], {}) as client:
         record = await client.complete(REQUEST, time.perf_counter(), PATIENCE_S)
     assert "Client" in record.error

@@ -13,8 +13,8 @@ from ridgeline.loadtest.run.machine import CpuReading, Disturbance, disturbance,
 from ridgeline.loadtest.run.records import RequestRecord
 from ridgeline.loadtest.run.replay import ReplayResult
 from ridgeline.loadtest.run.server_metrics import fleet_change, parse_metrics, steps_by_worker, workers_of
-from ridgeline.loadtest.run.validity import discard_reasons
 from ridgeline.loadtest.trace.trace import Trace
+from ridgeline.loadtest.valid_rounds import discard_reasons
 
 SLO = Slo(ttft_ms=2000, tpot_ms=100)
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from ridgeline.loadtest.statistics.attainment_curve import AttainmentCurve, RoundCount, curves_of
-from ridgeline.loadtest.statistics.next_rate import SearchBounds, next_rate
+from ridgeline.loadtest.statistics.next_rate import next_rate
 
 Curve = Callable[[float], float]
-BOUNDS, MOST_PAIRS = SearchBounds(), 12
+ATTAINMENT, MOST_PAIRS = 0.9, 12
 RUNS = 40
 """Of each simulation; `make long` has a thousand."""
 LONG_RUNS = 1_000
@@ -56,7 +56,7 @@ def _searched(
             felt = rate * math.exp(effect * draw.standard_normal())
             sent = max(10, round(requests * rate / start))
             found.setdefault(name, []).append(RoundCount(rate, int(draw.binomial(sent, curve(felt))), sent))
-        rate = next_rate(found, start, BOUNDS)
+        rate = next_rate(found, start, ATTAINMENT)
     return found
 
 
@@ -76,7 +76,7 @@ def check_interval(curve: Curve, effect: float, least: float, runs: int) -> None
     truth, held, widths = _true_rate(curve, effect), 0, []
     for seed in range(runs):
         rounds = _searched(seed, {"a": curve}, (0.5, 3.0)[seed % 2], effect=effect)["a"]
-        found = AttainmentCurve(rounds, BOUNDS.attainment).max_goodput_rate()
+        found = AttainmentCurve(rounds, ATTAINMENT).max_goodput_rate()
         held += (found.low or 0.0) <= truth <= (found.high or math.inf)
         widths.append((found.high or math.inf) / (found.low or 1e-9))
     assert held >= least * runs - 3 * math.sqrt(least * (1 - least) * runs)
@@ -138,7 +138,7 @@ def test_the_band_of_the_curve_holds_the_shares_of_its_rounds_and_falls_with_the
 
 
 def _outcome_rates(found: Mapping[str, Sequence[RoundCount]]) -> float | None:
-    return next_rate(found, 1.0, SearchBounds())
+    return next_rate(found, 1.0, ATTAINMENT)
 
 
 def test_upwards_comes_before_downwards():

@@ -1,51 +1,65 @@
-"""A round as the JSON that `vllm bench serve --save-result --save-detailed` writes, as of vLLM 0.32.
+"""Writes the valid rounds of a finished run as `vllm bench serve --save-detailed` of vLLM 0.32 writes its results.
 
 The figures follow vLLM's formulas, not ours: rates are over the time to the last answer, the SLO on the largest gap
 does not count, and TTFT is from sending. What a replay does not know is null, or empty as vLLM leaves it.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
+from ridgeline.loadtest.errors import LoadTestError
 from ridgeline.loadtest.plan import Slo
 from ridgeline.loadtest.report.summary import PERCENTILES
+from ridgeline.loadtest.report.tables import served_model
 from ridgeline.loadtest.run.records import RequestRecord
+from ridgeline.loadtest.run_folder import RECORDS, RunFolder
+from ridgeline.loadtest.saved import saved_summary
+
+ExportFormat = Literal["vllm-bench"]
 
 
-class RoundHead(msgspec.Struct, frozen=True):
-    """What a round's JSON says of the run."""
+def export_rounds(folder: Path, kind: ExportFormat) -> list[Path]:
+    """Write each valid round as a file in `FOLDER/KIND`; return their paths. Raises LoadTestError."""
+    summary = saved_summary(folder)
+    valid = [each for each in summary["rounds"] if each["valid"]]
+    records = RunFolder(folder).records_by_round()
+    if missing := [each["round"] for each in valid if not records.get(each["round"])]:
+        raise LoadTestError(f"{folder / RECORDS} has no records of round {missing[0]}: restore the file, or run again")
+    out, slo, model = folder / kind, Slo(**summary["slo"]), served_model(summary)
+    out.mkdir(exist_ok=True)
+    paths = []
+    for each in valid:
+        paths.append(out / f"round-{each['round']}-{each['variant']}.json")
+        result = vllm_bench_result(each, records[each["round"]], slo, model, summary["plan"].get("endpoint", ""))
+        paths[-1].write_bytes(msgspec.json.encode(result) + b"\n")
+    return paths
 
-    began: datetime
-    label: str
-    model: str | None
-    backend: str
-    rate: float | None
-    """Requests a second; None if all arrive at once."""
-    metadata: dict[str, str]
-    """Fields of ours, as `--metadata KEY=VALUE` adds them."""
 
-
-def vllm_bench_result(head: RoundHead, records: Sequence[RequestRecord], slo: Slo) -> dict[str, Any]:
-    """Return the content of the file."""
+def vllm_bench_result(
+    each: Mapping[str, Any], records: Sequence[RequestRecord], slo: Slo, model: str | None, endpoint: str
+) -> dict[str, Any]:
+    """Return the content of the file of a round, of which `each` is what summary.json says."""
+    backend = "openai-chat" if endpoint == "chat" else "openai"
     done = [record for record in records if record.ok]
     duration_s = _duration_s(records)
     input_tokens = sum(record.input_tokens for record in done)
     output_tokens = sum(record.output_tokens for record in done)
     result: dict[str, Any] = {
-        "date": f"{head.began:%Y%m%d-%H%M%S}",
-        "endpoint_type": head.backend,
-        "backend": head.backend,
-        "label": head.label,
-        "model_id": head.model,
-        "tokenizer_id": head.model,
+        "date": f"{datetime.fromisoformat(each['began']):%Y%m%d-%H%M%S}",
+        "endpoint_type": backend,
+        "backend": backend,
+        "label": each["label"],
+        "model_id": model,
+        "tokenizer_id": model,
         "num_prompts": len(records),
-        **head.metadata,
-        "request_rate": "inf" if head.rate is None else head.rate,
+        **{name: str(each[name]) for name in ("variant", "round", "pair")},
+        "request_rate": each["rate"],
         "burstiness": None,
         "max_concurrency": None,
         "duration": duration_s,

@@ -7,22 +7,20 @@ from __future__ import annotations
 
 import ast
 import json
-from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from ridgeline.loadtest.errors import LoadTestError
-from ridgeline.loadtest.export.saved_export import export_rounds
-from ridgeline.loadtest.export.vllm_bench import RoundHead, vllm_bench_result
+from ridgeline.loadtest.export import export_rounds, vllm_bench_result
 from ridgeline.loadtest.plan import Slo
 from ridgeline.loadtest.report.summary import SCHEMA
 from ridgeline.loadtest.run.records import RecordFile
 from tests.support.load_records import a_record
 
 SLO = Slo(ttft_ms=200, tpot_ms=50)
-HEAD = RoundHead(datetime(2026, 11, 27, 12, 30, 5, tzinfo=UTC), "colocated", "a model", "openai", 2.0, {"round": "3"})
+ROUND = {"began": "2026-11-27T12:30:05", "label": "colocated", "rate": 2.0, "variant": "a", "round": 3, "pair": 0}
 RECORDS = [
     a_record(0, 0.1, 0.02, output_tokens=3),
     a_record(1, 0.3, 0.02, output_tokens=3),
@@ -53,11 +51,15 @@ def test_a_round_has_the_keys_of_the_installed_vllm_and_percentiles():
         for name in ("ttft", "tpot", "itl", "e2el")
         for stat in ("mean", "median", "std", "p50", "p90", "p99")
     }
-    assert set(vllm_bench_result(HEAD, RECORDS, SLO)) == keys_of_vllm() | spreads | {"round"}
+    assert set(vllm_bench_result(ROUND, RECORDS, SLO, "a model", "")) == keys_of_vllm() | spreads | {
+        "variant",
+        "round",
+        "pair",
+    }
 
 
 def test_figures_and_lists_are_those_worked_by_hand():
-    found = vllm_bench_result(HEAD, RECORDS, SLO)
+    found = vllm_bench_result(ROUND, RECORDS, SLO, "a model", "")
     assert (found["date"], found["model_id"], found["request_rate"]) == ("20261127-123005", "a model", 2.0)
     assert (found["num_prompts"], found["completed"], found["failed"]) == (3, 2, 1)
     assert found["duration"] == pytest.approx(2 + 0.1 + 10 * 0.01)
@@ -78,7 +80,7 @@ def test_figures_and_lists_are_those_worked_by_hand():
 
 
 def test_a_round_in_which_nothing_finished_has_zeros_as_vllm_has_it():
-    found = vllm_bench_result(HEAD, [a_record(0, 0.1, error="broken")], SLO)
+    found = vllm_bench_result(ROUND, [a_record(0, 0.1, error="broken")], SLO, "a model", "")
     assert (found["completed"], found["mean_ttft_ms"], found["max_concurrent_requests"]) == (0, 0, 0)
 
 
