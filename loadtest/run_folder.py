@@ -95,12 +95,7 @@ class _Ended(msgspec.Struct, frozen=True, tag="ended"):
 _OF_ROUND = tuple(name for name in Round.__struct_fields__ if name != "result")
 
 
-class _Resumed(msgspec.Struct, frozen=True, tag="resumed"):
-    stopped: datetime
-    resumed: datetime
-
-
-_Line = _Ended | _Resumed
+_Line = _Ended | Interruption
 
 
 class Past(msgspec.Struct, frozen=True):
@@ -148,7 +143,7 @@ class RunFolder:
 
     def add_resumed(self, interruption: Interruption) -> None:
         """Note that the comparison goes on."""
-        self._append(_Resumed(interruption.stopped, interruption.resumed))
+        self._append(interruption)
 
     def add_ended(self, each: Round, spent_s: float) -> None:
         """Add a round that has ended, valid or discarded."""
@@ -187,7 +182,7 @@ class RunFolder:
             settled=settled,
             rounds=tuple(_as_round(line, records, traces) for line in ended),
             spent_s=max((line.spent_s for line in ended), default=0.0),
-            interruptions=tuple(Interruption(one.stopped, one.resumed) for one in lines if isinstance(one, _Resumed)),
+            interruptions=tuple(line for line in lines if isinstance(line, Interruption)),
         )
 
     def records_by_round(self) -> dict[int, list[RequestRecord]]:

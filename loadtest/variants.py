@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Literal, Protocol
 
 import httpx
@@ -74,53 +73,40 @@ class Variant(Protocol):
         """Make it ready to serve a round. Raises ServerError if it cannot be."""
 
 
-class Deployments:
+class Deployments(AsyncExitStack):
     """One deployment at a time: a variant that has its turn stops the other variant's and starts its own.
 
     Two variants of the same mode are restarted too, so that an A/A run is treated as a comparison is.
     """
 
     def __init__(self, serve: Serve) -> None:
+        super().__init__()
         self._serve = serve
-        self._stack = AsyncExitStack()
         self._running: object = None
         self._base_url = ""
-        self._is_unused = False
+        self.is_unused = False
+        """Whether the deployment that runs has served no round yet."""
         self.last_start_s = 0.0
         self.variants = 0
         """The number of variants that take turns."""
-
-    async def __aenter__(self) -> "Deployments":
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        return await self._stack.__aexit__(kind, error, trace)
 
     def variant(
         self, mode: Mode, devices: Devices | None = None, facts: ServerFacts | None = None
     ) -> "RestartedVariant":
         """Return a variant that restarts the deployment in this mode."""
         self.variants += 1
-        return RestartedVariant(mode, self, devices, self._serve, facts or ServerFacts())
+        return RestartedVariant(mode, self, devices, facts or ServerFacts())
 
     async def start(self, variant: "RestartedVariant") -> str:
         """Run the variant's deployment and no other; return its base URL."""
         if self._running is not variant:
-            await self._stack.aclose()
+            await self.aclose()
             self._running = None
             began_s = time.monotonic()
-            self._base_url = await self._stack.enter_async_context(variant.serve(variant.mode))
+            self._base_url = await self.enter_async_context(self._serve(variant.mode))
             self.last_start_s = time.monotonic() - began_s
-            self._running, self._is_unused = variant, True
+            self._running, self.is_unused = variant, True
         return self._base_url
-
-    async def use(self, variant: "RestartedVariant") -> Reached:
-        """Start the variant for a round; it is fresh if it has had none since its start."""
-        base_url = await self.start(variant)
-        is_fresh, self._is_unused = self._is_unused, False
-        return Reached(base_url, is_fresh)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,8 +116,7 @@ class RestartedVariant:
     mode: Mode
     deployments: Deployments
     devices: Devices | None
-    serve: Serve
-    facts: ServerFacts = field(default_factory=ServerFacts)
+    facts: ServerFacts
     context_tokens: int | None = None
 
     @property
@@ -140,8 +125,10 @@ class RestartedVariant:
         return self.deployments.last_start_s if self.deployments.variants > 1 else 0.0
 
     async def ready(self) -> Reached:
-        """Restart the deployment in this mode, unless it is this variant's already."""
-        return await self.deployments.use(self)
+        """Restart the deployment in this mode, unless it is this variant's already; then it has served a round."""
+        base_url = await self.deployments.start(self)
+        is_fresh, self.deployments.is_unused = self.deployments.is_unused, False
+        return Reached(base_url, is_fresh)
 
 
 class _ModeAnswer(msgspec.Struct):
@@ -167,42 +154,33 @@ class SwitchedVariant:
 
     async def obstacle(self) -> str | None:
         """Say why the deployment cannot be switched to this mode; None if it can."""
-        async with self._client() as client:
-            try:
-                answer = await self._ask(client, "GET")
-            except ServerError as error:
-                return str(error)
-        return None if self.mode in answer.modes else answer.why_not.get(self.mode, "it names no reason")
+        try:
+            return self._why_not(await self._ask("GET"))
+        except ServerError as error:
+            return str(error)
 
     async def ready(self) -> Reached:
         """Switch the deployment to this mode. Raises ServerError if it cannot be switched or does not confirm it."""
-        async with self._client() as client:
-            answer = await self._ask(client, "GET")
-            if self.mode not in answer.modes:
-                raise ServerError(
-                    f"this deployment cannot serve {self.mode}: {answer.why_not.get(self.mode, 'unknown')}"
-                )
-            if answer.mode != self.mode:
-                answer = await self._ask(client, "POST")
-            if answer.mode != self.mode:
-                raise ServerError(f"{self.base_url} was asked for {self.mode} and says that it serves {answer.mode}")
+        answer = await self._ask("GET")
+        if why_not := self._why_not(answer):
+            raise ServerError(f"this deployment cannot serve {self.mode}: {why_not}")
+        if answer.mode != self.mode:
+            answer = await self._ask("POST", {"mode": self.mode})
+        if answer.mode != self.mode:
+            raise ServerError(f"{self.base_url} was asked for {self.mode} and says that it serves {answer.mode}")
         is_fresh, self._was_ready = not self._was_ready, True
         return Reached(self.base_url, is_fresh)
 
-    def _client(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(
-            base_url=self.base_url,
-            headers=self.headers,
-            timeout=SWITCH_WITHIN_S,
-            transport=self.transport,
-            trust_env=False,
-        )
+    def _why_not(self, answer: _ModeAnswer) -> str | None:
+        return None if self.mode in answer.modes else answer.why_not.get(self.mode, "it names no reason")
 
-    async def _ask(self, client: httpx.AsyncClient, method: str) -> _ModeAnswer:
-        body = {"mode": self.mode} if method == "POST" else None
+    async def _ask(self, method: str, body: dict[str, str] | None = None) -> _ModeAnswer:
+        client = httpx.AsyncClient(
+            headers=self.headers, timeout=SWITCH_WITHIN_S, transport=self.transport, trust_env=False
+        )
         try:
-            response = await client.request(method, MODE_PATH, json=body)
-            response.raise_for_status()
-            return msgspec.json.decode(response.content, type=_ModeAnswer)
+            async with client:
+                response = await client.request(method, self.base_url + MODE_PATH, json=body)
+            return msgspec.json.decode(response.raise_for_status().content, type=_ModeAnswer)
         except (httpx.HTTPError, ValueError) as error:
             raise ServerError(f"{self.base_url} cannot be switched to {self.mode}: {error!r}") from error

@@ -74,28 +74,25 @@ def roofline_table(
 ) -> list[RooflineRow]:
     """Compute best-case rows: `floor_ms` is the least time of a step, `tokens_per_s` the highest rate."""
     model = StepCostModel(shape)
-    rows = [_row(shape, hardware, "prefill", (1, length, length), model.prefill(length)) for length in prefill_tokens]
-    rows += [
-        _row(
-            shape,
-            hardware,
-            "decode",
-            (batch, batch, decode_context_tokens),
-            model.decode(batch, decode_context_tokens),
-        )
+    steps: list[tuple[Literal["prefill", "decode"], int, int, int, StepCost]] = [
+        ("prefill", 1, length, length, model.prefill(length)) for length in prefill_tokens
+    ]
+    steps += [
+        ("decode", batch, batch, decode_context_tokens, model.decode(batch, decode_context_tokens))
         for batch in decode_batches
     ]
-    return rows
+    return [_row(shape, hardware, *step) for step in steps]
 
 
 def _row(
     shape: ModelShape,
     hardware: Hardware,
     phase: Literal["prefill", "decode"],
-    size: tuple[int, int, int],
+    batch: int,
+    new_tokens: int,
+    context_tokens: int,
     cost: StepCost,
 ) -> RooflineRow:
-    batch, new_tokens, context_tokens = size
     floor_s = step_floor_s(cost, hardware)
     memory_bytes = shape.weight_bytes + batch * context_tokens * shape.kv_bytes_per_token
     return RooflineRow(

@@ -18,20 +18,17 @@ class ModelConfigError(RooflineError):
     def __init__(self, key: str, problem: str) -> None:
         super().__init__(key, problem)
         self.key = key
-        self.problem = problem
 
     def __str__(self) -> str:
-        return f"model config: {self.key!r} {self.problem}"
+        return "model config: {!r} {}".format(*self.args)
 
 
 class UnknownNameError(RooflineError):
-    """A name is not in a built-in table; `valid_names` lists those that are."""
+    """A name is not in a built-in table; the message lists those that are."""
 
     def __init__(self, kind: str, name: str, valid_names: Iterable[str]) -> None:
-        self.kind = kind
-        self.name = name
-        self.valid_names = tuple(sorted(valid_names))
-        super().__init__(kind, name, self.valid_names)
+        super().__init__(kind, name, sorted(valid_names))
 
     def __str__(self) -> str:
-        return f"unknown {self.kind} {self.name!r}; valid names: {', '.join(self.valid_names)}"
+        kind, name, valid_names = self.args
+        return f"unknown {kind} {name!r}; valid names: {', '.join(valid_names)}"

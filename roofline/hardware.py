@@ -10,10 +10,9 @@ is no H100 SXM. So a driver's name finds an entry only if all of its words are k
 
 import csv
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from ridgeline.roofline.errors import UnknownNameError
 
@@ -48,59 +47,27 @@ class Hardware:
         )
 
 
-class _Gpu(NamedTuple):
-    name: str
-    bf16_tflops: float
-    fp8_tflops: float | None
-    memory_gb: float
-    memory_gb_per_s: float
-    datasheet: str
-    driver_names: tuple[str, ...]
-    """What is left of the names that NVIDIA's driver gives it without maker, form factor and size; see `_words`."""
-
-
-def _read_gpus() -> tuple[_Gpu, ...]:
+def _read_table() -> tuple[dict[str, Hardware], dict[str, list[frozenset[str]]]]:
+    """Return the entries by name, and of each GPU what is left of the names that its driver gives it; see `_words`."""
+    entries, driver_names = {}, {}
     with Path(__file__).with_name("hardware.csv").open(encoding="utf-8", newline="") as file:
-        return tuple(
-            _Gpu(
-                row["name"],
-                float(row["bf16_tflops"]),
-                float(row["fp8_tflops"]) if row["fp8_tflops"] else None,
-                float(row["memory_gb"]),
-                float(row["memory_gb_per_s"]),
-                row["datasheet"],
-                tuple(filter(None, row["driver_names"].split("|"))),
-            )
-            for row in csv.DictReader(file)
-        )
+        for row in csv.DictReader(file):
+            gb, gb_per_s = float(row["memory_gb"]), float(row["memory_gb_per_s"])
+            driver_names[row["name"]] = [frozenset(name.split()) for name in row["driver_names"].split("|") if name]
+            for precision, suffix in (("bf16", ""), ("fp8", "-fp8")):
+                if tflops := float(row[f"{precision}_tflops"] or 0):
+                    peaks = f"dense {precision} peak {tflops:,.0f} TFLOP/s, memory {gb_per_s:,.0f} GB/s, per device"
+                    name, source = row["name"] + suffix, f"{peaks}: {row['datasheet']}"
+                    entries[name] = Hardware(name, tflops * 1e12, gb_per_s * 1e9, source, gb * 1e9)
+    return entries, driver_names
 
 
-_GPUS: Final = _read_gpus()
+KNOWN_HARDWARE, _DRIVER_NAMES = _read_table()
 _SAYS_NOTHING: Final = re.compile(r"NVIDIA|TESLA|GEFORCE|GENERATION|AC|SXM\d*|HBM3E?|\d+GB?")
 """Words of a driver's name that the memory says better, or that all of a kind have."""
 _LEAST_OF_MEMORY, _MOST_OF_MEMORY = 0.93, 1.12
 """What a driver reports, in parts of the gigabytes on the data sheet: some of those are 2^30 bytes, and some is kept
 for error correction."""
-
-
-def _entry(gpu: _Gpu, name: str, precision: str, tflops: float) -> Hardware:
-    source = (
-        f"dense {precision} peak {tflops:,.0f} TFLOP/s, memory {gpu.memory_gb_per_s:,.0f} GB/s, per device: "
-        f"{gpu.datasheet}"
-    )
-    return Hardware(name, tflops * 1e12, gpu.memory_gb_per_s * 1e9, source, gpu.memory_gb * 1e9)
-
-
-def _table() -> dict[str, Hardware]:
-    table = {gpu.name: _entry(gpu, gpu.name, "bf16", gpu.bf16_tflops) for gpu in _GPUS}
-    for gpu in _GPUS:
-        if gpu.fp8_tflops is not None:
-            name = f"{gpu.name}-fp8"
-            table[name] = _entry(gpu, name, "fp8", gpu.fp8_tflops)
-    return table
-
-
-KNOWN_HARDWARE: Mapping[str, Hardware] = _table()
 
 
 def hardware_by_name(name: str) -> Hardware:
@@ -119,10 +86,10 @@ def hardware_of_gpu(driver_name: str, memory_bytes: float, *, fp8: bool = False)
     With `fp8`, the entry with the FP8 peak: for models whose matrices are multiplied in FP8.
     """
     words = _words(driver_name)
-    for gpu in _GPUS:
-        named = any(frozenset(name.split()) == words for name in gpu.driver_names)
-        if named and _LEAST_OF_MEMORY <= memory_bytes / (gpu.memory_gb * 1e9) <= _MOST_OF_MEMORY:
-            return KNOWN_HARDWARE.get(f"{gpu.name}-fp8" if fp8 else gpu.name)
+    for gpu, names in _DRIVER_NAMES.items():
+        share = memory_bytes / (KNOWN_HARDWARE[gpu].memory_bytes or memory_bytes)
+        if words in names and _LEAST_OF_MEMORY <= share <= _MOST_OF_MEMORY:
+            return KNOWN_HARDWARE.get(f"{gpu}-fp8" if fp8 else gpu)
     return None
 
 

@@ -29,16 +29,18 @@ def _mixture(dense: dict[str, Any], experts: int, per_token: int, expert_mlp: in
     return dense | {"num_experts": experts, "num_experts_per_tok": per_token, "moe_intermediate_size": expert_mlp}
 
 
-def _deepseek(heads: int, experts: int, dense_layers: int, vocab: int) -> dict[str, Any]:
-    """Return DeepSeek-V3's layer structure, which Kimi-K2 uses with other counts."""
-    return _mixture(_dense(61, 7168, heads, heads, 18432, vocab), experts, 8, 2048) | {
+def _latent(
+    dense: dict[str, Any], experts: int, dense_layers: int, q_rank: int = 1536, nope: int = 128, value: int = 128
+) -> dict[str, Any]:
+    """Return DeepSeek-V3's layer structure, which Kimi-K2 and GLM-5 use with other counts; indexers are left out."""
+    return _mixture(dense, experts, 8, 2048) | {
         "n_shared_experts": 1,
         "first_k_dense_replace": dense_layers,
         "kv_lora_rank": 512,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
+        "q_lora_rank": q_rank,
+        "qk_nope_head_dim": nope,
         "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
+        "v_head_dim": value,
     }
 
 
@@ -56,19 +58,6 @@ def _deepseek_v4(
         "o_lora_rank": 1024,
         "o_groups": groups,
         "compress_ratios": ratios,
-    }
-
-
-def _glm_dsa() -> dict[str, Any]:
-    """Return GLM-5's structure: DeepSeek-V3.2's with other counts; its indexer is left out."""
-    return _mixture(_dense(78, 6144, 64, 64, 12288, 154880), 256, 8, 2048) | {
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 3,
-        "kv_lora_rank": 512,
-        "q_lora_rank": 2048,
-        "qk_nope_head_dim": 192,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 256,
     }
 
 
@@ -97,13 +86,13 @@ KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = {
     "qwen3-235b-a22b": _mixture(_dense(94, 4096, 64, 4, 12288, 151936, head_dim=128), 128, 8, 1536),
     "mixtral-8x7b": _mixture(_dense(32, 4096, 32, 8, 14336, 32000), 8, 2, 14336),
     "gpt-oss-120b": _mixture(_dense(36, 2880, 64, 8, 2880, 201088, head_dim=64), 128, 4, 2880),
-    "deepseek-v3": _deepseek(heads=128, experts=256, dense_layers=3, vocab=129280),
-    "kimi-k2": _deepseek(heads=64, experts=384, dense_layers=1, vocab=163840),
+    "deepseek-v3": _latent(_dense(61, 7168, 128, 128, 18432, 129280), 256, dense_layers=3),
+    "kimi-k2": _latent(_dense(61, 7168, 64, 64, 18432, 163840), 384, dense_layers=1),
     "deepseek-v4-pro": _deepseek_v4(61, 7168, 128, 384, 3072, 1536, 16, first=128),  # deepseek-ai
     "deepseek-v4-flash": _deepseek_v4(43, 4096, 64, 256, 2048, 1024, 8, first=0),  # deepseek-ai
     "glm-4.5": _glm_moe(92, 5120, 12288, 160, 1536, dense_layers=3),  # zai-org
     "glm-4.5-air": _glm_moe(46, 4096, 10944, 128, 1408, dense_layers=1),  # zai-org
-    "glm-5": _glm_dsa(),  # zai-org
+    "glm-5": _latent(_dense(78, 6144, 64, 64, 12288, 154880), 256, 3, q_rank=2048, nope=192, value=256),  # zai-org
     "minimax-m2": _mixture(_dense(62, 3072, 48, 8, 1536, 200064, head_dim=128), 256, 8, 1536),  # MiniMaxAI
     "llama-4-scout": _mixture(_dense(48, 5120, 40, 8, 16384, 202048), 16, 1, 8192)
     | {"n_shared_experts": 1},  # meta-llama

@@ -35,7 +35,7 @@ class Round(msgspec.Struct, frozen=True):
     took_s: float = 0.0
 
 
-class Interruption(msgspec.Struct, frozen=True):
+class Interruption(msgspec.Struct, frozen=True, tag="resumed"):
     """A time during which a comparison stood still, because it was stopped and resumed."""
 
     stopped: datetime

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ridgeline.loadtest.run.records import RequestRecord
 
-LINE_EVERY_S = 5.0
+LINE_EVERY_S, BAR_EVERY_S = 5.0, 0.25
 
 
 @dataclass(slots=True)
@@ -45,8 +45,7 @@ class ReplayProgress:
 @asynccontextmanager
 async def shown(console: Console, progress: ReplayProgress) -> AsyncIterator[None]:
     """Show `progress` while the block runs."""
-    show = _show_bar if console.is_terminal else _show_lines
-    display = asyncio.create_task(show(console, progress))
+    display = asyncio.create_task(_show(console, progress))
     try:
         yield
     finally:
@@ -54,7 +53,7 @@ async def shown(console: Console, progress: ReplayProgress) -> AsyncIterator[Non
         await asyncio.wait([display])
 
 
-async def _show_bar(console: Console, progress: ReplayProgress) -> None:
+async def _show(console: Console, progress: ReplayProgress) -> None:
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -62,26 +61,20 @@ async def _show_bar(console: Console, progress: ReplayProgress) -> None:
         TextColumn("{task.fields[text]}", markup=False),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console, refresh_per_second=4) as bar:
+    began_s, every_s = time.perf_counter(), BAR_EVERY_S if console.is_terminal else LINE_EVERY_S
+    with Progress(*columns, console=console, refresh_per_second=4, disable=not console.is_terminal) as bar:
         task = bar.add_task(progress.label, total=progress.total, text=progress.text)
+
+        def show() -> None:
+            bar.update(task, completed=progress.finished, text=progress.text)
+            if not console.is_terminal:
+                done = f"{progress.finished}/{progress.total} done, {progress.text}"
+                took_s = time.perf_counter() - began_s
+                console.print(f"{progress.label}: {done}, {took_s:.0f} s", highlight=False, markup=False)
+
         try:
             while True:
-                bar.update(task, completed=progress.finished, text=progress.text)
-                await asyncio.sleep(0.25)
+                await asyncio.sleep(every_s)
+                show()
         finally:
-            bar.update(task, completed=progress.finished, text=progress.text)
-
-
-async def _show_lines(console: Console, progress: ReplayProgress) -> None:
-    start = time.perf_counter()
-
-    def print_line() -> None:
-        done = f"{progress.finished}/{progress.total} done, {progress.text}"
-        console.print(f"{progress.label}: {done}, {time.perf_counter() - start:.0f} s", highlight=False, markup=False)
-
-    try:
-        while True:
-            await asyncio.sleep(LINE_EVERY_S)
-            print_line()
-    finally:
-        print_line()
+            show()

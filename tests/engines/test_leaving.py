@@ -22,13 +22,13 @@ async def test_120_requests_of_which_half_may_leave_hold_nothing_two_seconds_lat
     engines: Engines, text: list[int], figure: Figure
 ):
     """The small one of `make stress`, with this model: every kind of request, left at every moment of its life."""
-    plans = [plan(NUM_REQUESTS, number, text, LONGEST_PROMPT_TOKENS) for number in range(NUM_REQUESTS)]
+    plans = [plan(NUM_REQUESTS, number, text, engines.model, LONGEST_PROMPT_TOKENS) for number in range(NUM_REQUESTS)]
     began_s = time.monotonic()
     await engines.tokens(text[69_000:][:LONGEST_PROMPT_TOKENS], 2)
     within_s = max(HELD_WITHIN_S, LAST_STEPS * (time.monotonic() - began_s))
     assert await engines.becomes_idle() == {}
     before = await engines.metrics()
-    clients = Clients(engines.http, engines.model)
+    clients = Clients(engines.http)
     tally = await one_round(clients, engines, plans, CONCURRENCY, say=lambda _: None, held_within_s=within_s)
     counted = Increase(before, await engines.metrics())
     outcomes = counted.by_label("ridgeline_requests_total", "outcome")

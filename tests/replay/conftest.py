@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from ridgeline.loadtest.run import replay
+
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -34,3 +36,10 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             yield next(line.split()[1] for line in process.stdout if line.startswith("url "))
         finally:
             process.stdin.close()
+
+
+@pytest.fixture
+def plain_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have numbers instead of a tokenizer's ids."""
+    monkeypatch.setattr(replay, "load_text_tokens", lambda _: tuple(range(5000)))
+    monkeypatch.setattr("ridgeline.loadtest.run.server.is_at_hand", lambda _: True)

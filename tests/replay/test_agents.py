@@ -7,7 +7,6 @@ import pytest
 from rich.console import Console
 
 from ridgeline.loadtest.plan import ReplayPlan
-from ridgeline.loadtest.run import replay as replay_module
 from ridgeline.loadtest.run.records import RecordFile, RequestRecord, counted
 from ridgeline.loadtest.run.replay import ReplayResult, run_replay
 from ridgeline.loadtest.trace.readers import load_trace
@@ -20,10 +19,7 @@ TIMER_S = 0.002
 """By which an event loop may wake too early."""
 
 
-@pytest.fixture(autouse=True)
-def _plain_tokens(monkeypatch):
-    """Numbers instead of a tokenizer's ids."""
-    monkeypatch.setattr(replay_module, "load_text_tokens", lambda _: tuple(range(5000)))
+pytestmark = pytest.mark.usefixtures("plain_tokens")
 
 
 async def replayed(behaviour: Behaviour, trace: str, record_file: RecordFile | None = None, **more) -> ReplayResult:

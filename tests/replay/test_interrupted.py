@@ -13,12 +13,9 @@ from rich.console import Console
 from ridgeline.loadtest.compare import compare, resume
 from ridgeline.loadtest.errors import LoadTestError
 from ridgeline.loadtest.plan import ComparePlan
-from ridgeline.loadtest.run import replay as replay_module
-from ridgeline.loadtest.run.server_facts import ServerFacts
 from ridgeline.loadtest.run_folder import RunFolder
 from ridgeline.loadtest.saved import report_again
-from ridgeline.loadtest.variants import Reached
-from tests.support.openai_server import Behaviour, running
+from tests.support.openai_server import Behaviour, Ready, running
 from tests.support.patience import eventually
 
 REQUESTS, WARM_UP = 6, 4
@@ -35,27 +32,12 @@ PLAN = {
 SETUP = {"configuration": {"model": {"dtype": "float32"}}, "versions": {"vllm": "0.32.0"}}
 
 
-@pytest.fixture(autouse=True)
-def _plain_tokens(monkeypatch):
-    """Numbers instead of a tokenizer's ids."""
-    monkeypatch.setattr(replay_module, "load_text_tokens", lambda _: tuple(range(5000)))
+pytestmark = pytest.mark.usefixtures("plain_tokens")
 
 
 @pytest.fixture
 def console():
     return Console(file=io.StringIO(), width=200, record=True)
-
-
-class _Ready:
-    """A variant that is always ready."""
-
-    mode, start_s, devices, context_tokens, facts = "colocated", 0.0, None, None, ServerFacts()
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-
-    async def ready(self) -> Reached:
-        return Reached(self._url, is_fresh=False)
 
 
 def _lines(path: Path) -> list[dict]:
@@ -77,7 +59,7 @@ async def _stopped_in_round_three(behaviour: Behaviour, url: str, folder: Path, 
     third = 2 * (REQUESTS + WARM_UP)
     behaviour.faults = dict.fromkeys(range(third + 2, third + REQUESTS), "hang")
     plan = ComparePlan(**PLAN | fields)
-    run = compare((_Ready(url), _Ready(url)), plan, RunFolder(folder, SETUP), console, is_alone=False)
+    run = compare((Ready(url), Ready(url)), plan, RunFolder(folder, SETUP), console, is_alone=False)
     task = asyncio.create_task(run)
     await asyncio.to_thread(behaviour.wait_for_requests, third + 3)
     task.cancel()
@@ -96,7 +78,7 @@ async def test_a_comparison_that_was_stopped_goes_on_after_its_valid_rounds_and_
         before = _lines(folder / "rounds.jsonl")
         assert [(line["type"], line["number"]) for line in before] == [("ended", 0), ("ended", 1)]
         past = RunFolder(folder).past()
-        await resume((_Ready(url), _Ready(url)), past, console, is_alone=False)
+        await resume((Ready(url), Ready(url)), past, console, is_alone=False)
     summary = _summary(folder)
     assert [each["round"] for each in summary["rounds"]] == [0, 1, 3, 4], "round 2 was cut, and is run again"
     assert [each["completed"] for each in summary["rounds"]] == [REQUESTS] * 4
@@ -123,7 +105,7 @@ async def test_rates_come_in_turn_also_after_an_interruption(tmp_path, console):
         await _stopped_in_round_three(behaviour, url, tmp_path, console, rate="20,40", pairs=3, slo_tpot_ms=200_000)
         past = RunFolder(tmp_path).past()
         assert (past.settled.given["rates"], past.settled.settled_plan().rates) == ([20, 40], (20, 40))
-        result = await resume((_Ready(url), _Ready(url)), past, console, is_alone=False)
+        result = await resume((Ready(url), Ready(url)), past, console, is_alone=False)
     rounds = result.summary["rounds"]
     assert [each["round"] for each in rounds] == [0, 1, 3, 4, 5, 6], "round 2 was cut, and is run again"
     assert [each["rate"] for each in rounds] == [20, 20, 40, 40, 20, 20]
@@ -136,7 +118,7 @@ async def test_what_was_measured_is_not_measured_again_when_a_comparison_goes_on
     behaviour = Behaviour(ttft_s=0.05, tpot_s=0.005, mode="colocated")
     with running(behaviour) as url:
         plan = ComparePlan(**PLAN | {"rate": "auto"})
-        task = asyncio.create_task(compare((_Ready(url), _Ready(url)), plan, tmp_path, console, is_alone=False))
+        task = asyncio.create_task(compare((Ready(url), Ready(url)), plan, tmp_path, console, is_alone=False))
         await eventually(lambda: _ended(tmp_path))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -144,7 +126,7 @@ async def test_what_was_measured_is_not_measured_again_when_a_comparison_goes_on
         past = RunFolder(tmp_path).past()
         assert past.settled.given["rate"] == "auto"
         sent = len(behaviour.bodies)
-        await resume((_Ready(url), _Ready(url)), past, console, is_alone=False)
+        await resume((Ready(url), Ready(url)), past, console, is_alone=False)
     requests = sum(each["total"] for each in _summary(tmp_path)["rounds"] if each["round"] > 0)
     assert len(behaviour.bodies) - sent == requests + 2 * WARM_UP
     assert _summary(tmp_path)["load"]["unloaded"]["median_ttft_s"] == past.settled.load.unloaded.median_ttft_s
@@ -156,13 +138,13 @@ async def test_pairs_from_before_an_interruption_count_although_no_time_is_left_
     behaviour = Behaviour(ttft_s=0.05, tpot_s=0.005, mode="colocated")
     with running(behaviour) as url:
         plan = ComparePlan(**PLAN | {"pairs": 9}, budget_s=600)
-        task = asyncio.create_task(compare((_Ready(url), _Ready(url)), plan, tmp_path, console, is_alone=False))
+        task = asyncio.create_task(compare((Ready(url), Ready(url)), plan, tmp_path, console, is_alone=False))
         await eventually(lambda: _ended(tmp_path) == 5)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         past = msgspec.structs.replace(RunFolder(tmp_path).past(), spent_s=600.0)
-        await resume((_Ready(url), _Ready(url)), past, console, is_alone=False)
+        await resume((Ready(url), Ready(url)), past, console, is_alone=False)
     assert [(each["pair"], each["valid"]) for each in _summary(tmp_path)["rounds"]] == [
         (pair, True) for pair in range(3) for _ in range(2)
     ]
@@ -175,7 +157,7 @@ async def test_lines_that_were_half_written_or_damaged_are_left_out(tmp_path, co
         for name in ("rounds.jsonl", "records.jsonl"):
             with (tmp_path / name).open("ab") as lines:
                 lines.write(b'{"type": "\xff"}\n{"type": "en')
-        await resume((_Ready(url), _Ready(url)), RunFolder(tmp_path).past(), console, is_alone=False)
+        await resume((Ready(url), Ready(url)), RunFolder(tmp_path).past(), console, is_alone=False)
     assert [each["valid"] for each in _summary(tmp_path)["rounds"]] == [True] * 4
     assert report_again(tmp_path, console).exists()
 
@@ -195,7 +177,7 @@ def test_a_folder_without_an_interrupted_comparison_is_named(tmp_path):
 async def test_a_second_run_leaves_the_first_alone_which_is_shown_again(tmp_path, console):
     folder = tmp_path / "run"
     with running(Behaviour(ttft_s=0.01, tpot_s=0.001, mode="colocated")) as url:
-        variants = _Ready(url), _Ready(url)
+        variants = Ready(url), Ready(url)
         first = await compare(variants, ComparePlan(**PLAN | {"pairs": 1}), folder, console, is_alone=False)
         kept = {path.name: path.read_bytes() for path in folder.iterdir()}
         second = await compare(variants, ComparePlan(**PLAN | {"pairs": 1, "seed": 7}), folder, console, is_alone=False)

@@ -28,12 +28,11 @@ from ridgeline.loadtest.run import replay as replay_module
 from ridgeline.loadtest.run.calibration import Workers, given_load, most_rate
 from ridgeline.loadtest.run.records import RecordFile
 from ridgeline.loadtest.run.replay import ReplayResult, run_replay
-from ridgeline.loadtest.run.server_facts import ServerFacts
 from ridgeline.loadtest.run.unloaded import Unloaded, measure_unloaded, sizes_of
 from ridgeline.loadtest.run_folder import RunFolder
 from ridgeline.loadtest.valid_rounds import RoundRunner
-from ridgeline.loadtest.variants import Deployments, Reached
-from tests.support.openai_server import Behaviour, running
+from ridgeline.loadtest.variants import Deployments
+from tests.support.openai_server import Behaviour, Ready, running
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.summary_schema import schema_problems
 
@@ -42,11 +41,7 @@ MOST_TRIES = 8
 SIX = "poisson:rate=50,input=40,output=6,n=6,seed=1"
 
 
-@pytest.fixture(autouse=True)
-def _plain_tokens(monkeypatch):
-    """Numbers instead of a tokenizer's ids: the text itself is tested elsewhere."""
-    monkeypatch.setattr(replay_module, "load_text_tokens", lambda _: tuple(range(5000)))
-    monkeypatch.setattr("ridgeline.loadtest.run.server.is_at_hand", lambda _: True)
+pytestmark = pytest.mark.usefixtures("plain_tokens")
 
 
 @pytest.fixture
@@ -118,13 +113,6 @@ async def test_the_client_tells_its_own_load(console):
     assert result.client.niceness == os.nice(0)
 
 
-async def test_cores_that_are_not_there_or_not_understood_are_named(console):
-    with pytest.raises(LoadTestError, match="cannot run on core 4096"):
-        await _replay(Behaviour(), console, client_cores="4096")
-    with pytest.raises(LoadTestError, match="'first' are not understood: give a list such as 0-1,3"):
-        await _replay(Behaviour(), console, client_cores="first")
-
-
 async def test_a_client_process_that_dies_is_told_and_keeps_the_records_it_has_sent(console, tmp_path):
     behaviour = Behaviour(ttft_s=0.01, faults={3: "hang"})
     record_file = RecordFile(tmp_path / "out" / "records.jsonl", mode="colocated")
@@ -157,22 +145,6 @@ async def test_a_chat_counts_its_tokens_and_not_the_event_that_names_the_role(co
     (message,) = behaviour.bodies[-1]["messages"]
     assert message["role"] == "user"
     assert len(message["content"].split()) == 40
-
-
-async def test_a_turn_leaves_after_the_answer_before_it_and_the_think_time(console, tmp_path):
-    turns = [{"session_id": "a", "timestamp": 0}, {"session_id": "a", "delay": 80}, {"session_id": "a", "delay": 0}]
-    lines = [json.dumps(turn | {"input_length": 20, "output_length": 3}) for turn in turns]
-    (tmp_path / "sessions").write_text("\n".join(lines))
-    plan = {"trace": str(tmp_path / "sessions"), "warmup_requests": 0}
-    result = await _replay(Behaviour(ttft_s=0.02, tpot_s=0.005), console, **plan)
-    first, second, third = result.records
-    assert 0.08 <= second.scheduled_s - (first.sent_s + first.latency_s) < PATIENCE_S, "never before the think time"
-    assert third.scheduled_s >= second.sent_s + second.latency_s
-    assert [record.input_tokens for record in result.records] == [20, 43, 66]
-
-    result = await _replay(Behaviour(ttft_s=0.001, faults={1: "refuse"}), console, **plan)
-    assert [record.ok for record in result.records] == [True, False, False]
-    assert result.records[2].error == "not sent: a request that it waits for failed"
 
 
 async def test_a_turn_with_a_time_of_its_own_leaves_no_earlier(console, tmp_path):
@@ -277,24 +249,6 @@ class _Cluster:
             return await compare(variants, plan, out, console, **{"is_alone": False} | options)
 
 
-class _Running:
-    """A variant whose server runs all the time."""
-
-    start_s, devices, context_tokens, facts = 0.0, None, None, ServerFacts()
-
-    def __init__(self, url: str, mode: str = "colocated", at_round=None) -> None:
-        self.mode = mode
-        self._url = url
-        self._at_round = at_round
-        self._rounds = 0
-
-    async def ready(self) -> Reached:
-        self._rounds += 1
-        if self._at_round:
-            self._at_round(self._rounds)
-        return Reached(self._url, is_fresh=False)
-
-
 def _compare_plan(**fields) -> ComparePlan:
     plain = {"trace": SIX, "settle_s": 0.02, "tokenizer": "unused", "slo_tpot_ms": 40, "rate": 50}
     plain |= {"variants": "colocated,disaggregated"}
@@ -312,7 +266,7 @@ async def test_three_pairs_tell_a_slow_variant_from_a_fast_one_and_everything_is
     # one of a slow answer's, of which 19 last longer than that. If only the client does, it takes some for fast.
     plan = _compare_plan(trace=SIX.replace("output=6", "output=21"), slo_tpot_ms=55, pairs=3)
     with running(slow) as one, running(fast) as other:
-        variants = _Running(one), _Running(other, "disaggregated")
+        variants = Ready(one), Ready(other, "disaggregated")
         await compare(variants, plan, tmp_path, console, is_alone=False)
     summary = _summary(tmp_path)
     assert schema_problems(summary) == []
@@ -383,7 +337,7 @@ async def test_a_round_in_which_a_worker_was_lost_is_void_and_repeated(tmp_path,
             behaviour.restarts_at = len(behaviour.bodies) + 3
 
     with running(behaviour) as url:
-        variants = _Running(url), _Running(url, at_round=lose_a_worker)
+        variants = Ready(url), Ready(url, at_round=lose_a_worker)
         plan = _compare_plan(variants="colocated,colocated")
         await compare(variants, plan, tmp_path, console, is_alone=False)
     rounds = _summary(tmp_path)["rounds"]
@@ -403,7 +357,7 @@ async def test_a_machine_that_is_always_disturbed_gives_rounds_that_are_kept_and
     )
     with running(Behaviour(ttft_s=0.01, tpot_s=0.001, mode="colocated")) as url:
         plan = _compare_plan(variants="colocated,colocated")
-        await compare((_Running(url), _Running(url)), plan, tmp_path, console, is_alone=False)
+        await compare((Ready(url), Ready(url)), plan, tmp_path, console, is_alone=False)
     assert "Nothing is concluded from 0 pairs" in _summary(tmp_path)["verdict"]["sentences"][0]
     rounds = _summary(tmp_path)["rounds"]
     assert [each["valid"] for each in rounds] == [False] * 2 + [True] * 4
@@ -413,14 +367,14 @@ async def test_a_machine_that_is_always_disturbed_gives_rounds_that_are_kept_and
 async def test_a_server_that_loses_workers_in_every_round_ends_the_comparison(tmp_path, console):
     behaviour = Behaviour(ttft_s=0.01, tpot_s=0.001, mode="colocated", restarts_every=3)
     with running(behaviour) as url, pytest.raises(ServerError, match="was discarded 3 times: 0 was restarted"):
-        await compare((_Running(url), _Running(url)), _compare_plan(), tmp_path, console, is_alone=False)
+        await compare((Ready(url), Ready(url)), _compare_plan(), tmp_path, console, is_alone=False)
 
 
 async def test_a_round_in_which_nothing_finished_counts_and_is_no_error(tmp_path, console):
     refused = (*range(4, 10), *range(14, 20))  # the others warm the workers up
     behaviour = Behaviour(ttft_s=0.01, tpot_s=0.001, faults=dict.fromkeys(refused, "refuse"))
     with running(behaviour) as url:
-        variants = _Running(url, "disaggregated"), _Running(url, "disaggregated")
+        variants = Ready(url, "disaggregated"), Ready(url, "disaggregated")
         settled = await prepare(variants[0], _compare_plan(), console, None, (), 0.0)
         RunFolder(tmp_path).start(settled)
         runner = RoundRunner(variants, RunFolder(tmp_path).past(), console, is_alone=False, began_s=0.0)

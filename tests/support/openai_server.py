@@ -8,7 +8,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -18,6 +18,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from ridgeline.loadtest.run.server_facts import ServerFacts
+from ridgeline.loadtest.variants import Reached
 from tests.support.http_server import listening
 from tests.support.patience import PATIENCE_S, eventually
 
@@ -200,3 +202,17 @@ def running(behaviour: Behaviour) -> Iterator[str]:
     finally:
         loop.call_soon_threadsafe(end.set)
         thread.join(PATIENCE_S)
+
+
+class Ready:
+    """A variant whose server runs all the time, and is always ready; `at_round` is told the number of each round."""
+
+    start_s, devices, context_tokens, facts = 0.0, None, None, ServerFacts()
+
+    def __init__(self, url: str, mode: str = "colocated", at_round: Callable[[int], None] = lambda _: None) -> None:
+        self.mode, self._url, self._at_round, self._rounds = mode, url, at_round, 0
+
+    async def ready(self) -> Reached:
+        self._rounds += 1
+        self._at_round(self._rounds)
+        return Reached(self._url, is_fresh=False)

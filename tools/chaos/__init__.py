@@ -10,5 +10,4 @@ faults.py      injects faults into processes, in a seeded order
 operations.py  changes the mode, gives the deployment more workers and fewer, restarts all
 records.py     one request as its client saw it
 verify.py      checks what must hold for every answer
-scoring.py     measures how far each token is from the best one
 """

@@ -4,7 +4,7 @@ usage: python -m tools.chaos.chaos --seconds 1800 --seed 1 --out runs/chaos
 
 It runs `ridgeline serve` with two prefill and two decode workers, a lossy KV link, and clients that think, arrive at
 random and sometimes leave; every few seconds it injects a fault. The router is never touched. Afterwards every answer
-is checked (`verify`), greedy ones are scored by a single engine (`scoring`), and nothing may be left over, or replaced
+is checked (`verify`), greedy ones are scored by a single engine (`score`), and nothing may be left over, or replaced
 without a fault. Prints a line every 10 s and a table at the end, writes report.json, and exits with 1 on a violation.
 
 The same seed sends the same requests and the same order of faults in each pool; how they coincide depends on timing.
@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ridgeline.router.observe.loop_lag import LoopLag
+from tests.engines.harness import Engines
 from tools.chaos import verify
 from tools.chaos.deployment import can_cut_connections
 from tools.chaos.drive import Load
@@ -37,7 +38,6 @@ from tools.chaos.faults import WEIGHTS, Fault, Injector
 from tools.chaos.operations import ModeChanges, Operations
 from tools.chaos.records import Record
 from tools.chaos.running import LOCAL, Running, pool_settings, running, stop
-from tools.chaos.scoring import Scores, score
 from tools.chaos.wishes import Mix
 
 PROGRESS_EVERY_S: Final = 10.0
@@ -48,6 +48,17 @@ ENDS_WITHIN_S: Final = 240.0
 """Time for all requests to end after the last one was sent."""
 SHARED_MEMORY: Final = Path("/dev/shm")
 MIB: Final = 2**20
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The scores of all greedy answers."""
+
+    answers: int
+    tokens: int
+    worst_nat: float
+    wrong: list[str]
+    """A sentence for each answer with a token that is farther from the best one than a tie."""
 
 
 @dataclass
@@ -195,6 +206,34 @@ async def _progress(setup: Running, load: Load, injector: Injector, lag: LoopLag
             f"{load.running} running, {len(injector.faults)} faults, router {rss_mib:.0f} MiB, "
             f"late at most {await _router_lag_s(setup):.2f} s; we {lag.worst_s:.2f} s"
         )
+
+
+def scorable(record: Record) -> bool:
+    """Return whether the answer is greedy, has begun and its prompt is known, even if it was cut short."""
+    return record.wish.greedy and record.num_tokens > 0 and bool(record.prompt_token_ids)
+
+
+async def score(engines: Sequence[Engines], records: Sequence[Record]) -> Scores:
+    """Score each answer with one prefill; each decode worker takes one at a time."""
+    waiting = iter([record for record in records if scorable(record)])
+    answers, tokens, worst_nat = 0, 0, 0.0
+    wrong: list[str] = []
+
+    async def one_after_the_other(engine: Engines) -> None:
+        nonlocal answers, tokens, worst_nat
+        for record in waiting:
+            token_ids = record.choices[0].token_ids
+            nats = await engine.behind_best_nats(record.prompt_token_ids, token_ids)
+            answers, tokens, worst_nat = answers + 1, tokens + len(nats), max(worst_nat, *nats)
+            position = next((position for position, nat in enumerate(nats) if not engine.is_tie(nat)), None)
+            if position is not None:
+                wrong.append(
+                    f"request {record.wish.number}: token {position} of {len(nats)} is {nats[position]:.3f} nat from "
+                    f"the best ({sum(not engine.is_tie(nat) for nat in nats)} such tokens)"
+                )
+
+    await asyncio.gather(*(one_after_the_other(engine) for engine in engines))
+    return Scores(answers, tokens, worst_nat, wrong)
 
 
 # --- the report

@@ -67,14 +67,17 @@ class Record:
         return max(later - earlier for earlier, later in pairwise(times_s) if later > moment_s)
 
 
-async def ask(http: httpx.AsyncClient, wish: Wish) -> Record:
-    """Send a request and record the answer until it ends or the client leaves."""
+async def ask(
+    http: httpx.AsyncClient, wish: Wish, stay_s: float | None = None, deadline_s: float = CLIENT_DEADLINE_S
+) -> Record:
+    """Send a request and record the answer until it ends or the client leaves, at the latest after `stay_s`."""
     record = Record(wish, sent_s=time.monotonic())
     try:
-        async with asyncio.timeout(CLIENT_DEADLINE_S):
+        async with asyncio.timeout(deadline_s), asyncio.timeout(stay_s) as stay:
             await (_stream(http, record) if wish.stream else _whole(http, record))
     except TimeoutError:
-        record.broken = f"no end within {CLIENT_DEADLINE_S:.0f} s"
+        record.left = stay.expired()
+        record.broken = "" if record.left else f"no end within {deadline_s:.0f} s"
     except httpx.HTTPError as error:
         record.broken = f"{type(error).__name__}: {error}"
     record.ended_s = time.monotonic()
@@ -105,6 +108,7 @@ async def _stream(http: httpx.AsyncClient, record: Record) -> None:
             if line.startswith("data: "):
                 _take_event(record, line.removeprefix("data: "))
             if wish.leave_after_tokens is not None and record.num_tokens >= wish.leave_after_tokens:
+                await asyncio.sleep(wish.leave_after_s)
                 record.left = not record.dones
                 return
 

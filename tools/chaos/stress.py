@@ -23,10 +23,9 @@ import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import httpx
 from rich.console import Console
@@ -34,8 +33,9 @@ from rich.console import Console
 from ridgeline.cluster.config.models import RidgelineConfig
 from tests.engines.harness import Engines, Increase
 from tests.engines.tiny_model import make_tiny_model_like
+from tools.chaos.records import ask
 from tools.chaos.running import LOCAL, Running, pool_settings, running, stop
-from tools.chaos.wishes import SCHEMA
+from tools.chaos.wishes import COMPLETIONS, SCHEMA, Wish
 
 MAX_MODEL_LEN_TOKENS: Final = 1024
 STEP_TOKENS: Final = 128
@@ -47,29 +47,28 @@ ENDS_WITHIN_S: Final = 120.0
 """Time for any request to end, far above any correct duration."""
 LEAVE_SHARE: Final = 0.5
 PROGRESS_EVERY: Final = 250
-
-Moment = Literal["at once", "before the first token", "at the first token", "after an event", "at any time"]
+COUNTED: Final = {
+    "ridgeline_requests_total": "outcome",
+    "ridgeline_followed_handoffs_total": "result",
+    "ridgeline_first_token_total": "mode",
+    "ridgeline_recompute_total": "reason",
+    "ridgeline_expired_leases_total": "worker",
+}
+"""What is told of the whole run, by label."""
 
 
 @dataclass(frozen=True)
-class Leave:
-    """The moment at which a client leaves."""
+class Stay:
+    """How long a client stays that leaves by the clock."""
 
-    moment: Moment
-    factor: float = 0.0
-    """Fraction of the usual time to a first token, or of a whole request, after which it leaves."""
-    events: int = 0
+    of_first: float = 0.0
+    of_whole: float = 0.0
+    """Fractions of the usual time to a first token and of a whole request."""
     delay_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class Plan:
-    """One planned request, a function of the seed and its number."""
-
-    number: int
-    kind: str
-    body: dict[str, Any]
-    leave: Leave | None
+Plan = tuple[Wish, Stay | None]
+"""One planned request, a function of the seed and its number; a client without a stay leaves after tokens or never."""
 
 
 @dataclass
@@ -83,7 +82,7 @@ class Tally:
     wall_s: float = 0.0
 
 
-def plan(seed: int, number: int, text: Sequence[int], longest_tokens: int = LONGEST_PROMPT_TOKENS) -> Plan:
+def plan(seed: int, number: int, text: Sequence[int], model: str, longest_tokens: int = LONGEST_PROMPT_TOKENS) -> Plan:
     """Plan a request: mostly short prompts, some of several steps, some cached; all ways of sampling and ending."""
     rng = random.Random(f"{seed}/{number}")
     length = rng.choice(
@@ -92,14 +91,18 @@ def plan(seed: int, number: int, text: Sequence[int], longest_tokens: int = LONG
     start = rng.choice([0, rng.randrange(len(text) - 700), rng.randrange(len(text) - 700)])
     kind, extra = rng.choice(list(_kinds(rng).items()))
     body = {
+        "model": model,
         "prompt": list(text[start : start + min(length, longest_tokens)]),
         "max_tokens": rng.choice([1, 2, 3, rng.randint(4, 24), rng.randint(4, 24)]),
         "temperature": 0,
         "ignore_eos": True,
+        "return_token_ids": True,
         "stream": rng.random() < 0.85,
         **extra,
     }
-    return Plan(number, kind, body, _leave(rng) if rng.random() < LEAVE_SHARE else None)
+    tokens, delay_s, stay = _leave(rng) if rng.random() < LEAVE_SHARE else (None, 0.0, None)
+    wish = Wish(number, kind, COMPLETIONS, body, body["max_tokens"], body.get("n", 1), tokens, delay_s)
+    return wish, stay
 
 
 def _kinds(rng: random.Random) -> dict[str, dict[str, Any]]:
@@ -127,93 +130,45 @@ def _kinds(rng: random.Random) -> dict[str, dict[str, Any]]:
     }
 
 
-def _leave(rng: random.Random) -> Leave:
+def _leave(rng: random.Random) -> tuple[int | None, float, Stay | None]:
     """Choose a moment, mostly around the first token: the prefill ends before it, and the hand-off follows."""
-    due = rng.gauss(1.0, 0.25)
+    due = max(0.05, rng.gauss(1.0, 0.25))
+    at_first = 1, rng.choice([0.0, 0.0, rng.uniform(0.0, 0.03)]), None
     return rng.choice(
         [
-            Leave("at once", delay_s=rng.uniform(0.0, 0.02)),
-            Leave("before the first token", factor=max(0.05, due)),
-            Leave("before the first token", factor=max(0.05, due)),
-            Leave("at the first token", events=1, delay_s=rng.choice([0.0, 0.0, rng.uniform(0.0, 0.03)])),
-            Leave("at the first token", events=1, delay_s=rng.choice([0.0, 0.0, rng.uniform(0.0, 0.03)])),
-            Leave("after an event", events=rng.randint(2, 6), delay_s=rng.uniform(0.0, 0.02)),
-            Leave("at any time", factor=rng.uniform(0.0, 1.2)),
+            (None, 0.0, Stay(delay_s=rng.uniform(0.0, 0.02))),
+            *[(None, 0.0, Stay(of_first=due))] * 2,
+            *[at_first] * 2,
+            (rng.randint(2, 6), rng.uniform(0.0, 0.02), None),
+            (None, 0.0, Stay(of_whole=rng.uniform(0.0, 1.2))),
         ]
     )
 
 
-class Usual:
-    """How long recent requests took, by which leaving clients aim."""
+class Clients:
+    """All clients of a deployment; those that leave aim by how long recent requests took."""
 
-    def __init__(self) -> None:
+    def __init__(self, http: httpx.AsyncClient) -> None:
+        self._http = http
         self._first_s: deque[float] = deque([0.1], maxlen=30)
         self._whole_s: deque[float] = deque([0.5], maxlen=30)
 
-    def note(self, first_s: float, whole_s: float) -> None:
-        """Record the times of a client that stayed."""
-        self._first_s.append(first_s)
-        self._whole_s.append(whole_s)
-
-    def stay_s(self, leave: Leave | None) -> float | None:
-        """Return how long a client stays that leaves by the clock; None for others."""
-        if leave is None or leave.events:
-            return None
-        usual = self._first_s if leave.moment == "before the first token" else self._whole_s
-        return leave.delay_s + leave.factor * statistics.median(usual)
-
-
-class Left(Exception):
-    """The client left on purpose."""
-
-
-class Clients:
-    """All clients of a deployment."""
-
-    def __init__(self, http: httpx.AsyncClient, model: str) -> None:
-        self._http, self._model = http, model
-        self._usual = Usual()
-
     async def ask(self, plan: Plan) -> str:
         """Run a request and return how it ended: finished, left, or the error."""
-        try:
-            async with asyncio.timeout(ENDS_WITHIN_S), asyncio.timeout(self._usual.stay_s(plan.leave)) as stay:
-                return await (self._stream(plan) if plan.body["stream"] else self._whole(plan))
-        except Left:
+        wish, stay = plan
+        stay_s = None
+        if stay is not None:
+            usual_s = statistics.median(self._first_s), statistics.median(self._whole_s)
+            stay_s = stay.delay_s + stay.of_first * usual_s[0] + stay.of_whole * usual_s[1]
+        record = await ask(self._http, wish, stay_s, ENDS_WITHIN_S)
+        if record.left:
             return "left"
-        except TimeoutError:
-            return "left" if stay.expired() else f"{plan.kind}: no end within {ENDS_WITHIN_S:.0f} s"
-        except httpx.HTTPError as error:
-            return f"{plan.kind}: {type(error).__name__} {error}"
-
-    async def _whole(self, plan: Plan) -> str:
-        reply = await self._http.post("/v1/completions", json={"model": self._model, **plan.body})
-        return "finished" if reply.status_code == httpx.codes.OK else _error(plan, reply)
-
-    async def _stream(self, plan: Plan) -> str:
-        began_s, first_s, events = time.monotonic(), 0.0, 0
-        body = {"model": self._model, **plan.body}
-        async with self._http.stream("POST", "/v1/completions", json=body) as reply:
-            if reply.status_code != httpx.codes.OK:
-                await reply.aread()
-                return _error(plan, reply)
-            async with aclosing(reply.aiter_lines()) as lines:  # type: ignore[type-var]
-                async for line in lines:
-                    if not line.startswith("data: {"):
-                        continue
-                    if '"error"' in line[:12]:
-                        return f"{plan.kind}: {line[:300]}"
-                    events += 1
-                    first_s = first_s or time.monotonic() - began_s
-                    if plan.leave is not None and events == plan.leave.events:
-                        await asyncio.sleep(plan.leave.delay_s)
-                        raise Left
-        self._usual.note(first_s, time.monotonic() - began_s)
+        if record.broken or record.errors:
+            return f"{wish.kind}: {record.status} {record.broken or record.errors[0][:300]}"
+        if wish.stream and record.token_times_s:
+            self._first_s.append(record.token_times_s[0] - record.sent_s)
+            self._whole_s.append(record.ended_s - record.sent_s)
         return "finished"
-
-
-def _error(plan: Plan, reply: httpx.Response) -> str:
-    return f"{plan.kind}: {reply.status_code} {reply.text[:300]}"
 
 
 async def one_round(
@@ -232,7 +187,7 @@ async def one_round(
             end = await clients.ask(each)
             tally.ends[end if end in ("finished", "left") else "failed"] += 1
             if end not in ("finished", "left"):
-                tally.errors.append(f"request {each.number}, {end}")
+                tally.errors.append(f"request {each[0].number}, {end}")
                 say(tally.errors[-1])
             if tally.ends.total() % PROGRESS_EVERY == 0:
                 say(f"{tally.ends.total()} of {len(plans)} done, {dict(tally.ends)}")
@@ -251,13 +206,13 @@ async def one_round(
 async def stress(setup: Running, options: argparse.Namespace, console: Console) -> list[Tally]:
     """Run all rounds."""
     tallies: list[Tally] = []
-    clients = Clients(setup.http, setup.model)
+    clients = Clients(setup.http)
     async with setup.deployment.past_the_router(setup.model, setup.model_path, setup.tokenizer) as pairs:
         (pair,) = pairs
         before = await setup.deployment.metrics()
         for number in range(options.rounds):
             seed = options.seed + number
-            plans = [plan(seed, each, setup.text_tokens) for each in range(options.requests)]
+            plans = [plan(seed, each, setup.text_tokens, setup.model) for each in range(options.requests)]
 
             def say(sentence: str, seed: int = seed) -> None:
                 console.print(f"seed {seed}: {sentence}", markup=False, highlight=False)
@@ -269,15 +224,8 @@ async def stress(setup: Running, options: argparse.Namespace, console: Console) 
             for sentence in tally.lives:
                 say(sentence)
         counted = Increase(before, await setup.deployment.metrics())
-        for name, label in (
-            ("ridgeline_requests_total", "outcome"),
-            ("ridgeline_followed_handoffs_total", "result"),
-            ("ridgeline_first_token_total", "mode"),
-            ("ridgeline_recompute_total", "reason"),
-        ):
+        for name, label in COUNTED.items():
             console.print(f"{name}: {counted.by_label(name, label)}", markup=False, highlight=False)
-        expired = counted.sum("ridgeline_expired_leases_total")
-        console.print(f"ridgeline_expired_leases_total: {expired:.0f}", highlight=False)
     return tallies
 
 

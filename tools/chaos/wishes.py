@@ -58,6 +58,8 @@ class Wish:
     num_choices: int = 1
     leave_after_tokens: int | None = None
     """Tokens after which the client closes the stream; 0: before the first one."""
+    leave_after_s: float = 0.0
+    """Seconds that it still waits then."""
 
     @property
     def stream(self) -> bool:

@@ -6,6 +6,8 @@ it, beside others that do; the agent's next call waits for all of them.
 """
 
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -61,7 +63,8 @@ def read_agent_traces(file: TraceFile, most_rows: int) -> RequestTable:
         block_sizes.add(each.block_size)
         scope = (each.id, number, arrival_s) if each.hash_id_scope == LOCAL else ()
         began = ReadRequest(number, arrival_s, 0, 0, session=f"{each.id}, line {number}, {arrival_s}")
-        _Conversation(found, numbers, scope, began, dropped).add(each.requests, None)
+        dropped[EMPTY] += _empty(each.requests)
+        _add_calls(found, each.requests, began, partial(_numbered, numbers, scope))
         if len(found) >= most_rows:
             break
     if len(block_sizes) > 1:
@@ -74,40 +77,43 @@ def read_agent_traces(file: TraceFile, most_rows: int) -> RequestTable:
     return checked_table(file, "WEKA agentic JSON", rows, block_tokens=block_tokens, dropped=dropped, notes=(NO_TIMES,))
 
 
-class _Conversation:
-    """Adds the calls of one conversation to those that were found."""
+def _numbered(numbers: HashNumbers, scope: tuple[object, ...], hashes: tuple[int | str, ...]) -> tuple[int, ...]:
+    return numbers.numbered((*scope, block) for block in hashes)
 
-    def __init__(
-        self,
-        found: list[ReadRequest],
-        numbers: HashNumbers,
-        scope: tuple[object, ...],
-        began: ReadRequest,
-        dropped: Counter[str],
-    ) -> None:
-        self._found, self._numbers, self._scope, self._began, self._dropped = found, numbers, scope, began, dropped
 
-    def add(self, calls: list[_Call], spawner: int | None) -> list[int]:
-        """Add the calls of an agent that begins after the request `spawner`; return those that end it."""
-        last, ended_s = spawner, None
-        joined: list[int] = []
-        for call in calls:
-            if call.kind == "subagent":
-                joined += self.add(call.requests, last)
-                continue
-            if min(call.inputs, call.outputs) < 1:
-                self._dropped[EMPTY] += 1
-                continue
-            waited_s = 0.0 if ended_s is None or joined else call.t - ended_s
-            self._found.append(
-                self._began._replace(
-                    input_tokens=call.inputs,
-                    output_tokens=call.outputs,
-                    prefix_ids=self._numbers.numbered((*self._scope, block) for block in call.hash_ids or ()),
-                    think_s=max(0.0, waited_s if call.think_time is None else call.think_time),
-                    after=(*(() if last is None else (last,)), *joined),
-                    fresh=call.hash_ids is not None or last is spawner,
-                )
+def _add_calls(
+    found: list[ReadRequest],
+    calls: list[_Call],
+    began: ReadRequest,
+    numbered: Callable[[tuple[int | str, ...]], tuple[int, ...]],
+    spawner: int | None = None,
+) -> list[int]:
+    """Add the calls of an agent that begins after the request `spawner`; return those that end it."""
+    last, ended_s = spawner, None
+    joined: list[int] = []
+    for call in calls:
+        if call.kind == "subagent":
+            joined += _add_calls(found, call.requests, began, numbered, last)
+            continue
+        if min(call.inputs, call.outputs) < 1:
+            continue
+        waited_s = 0.0 if ended_s is None or joined else call.t - ended_s
+        found.append(
+            began._replace(
+                input_tokens=call.inputs,
+                output_tokens=call.outputs,
+                prefix_ids=numbered(call.hash_ids or ()),
+                think_s=max(0.0, waited_s if call.think_time is None else call.think_time),
+                after=(*(() if last is None else (last,)), *joined),
+                fresh=call.hash_ids is not None or last is spawner,
             )
-            last, joined, ended_s = len(self._found) - 1, [], call.t + (call.api_time or 0.0)
-        return joined + ([last] if last is not None and last != spawner else [])
+        )
+        last, joined, ended_s = len(found) - 1, [], call.t + (call.api_time or 0.0)
+    return joined + ([last] if last is not None and last != spawner else [])
+
+
+def _empty(calls: list[_Call]) -> int:
+    """Count the calls of 0 tokens, of subagents too."""
+    return sum(
+        _empty(call.requests) if call.kind == "subagent" else min(call.inputs, call.outputs) < 1 for call in calls
+    )

@@ -14,12 +14,11 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from tests.support.samples import next_token
 from tests.support.talking_router import WORDS, TalkingEngine, make_model, talking_router
 from tools.differential.cases import Case, Material, drawn
 from tools.differential.compare import Judge
 from tools.differential.plain import PlainServerEnded, serving
-from tools.differential.run import Both, judged, progress
+from tools.differential.run import Both, judged
 
 COUNT = 25
 
@@ -145,7 +144,6 @@ async def test_what_is_wrong_in_one_of_them_is_found(served: Any, what: str, str
     judge = Judge(OddServer(http, which, WRONG[what]), http, "m", "float32")  # type: ignore[arg-type]
     verdict = await judge.verdict(Case(0, "/v1/completions", body | told, again=False))
     assert verdict.difference
-    assert next_token(prompt)
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -291,10 +289,6 @@ async def test_a_plain_server_that_has_ended_is_told_with_its_exit_code_and_its_
             PlainServerEnded, match=r"exit code 3; its last lines:\n  CPU Generator does not use offset"
         ):
             await server.ready()
-
-
-def test_progress_tells_the_rate_and_what_is_left():
-    assert progress(50, 500, 25.0) == "50 of 500, 2.00 cases/s, 225 s left"
 
 
 def test_plain_vllm_gets_the_remedy_for_seeds_when_its_model_is_loaded(monkeypatch: pytest.MonkeyPatch):

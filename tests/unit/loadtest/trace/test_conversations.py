@@ -10,22 +10,14 @@ from ridgeline.loadtest.plan import ReplayPlan
 from ridgeline.loadtest.run.replay import completions
 from ridgeline.loadtest.trace.prompts import PromptMaker, TextWindows
 from ridgeline.loadtest.trace.readers import load_trace
-from ridgeline.loadtest.trace.reading import sharegpt
 from ridgeline.loadtest.trace.shape import shape_trace
-from ridgeline.loadtest.trace.trace import TraceRow
 
 SESSIONS = """{"session_id": "a", "timestamp": 1000, "input_length": 30, "output_length": 5}
 {"session_id": "b", "timestamp": 1500, "input_length": 40, "output_length": 6}
 {"session_id": "a", "delay": 2500, "input_length": 10, "output_length": 7}
 {"session_id": "a", "delay": 0, "input_length": 20, "output_length": 8}
 """
-SHAREGPT = [
-    {"id": "1", "conversations": [{"from": "human", "value": "a b c d e"}, {"from": "gpt", "value": "1 2 3 4"}]},
-    {"id": "2", "conversations": [{"from": "gpt", "value": "a b c d e"}, {"from": "human", "value": "1 2 3 4"}]},
-    {"id": "3", "conversations": [{"from": "human", "value": "a b c d e"}]},
-    {"id": "4", "conversations": [{"from": "human", "value": "too short"}, {"from": "gpt", "value": "1 2 3 4"}]},
-    {"id": "5", "conversations": [{"from": "user", "value": "a b c d"}, {"from": "assistant", "value": "1 2 3 4 5 6"}]},
-]
+SHAREGPT = [{"conversations": [{"from": "user", "value": "a b c d"}, {"from": "assistant", "value": "1 2 3 4 5 6"}]}]
 
 
 def _file(folder, text):
@@ -34,35 +26,9 @@ def _file(folder, text):
     return str(path)
 
 
-@pytest.fixture(autouse=True)
-def _words_are_tokens(monkeypatch):
-    def encode(texts, **_):
-        return [SimpleNamespace(ids=text.split()) for text in texts]
-
-    monkeypatch.setattr(sharegpt, "load_tokenizer", lambda _: SimpleNamespace(encode_batch=encode))
-
-
-def test_sharegpt_is_the_first_exchange_of_each_conversation_in_the_models_own_tokens(tmp_path):
-    trace = load_trace(_file(tmp_path, json.dumps(SHAREGPT)), "words")
-    assert [(row.input_tokens, row.output_tokens) for row in trace.rows] == [(5, 4), (4, 6)]
-    assert trace.rows[0].arrival_s == 0 < trace.rows[1].arrival_s
-    assert "have no times" in trace.notes[0]
-    assert shape_trace(trace, ReplayPlan(rate=4.0)).mean_rate == pytest.approx(4)
-
-
 def test_sharegpt_without_a_tokenizer_says_what_to_pass(tmp_path):
     with pytest.raises(TraceError, match="pass --tokenizer PATH"):
         load_trace(_file(tmp_path, json.dumps(SHAREGPT, indent=1)))
-
-
-def test_sessions_grow_by_question_and_answer_and_keep_their_think_times(tmp_path):
-    trace = load_trace(_file(tmp_path, SESSIONS))
-    assert trace.rows == (
-        TraceRow(0.0, 30, 5, session="a"),
-        TraceRow(0.0, 45, 7, session="a", think_s=2.5, after=(0,)),
-        TraceRow(0.0, 72, 8, session="a", after=(1,)),
-        TraceRow(0.5, 40, 6, session="b"),
-    )
 
 
 def test_a_turn_is_sent_after_the_answer_before_it_and_its_prompt_begins_with_the_one_before(tmp_path):

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-from types import SimpleNamespace
 
 import pytest
 
@@ -67,38 +66,18 @@ READ = {
         [(0.0, 374, 44), (4.314579, 396, 109)],
     ),
     "azure 2024 has a zone and leaves out digits of a whole second": (AZURE, AZURE_ROWS),
-    "azure 2024 may have T and no digits at all": (AZURE.replace(" 00", "T00"), AZURE_ROWS),
     "zones are converted": (
         f"{HEAD}2024-05-10T00:00:00.000000+02:00,10,5\n2024-05-09T22:00:01.000000+00:00,20,6\n",
         [(0.0, 10, 5), (1.0, 20, 6)],
     ),
-    "zones are converted without digits": (
-        f"{HEAD}2024-05-10T00:00:00+02:00,10,5\n2024-05-09T22:00:01+00:00,20,6\n",
-        [(0.0, 10, 5), (1.0, 20, 6)],
-    ),
-    "zones of half an hour and west of Greenwich": (
-        f"{HEAD}2024-05-10 05:30:00+05:30,10,5\n2024-05-09 17:00:01-07:00,20,6\n",
-        [(0.0, 10, 5), (1.0, 20, 6)],
-    ),
-    "a zone without a colon": (f"{HEAD}{DAY}0+0200,10,5\n{DAY}1+0200,20,6\n", [(0.0, 10, 5), (1.0, 20, 6)]),
-    "a zone of hours only": (f"{HEAD}{DAY}0+02,10,5\n{DAY}1+00,20,6\n", [(0.0, 10, 5), (7201.0, 20, 6)]),
     "Z is UTC": (f"{HEAD}2024-05-10T00:00:00Z,10,5\n2024-05-10T02:00:01.5+02:00,20,6\n", [(0, 10, 5), (1.5, 20, 6)]),
-    "a space before the zone": (f"{HEAD}{DAY}0 +00:00,10,5\n{DAY}1 +00:00,20,6\n", [(0.0, 10, 5), (1.0, 20, 6)]),
     "mixed digits": (
         f"{HEAD}{DAY}0.5,1,1\n{DAY}0.25,2,2\n{DAY}1.1234567,3,3\n{DAY}2,4,4\n",
         [(0.0, 2, 2), (0.25, 1, 1), (0.873456, 3, 3), (1.75, 4, 4)],
     ),
-    "nine digits": (f"{HEAD}{DAY}0.000001001,1,1\n{DAY}0.000003009,2,2\n", [(0.0, 1, 1), (2e-6, 2, 2)]),
-    "the end of a year": (
-        f"{HEAD}2023-12-31 23:59:59.5,1,1\n2024-01-01 00:00:00.5,2,2\n",
-        [(0.0, 1, 1), (1.0, 2, 2)],
-    ),
-    "a leap day": (f"{HEAD}2024-02-29 00:00:00,1,1\n2024-03-01 00:00:00,2,2\n", [(0.0, 1, 1), (86400.0, 2, 2)]),
     "seconds since 1970": (f"{HEAD}1715299200.5,10,5\n1715299202,20,6\n", [(0.0, 10, 5), (1.5, 20, 6)]),
     "an array of requests": (json.dumps([line(), line(2000, 20, 6)]), PLAIN_ROWS),
     "a request over several lines": (json.dumps(line(), indent=1), ONE),
-    "negative seconds": (f"{HEAD}-3,10,5\n-1.5,20,6\n", [(0.0, 10, 5), (1.5, 20, 6)]),
-    "seconds with an exponent": (f"{BURST}1e3,m,10,5,15,x\n1001,m,20,6,26,x\n", [(0.0, 10, 5), (1.0, 20, 6)]),
     "BurstGPT with dates": (f"{BURST}{DAY}1,m,10,5,15,x\n{DAY}3,m,20,6,26,x\n", PLAIN_ROWS),
     # BurstGPT
     "BurstGPT": (BURST_TWO, BURST_ROWS),
@@ -108,39 +87,25 @@ READ = {
         [(0.0, 10, 20)],
     ),
     "BurstGPT with a comma in quotes": (BURST_TWO.replace("API log", '"API, log"'), BURST_ROWS),
-    "BurstGPT with an end of line in quotes": (BURST_TWO.replace("API log", '"API\nlog"'), BURST_ROWS),
     "numbers of tokens as pandas writes them": (f"{HEAD}{DAY}1,10.0,5.0\n{DAY}3,2e1,6\n", PLAIN_ROWS),
     "spaces around cells": (f"{HEAD}{DAY}1 , 10 , 5 \n{DAY}3 , 20, 6\n", PLAIN_ROWS),
     "lengths of 10^12": (f"{HEAD}{DAY}1,1000000000000,5\n", [(0.0, 10**12, 5)]),
     # T8, T10, T17: encodings and ends of lines
     "byte order mark, Azure": ("\ufeff" + AZURE, AZURE_ROWS),
-    "byte order mark and quotes": ("\ufeff" + PLAIN.replace("TIMESTAMP", '"TIMESTAMP"'), PLAIN_ROWS),
-    "byte order mark, BurstGPT": ("\ufeff" + BURST_TWO, BURST_ROWS),
     "byte order mark, Mooncake": ("\ufeff" + MOONCAKE, MOONCAKE_ROWS),
-    "byte order mark, Bailian": ("\ufeff" + BAILIAN, BAILIAN_ROWS),
     "CRLF, CSV": (PLAIN.replace("\n", "\r\n"), PLAIN_ROWS),
     "CRLF, Mooncake": (MOONCAKE.replace("\n", "\r\n"), MOONCAKE_ROWS),
-    "no end of the last line, CSV": (PLAIN.rstrip(), PLAIN_ROWS),
-    "no end of the last line, Mooncake": (MOONCAKE.rstrip(), MOONCAKE_ROWS),
     "gzip, Azure": (gzip.compress(AZURE.encode()), AZURE_ROWS),
-    "gzip, BurstGPT": (gzip.compress(BURST_TWO.encode()), BURST_ROWS),
     "gzip, Mooncake": (gzip.compress(MOONCAKE.encode()), MOONCAKE_ROWS),
-    "gzip, Bailian": (gzip.compress(BAILIAN.encode()), BAILIAN_ROWS),
     "gzip of two parts": (gzip.compress(HEAD.encode()) + gzip.compress(PLAIN[len(HEAD) :].encode()), PLAIN_ROWS),
-    "gzip with a byte order mark": (gzip.compress(("\ufeff" + PLAIN).encode()), PLAIN_ROWS),
     # T9, T11: columns
     "quoted cells": ('"TIMESTAMP","ContextTokens","GeneratedTokens"\n' + f'"{DAY}1","10","5"\n', ONE),
     "another order": (f"ContextTokens,GeneratedTokens,TIMESTAMP\n10,5,{DAY}1\n20,6,{DAY}3\n", PLAIN_ROWS),
     "the index of pandas": (f",{HEAD}0,{DAY}1,10,5\n1,{DAY}3,20,6\n", PLAIN_ROWS),
     "empty lines before the header": ("\n\n" + PLAIN, PLAIN_ROWS),
     "empty lines between rows": (PLAIN.replace("\n", "\n\n"), PLAIN_ROWS),
-    "empty lines with CRLF": (PLAIN.replace("\n", "\r\n\r\n"), PLAIN_ROWS),
-    "lines of spaces": (PLAIN + "   \n", PLAIN_ROWS),
     "columns beside the known": (f"{HEAD.strip()},note\n{DAY}1,10,5,x\n{DAY}3,20,6,\n", PLAIN_ROWS),
-    "rows twice": (f"{HEAD}{DAY}1,10,5\n{DAY}1,10,5\n", [(0.0, 10, 5), (0.0, 10, 5)]),
     "rows in disorder": (f"{HEAD}{DAY}3,20,6\n{DAY}1,10,5\n", PLAIN_ROWS),
-    "all at one time": (f"{HEAD}{DAY}1,10,5\n{DAY}1,20,6\n", [(0.0, 10, 5), (0.0, 20, 6)]),
-    "one row": (f"{HEAD}{DAY}1,10,5\n", ONE),
     # T12, T13: rows of 0 tokens
     "BurstGPT's failures are left out": (f"{BURST}1,m,0,0,0,C\n5,m,10,5,15,C\n6,m,0,18,18,C\n7,m,3,0,3,C\n", ONE),
     "Azure's rows of 0 output tokens are left out": (f"{HEAD}{DAY}0,10,0\n{DAY}1,10,5\n", ONE),
@@ -148,35 +113,24 @@ READ = {
     "Bailian's rows of 0 prompt tokens are left out": (lines(chat(1, 1.0, 0), chat(2, 1.5, 10)), ONE),
     # Mooncake
     "Mooncake": (MOONCAKE, MOONCAKE_ROWS),
-    "Mooncake without hashes": (lines(line(0), line(1500, 20, 6)), [(0.0, 10, 5), (1.5, 20, 6)]),
-    "Mooncake with null hashes": (lines(line(hash_ids=None)), ONE),
-    "Mooncake with other keys": (lines(line(model="m", nested={"a": [1]})), ONE),
-    "Mooncake with keys in another order": ('{"output_length": 5, "input_length": 10, "timestamp": 3}\n', ONE),
     "Mooncake with empty lines": ("\n\n" + MOONCAKE.replace("\n", "\n\n"), MOONCAKE_ROWS),
     "Mooncake in disorder": (lines(line(3000, 20, 6), line(1000)), PLAIN_ROWS),
-    "Mooncake with exponents and fractions": ('{"timestamp":1e3,"input_length":10,"output_length":5}\n', ONE),
     "Mooncake with milliseconds since 1970": (lines(line(1715299200500), line(1715299202500, 20, 6)), PLAIN_ROWS),
-    "Mooncake with negative times": (lines(line(-3000), line(-1000, 20, 6)), PLAIN_ROWS),
-    "Mooncake with lengths of 10^12": (lines(line(0, 10**12)), [(0.0, 10**12, 5)]),
     # T3: hashes
     "hashes of 2^40": (
         lines(*(line(1000 * i, 1024, 4, hash_ids=[BIG + 2 * i, BIG + 2 * i + 1]) for i in range(2))),
         [(0.0, 1024, 4, (0, 1)), (1.0, 1024, 4, (2, 3))],
     ),
-    "hashes of 64 bits": (lines(line(0, 600, 5, hash_ids=[2**64 - 1, 7])), [(0.0, 600, 5, (0, 1))]),
     "hashes of 128 bits": (
         '{"timestamp":0,"input_length":9,"output_length":5,"hash_ids":["ff0123456789abcdef"]}\n',
         [(0.0, 9, 5, (0,))],
     ),
-    "negative hashes": (lines(line(0, 600, 5, hash_ids=[-1, -2])), [(0.0, 600, 5, (0, 1))]),
     "hashes are numbered as they come": (
         lines(line(0, 600, 5, hash_ids=[9, 4]), line(1, 600, 5, hash_ids=[4, 9])),
         [(0.0, 600, 5, (0, 1)), (0.001, 600, 5, (1, 0))],
     ),
     # T4: Bailian
     "Bailian has seconds and blocks of 16 tokens": (BAILIAN, BAILIAN_ROWS),
-    "Bailian with hashes of 64 bits": (lines(chat(1, 0.0, 32, hash_ids=[2**63, 2**63 + 1])), [(0.0, 32, 5, (0, 1))]),
-    "Bailian without hashes": (lines(chat(1, 0.25, 10), chat(2, 2.25, 20, 6)), PLAIN_ROWS),
     "a later turn of Bailian is a request of its own": (
         lines(chat(1, 1.0, 16, hash_ids=[5]), chat(2, 3.0, 32, hash_ids=[5, 6], parent_chat_id=1, turn=2)),
         [(0.0, 16, 5, (0,)), (2.0, 32, 5, (0, 1))],
@@ -201,7 +155,6 @@ READ = {
         lines(line(0, 600, 5, session_id="a", hash_ids=[8, 9]), line(9, 512, 5, session_id="b", hash_ids=[8])),
         [TraceRow(0.0, 600, 5, (0, 1), "a"), TraceRow(0.009, 512, 5, (0,), "b")],
     ),
-    "a session's number may be a number": (lines(line(0, session_id=7)), [TraceRow(0.0, 10, 5, session="7")]),
     "sessions may begin after requests without one": (
         lines(line(0), line(1000, 20, 6), line(2000, 30, 7, session_id="a")),
         [TraceRow(0.0, 10, 5), TraceRow(1.0, 20, 6), TraceRow(2.0, 30, 7, session="a")],
@@ -229,20 +182,12 @@ NOTED = {
 
 REFUSED = {
     # T6
-    "nan as a time": (f"{BURST}nan,ChatGPT,472,18,490,C\n", 2, "mend or remove the row"),
     "nan as a later time": (BURST_TWO + "nan,ChatGPT,472,18,490,C\n", 4, "mend or remove the row"),
-    "inf as a time": (BURST_TWO + "inf,ChatGPT,472,18,490,C\n", 4, "mend or remove the row"),
-    "-inf as a time": (BURST_TWO + "-inf,ChatGPT,472,18,490,C\n", 4, "mend or remove the row"),
     "nan as tokens": (BURST_TWO + "50,ChatGPT,nan,18,490,C\n", 4, "mend or remove the row"),
-    "inf as tokens": (f"{HEAD}{DAY}1,inf,5\n", 2, "mend or remove the row"),
     "NaN in JSON": (MOONCAKE + '{"timestamp":NaN,"input_length":1,"output_length":1}\n', 3, "JSON is malformed"),
-    "Infinity in JSON": ('{"timestamp":Infinity,"input_length":1,"output_length":1}\n', 1, "JSON is malformed"),
     "a number too large for JSON": ('{"timestamp":1e999,"input_length":1,"output_length":1}\n', 1, "out of range"),
     # T7
     "a cell of 200,000 digits, Azure": (HEAD + "9" * 200_000 + ",10,5\n", 2, "mend or remove the row"),
-    "a later cell of 200,000 digits, Azure": (PLAIN + "9" * 200_000 + ",10,5\n", 4, "mend or remove the row"),
-    "a cell of 200,000 digits, BurstGPT": (BURST_TWO + "9" * 200_000 + ",m,10,5,15,C\n", 4, "mend or remove the row"),
-    "tokens of 200,000 digits": (f"{HEAD}{DAY}1,{'9' * 200_000},5\n", 2, "mend or remove the row"),
     # Cells
     "words as tokens": (PLAIN + f"{DAY}5,many,3\n", 4, "mend or remove the row"),
     "a part of a token": (PLAIN + f"{DAY}5,1.5,3\n", 4, "mend or remove the row"),
@@ -253,23 +198,11 @@ REFUSED = {
     "tokens beyond 2^53 in JSON": (lines(line(0, 10**17)), 1, "a length of more than 2^53 tokens"),
     "a missing cell": (PLAIN + f"{DAY}5,5\n", 4, "mend or remove the row"),
     "an empty cell": (PLAIN + f"{DAY}5,,5\n", 4, "mend or remove the row"),
-    "a quoted empty cell": (PLAIN + f'{DAY}5,"",5\n', 4, "mend or remove the row"),
     "a last line that is cut off": (PLAIN + "2024-05-10 00:0", 4, "mend or remove the row"),
     "NUL in a number": (PLAIN + f"{DAY}5,1\0,5\n", 4, "mend or remove the row"),
-    "NUL in a time": (PLAIN + f"{DAY}\0,1,5\n", 4, "mend or remove the row"),
-    "hexadecimal tokens": (PLAIN + f"{DAY}5,0x10,5\n", 4, "mend or remove the row"),
-    "a time that is a word": (PLAIN + "yesterday,1,5\n", 4, "mend or remove the row"),
-    "the 30th of February": (PLAIN + "2024-02-30 00:00:00,1,5\n", 4, "mend or remove the row"),
-    "the day before the month": (f"{HEAD}10/05/2024 00:00,1,5\n", 2, "mend or remove the row"),
-    "a date without a time": (f"{HEAD}2024-05-10,1,5\n", 2, "mend or remove the row"),
     "a zone in one row only": (PLAIN + f"{DAY}5+00:00,1,5\n", 4, "mend or remove the row"),
-    "no zone in one row only": (AZURE + f"{DAY}9,1,5\n", 4, "mend or remove the row"),
-    "a number among dates": (PLAIN + "1715299200,1,5\n", 4, "mend or remove the row"),
     "a quote that is never closed": (PLAIN + f'"{DAY}5,1,5\n', None, "could not parse"),
-    "a header repeated in the middle": (PLAIN + HEAD, 4, "mend or remove the row"),
     "a gzip file's line": (gzip.compress(f"{PLAIN}{DAY}5,x,5\n".encode()), 4, "mend or remove the row"),
-    "too many cells beside the known": (f"{BURST_TWO}6,m,1,234,18,490,C\n", None, "mend the file"),
-    "too many empty cells": (BURST_TWO + "6,m,1,2,3,C,,\n", None, "mend the file"),
     "a quote inside a cell": (BURST_TWO + '6,m"x,1,2,3,C\n', None, "mend the file"),
     "seconds and milliseconds": (
         f"{BURST}5,m,1,1,2,C\n1715299200500,m,1,1,2,C\n",
@@ -293,30 +226,20 @@ REFUSED = {
     ),
     # Files
     "an empty file": ("", None, "holds no request: it is empty"),
-    "a file of empty lines": ("\n\n  \n", None, "holds no request: it is empty"),
-    "a file with a byte order mark alone": ("\ufeff", None, "holds no request: it is empty"),
     "a header alone": (HEAD, None, "holds no request"),
-    "a header and empty lines": (HEAD + "\n\n", None, "holds no request"),
     "rows that had all failed": (f"{HEAD}{DAY}1,10,0\n", None, "holds no request (1 dropped: 0 output tokens"),
     "no header": (PLAIN[len(HEAD) :], 1, "begins none of the formats that are read: Azure CSV (columns TIMESTAMP"),
     "words": ("\nhello\n", 2, "'hello' begins none of the formats that are read"),
     "a CSV of other columns": ("a,b,c\n1,2,3\n", 1, "'a,b,c' begins none of the formats"),
-    "a number": ("5\n", 1, "begins none of the formats"),
     "an empty array": ("[]", 1, "begins none of the formats that are read: Azure CSV"),
-    "an array of other objects": ('[{"a": 1}, {"b": 2}]', 1, "begins none of the formats that are read: Azure CSV"),
-    "an object of other keys over lines": ('{\n"a": 1\n}', 1, "begins none of the formats that are read: Azure CSV"),
     "objects with other keys": ('{"a": 1}\n', 1, "begins none of the formats that are read"),
     "bytes that are not UTF-8, CSV": (PLAIN.encode() + b"2024,1,\xff\n", 4, "byte 0xff is not UTF-8: save the file as"),
     "bytes that are not UTF-8, JSON": (MOONCAKE.encode() + b'{"\xe9": 1}\n', 3, "byte 0xe9 is not UTF-8"),
-    "bytes that are not UTF-8, gzip": (gzip.compress(PLAIN.encode() + b"2024,1,\xff\n"), 4, "byte 0xff is not UTF-8"),
     "a gzip file that is cut off": (gzip.compress(AZURE.encode())[:-20], None, "is a damaged gzip file"),
     "a gzip file that is altered": (gzip.compress(AZURE.encode())[:20] + b"\0" * 20, None, "is a damaged gzip file"),
     "Parquet": (b"PAR1....", None, "is a Parquet file: write it as CSV"),
     "Zstandard": (b"\x28\xb5\x2f\xfd....", None, "compressed by zstd: unpack it, or compress it by gzip"),
-    "UTF-16": (AZURE.encode("utf-16"), 1, "begins none of the formats that are read"),
-    "semicolons": (PLAIN.replace(",", ";"), 1, "begins none of the formats that are read"),
     "milliseconds since 1970": (f"{HEAD}1715299200500,10,5\n", None, "TIMESTAMP is not in seconds"),
-    "OpenTelemetry's spans": ('{"resourceSpans": []}\n', 1, "begins none of the formats that are read"),
     "zip or Excel": (b"PK\x03\x04....", None, "a zip archive or an Excel file"),
     "bzip2": (b"BZh91AY", None, "compressed by bzip2: unpack it"),
     "xz": (b"\xfd7zXZ\0", None, "compressed by xz: unpack it"),
@@ -328,17 +251,7 @@ REFUSED = {
     "a line without a time": (MOONCAKE + lines({"input_length": 1, "output_length": 1}), 3, "no timestamp: give one"),
     "a time that is text": (MOONCAKE + lines(line("2024-05-10")), 3, "Expected `float | null`, got `str`"),
     "a length that is text": (MOONCAKE + lines(line(0, "10")), 3, "Expected `int`, got `str` - at `$.input_length`"),
-    "a length with a fraction": (MOONCAKE + lines(line(0, 1.5)), 3, "Expected `int`, got `float`"),
-    "a length that is null": (MOONCAKE + lines(line(0, None)), 3, "Expected `int`, got `null`"),
     "hashes that are no list": (MOONCAKE + lines(line(hash_ids=5)), 3, "at `$.hash_ids`"),
-    "hashes with fractions": (MOONCAKE + lines(line(hash_ids=[0.5])), 3, "at `$.hash_ids[0]`"),
-    "NUL between lines": (MOONCAKE + "\0\n", 3, "JSON is malformed"),
-    "a list among lines": (MOONCAKE + "[1]\n", 3, "Expected `object`, got `array`"),
-    "a Bailian line without a time": (
-        BAILIAN + lines({"chat_id": 1, "input_length": 1, "output_length": 1}),
-        3,
-        "timestamp",
-    ),
     # Sessions
     "a session's first turn without a time": (
         lines(line(session_id="a"), {"session_id": "b", "input_length": 1, "output_length": 1}),
@@ -371,14 +284,6 @@ REFUSED = {
     "a WEKA call without a time": (lines(agent({"type": "n", "in": 1, "out": 1})), 1, "missing required field `t`"),
     "a WEKA object that is cut off": (json.dumps(agent(call(0, 64, 9)), indent=1)[:-9], 14, "truncated"),
 }
-
-
-@pytest.fixture
-def words_are_tokens(monkeypatch):
-    def encode(texts, **_):
-        return [SimpleNamespace(ids=text.split()) for text in texts]
-
-    monkeypatch.setattr(sharegpt, "load_tokenizer", lambda _: SimpleNamespace(encode_batch=encode))
 
 
 def a_file(folder, content) -> str:
@@ -446,14 +351,14 @@ def test_a_file_name_with_an_asterisk_is_no_pattern(tmp_path):
     ],
     ids=["array", "array over lines", "byte order mark", "JSONL", "gzip", "gzip of JSONL"],
 )
-def test_sharegpt_is_read_as_an_array_and_as_lines(tmp_path, words_are_tokens, content):
+def test_sharegpt_is_read_as_an_array_and_as_lines(tmp_path, content):
     trace = load_trace(a_file(tmp_path, content), "words")
     assert [(row.input_tokens, row.output_tokens) for row in trace.rows] == TALK_SIZES
     assert trace.notes == (NO_TIMES,)
 
 
 @pytest.mark.parametrize("as_lines", [False, True])
-def test_one_bad_conversation_is_left_out_and_counted(tmp_path, words_are_tokens, as_lines):
+def test_one_bad_conversation_is_left_out_and_counted(tmp_path, as_lines):
     bad = [{"conversations": None}, {"conversations": [{"from": "human", "value": None}]}, {"text": 1}]
     others = [talk("a b c d", "1 2"), talk("a b c d"), {"conversations": []}]
     found = [*bad, *TALKS, *others]
@@ -469,39 +374,24 @@ def test_one_bad_conversation_is_left_out_and_counted(tmp_path, words_are_tokens
     }
 
 
-def test_an_array_that_is_cut_off_names_its_line(tmp_path, words_are_tokens):
+def test_an_array_that_is_cut_off_names_its_line(tmp_path):
     name = a_file(tmp_path, json.dumps(TALKS, indent=1)[:-9])
     with pytest.raises(TraceError, match="line 23: Input data was truncated"):
         load_trace(name, "words")
 
 
-def test_sharegpt_with_a_limit_is_not_tokenised_beyond(tmp_path, monkeypatch):
-    seen = []
-
-    def encode(texts, **_):
-        seen.extend(texts)
-        return [SimpleNamespace(ids=text.split()) for text in texts]
-
-    monkeypatch.setattr(sharegpt, "load_tokenizer", lambda _: SimpleNamespace(encode_batch=encode))
+def test_sharegpt_with_a_limit_is_not_tokenised_beyond(tmp_path, tokenised):
     name = a_file(tmp_path, lines(*TALKS * 2000))
     assert len(load_trace(name, "words", 10).rows) == 10
-    assert len(seen) == 2 * sharegpt.BATCH
+    assert len(tokenised) == 2 * sharegpt.BATCH
 
 
 @pytest.mark.parametrize(
-    "spec", ["rate=nan", "rate=inf", "n=nan", "input=inf", "n=0", "output=0", "input=-1", "rate=-1"]
+    "spec", ["rate=nan", "rate=inf", "n=nan", "n=0", "n=1.5", "input=-1", "rate=0", "rate=-1", "rate=x", "speed=2"]
 )
 def test_a_poisson_trace_of_no_numbers_is_refused(spec):
     with pytest.raises(TraceError, match=f"the trace 'poisson:{spec}' is not understood"):
         load_trace(f"poisson:{spec}")
-
-
-def test_different_large_hashes_make_different_prompts(tmp_path):
-    requests = (line(1000 * i, 1024, 4, hash_ids=[BIG + 2 * i, BIG + 2 * i + 1]) for i in range(4))
-    trace = load_trace(a_file(tmp_path, lines(*requests)))
-    maker = PromptMaker(TextWindows(tuple(range(5000)), 1), trace, 2)
-    begins = {tuple(maker.prompt(index, number)[:16]) for index in range(4) for number in range(50)}
-    assert len(begins) == 200
 
 
 def test_blocks_of_16_tokens_differ_however_many_there_are():
