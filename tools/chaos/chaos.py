@@ -46,6 +46,9 @@ IDLE_WITHIN_S: Final = LEASE_S + 10.0
 """Time to become idle: a hand-off that a dead decode worker had not fetched is held until its lease ends."""
 ENDS_WITHIN_S: Final = 240.0
 """Time for all requests to end after the last one was sent."""
+STALL_TIMEOUT_S: Final = 6.0
+MAX_RESTARTS: Final = 1000
+"""Enough for our kills."""
 SHARED_MEMORY: Final = Path("/dev/shm")
 MIB: Final = 2**20
 
@@ -87,15 +90,12 @@ class Outcome:
 
 def settings(options: argparse.Namespace) -> list[str]:
     """Return the settings for `ridgeline serve` in addition to the configuration."""
-    found = pool_settings(options.prefill, options.decode, options.cores, options.kv_cache, options.step_tokens)
+    found = pool_settings(options.prefill, options.decode, options.kv_cache, options.step_tokens)
     found.append(f"transfer.lease_s={LEASE_S:g}")
     if options.kv_faults != "none":
         found.append(f"transfer.faults={options.kv_faults.format(seed=options.seed)}")
-    if options.kinds and options.stall_timeout_s:
-        found.append(f"supervision.stall_timeout_s={options.stall_timeout_s:g}")
-    if any(kind.startswith(("kill", "wedge")) for kind in options.kinds):
-        found.append(f"supervision.max_restarts={options.max_restarts}")
-    return [*found, *options.set]
+    faults = [f"supervision.stall_timeout_s={STALL_TIMEOUT_S:g}", f"supervision.max_restarts={MAX_RESTARTS}"]
+    return [*found, *(faults if options.kinds else ()), *options.set]
 
 
 async def run(options: argparse.Namespace, console: Console) -> Outcome:
@@ -131,7 +131,7 @@ async def _run(setup: Running, options: argparse.Namespace, outcome: Outcome, co
     watching = asyncio.create_task(lag.watch())
     signs = asyncio.create_task(_progress(setup, load, injector, lag, say))
     hurting = asyncio.create_task(injector.run(say))
-    loading = asyncio.create_task(load.run(options.users, options.think_s, options.arrivals_per_s))
+    loading = asyncio.create_task(load.run())
     changing = asyncio.create_task(outcome.modes.run(setup.http, options.mode_every_s, say))
     ordering = asyncio.create_task(outcome.operations.run(setup.http, options.decode, options.scale_times, say))
     try:
@@ -318,15 +318,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", type=Path, default=LOCAL, help="of the deployment (default: deploy/local.yaml)")
     parser.add_argument("--prefill", type=int, default=2, help="workers")
     parser.add_argument("--decode", type=int, default=2, help="workers")
-    parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--users", type=int, default=8)
-    parser.add_argument("--think-s", type=float, default=2.0)
-    parser.add_argument("--arrivals-per-s", type=float, default=0.1)
     parser.add_argument("--kv-cache", default="512 MiB")
     parser.add_argument("--step-tokens", type=int, default=128, help="small, so that a stall stands out")
     parser.add_argument("--mean-gap-s", type=float, default=6.0, help="between faults in a pool, once it is whole")
-    parser.add_argument("--stall-timeout-s", type=float, default=6.0, help="0: the default of serve")
-    parser.add_argument("--max-restarts", type=int, default=1000, help="enough for our kills")
     parser.add_argument(
         "--kv-faults",
         default="seed={seed},drop=0.02,cut=0.02,corrupt=0.01,delay=0.15,longest_delay_s=0.3,longest_drop_s=1",

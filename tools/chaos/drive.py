@@ -11,6 +11,8 @@ import httpx
 from tools.chaos.records import Record, ask
 from tools.chaos.wishes import Mix
 
+USERS, THINK_S, ARRIVALS_PER_S = 8, 2.0, 0.1
+
 
 class Load:
     """The requests sent so far and their records; requests are numbered in the order they are sent."""
@@ -28,21 +30,18 @@ class Load:
         """Send nothing more; running requests may end."""
         self._stopped.set()
 
-    async def run(self, users: int, think_s: float, arrivals_per_s: float) -> None:
+    async def run(self) -> None:
         """Send until stopped, and return when all answers have ended."""
         async with asyncio.TaskGroup() as group:
-            for user in range(users):
-                group.create_task(self._user(random.Random(f"{self._seed}/user/{user}"), think_s))
-            if arrivals_per_s > 0:
-                group.create_task(self._arrivals(random.Random(f"{self._seed}/arrivals"), arrivals_per_s, group))
+            for user in range(USERS):
+                group.create_task(self._user(random.Random(f"{self._seed}/user/{user}")))
+            rng = random.Random(f"{self._seed}/arrivals")
+            while not await is_set_within(self._stopped, rng.expovariate(ARRIVALS_PER_S)):
+                group.create_task(self._send())
 
-    async def _user(self, rng: random.Random, think_s: float) -> None:
-        while not await is_set_within(self._stopped, rng.expovariate(1 / think_s)):
+    async def _user(self, rng: random.Random) -> None:
+        while not await is_set_within(self._stopped, rng.expovariate(1 / THINK_S)):
             await self._send()
-
-    async def _arrivals(self, rng: random.Random, per_s: float, group: asyncio.TaskGroup) -> None:
-        while not await is_set_within(self._stopped, rng.expovariate(per_s)):
-            group.create_task(self._send())
 
     async def _send(self) -> None:
         self.running += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Sequence
@@ -67,7 +68,7 @@ async def stop(running: Running) -> str:
     return "" if status == 0 else f"serve ended with exit status {status}: {serve.lines[-1] if serve.lines else ''}"
 
 
-def pool_settings(prefill: int, decode: int, cores: int, kv_cache: str, step_tokens: int) -> list[str]:
+def pool_settings(prefill: int, decode: int, kv_cache: str, step_tokens: int) -> list[str]:
     """Return settings for each pool's workers, alike in both modes; engines share cores if there are too few cores."""
     found = [f"pools.prefill.workers={prefill}", f"pools.decode.workers={decode}"]
     found.append(f"pools.colocated.workers={prefill + decode}")
@@ -76,4 +77,4 @@ def pool_settings(prefill: int, decode: int, cores: int, kv_cache: str, step_tok
             f"pools.{pool}.kv_cache_memory_bytes={kv_cache}",
             f"pools.{pool}.max_num_batched_tokens={step_tokens}",
         ]
-    return [*found, "ray.share_cores=true"] if prefill + decode > cores else found
+    return [*found, "ray.share_cores=true"] if prefill + decode > len(os.sched_getaffinity(0)) else found

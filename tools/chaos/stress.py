@@ -39,6 +39,8 @@ from tools.chaos.wishes import COMPLETIONS, SCHEMA, Wish
 
 MAX_MODEL_LEN_TOKENS: Final = 1024
 STEP_TOKENS: Final = 128
+CONCURRENCY: Final = 24
+KV_CACHE: Final = "256 MiB"
 LONGEST_PROMPT_TOKENS: Final = 600
 LEASE_S: Final = 30.0
 HELD_WITHIN_S: Final = 2.0
@@ -217,7 +219,7 @@ async def stress(setup: Running, options: argparse.Namespace, console: Console) 
             def say(sentence: str, seed: int = seed) -> None:
                 console.print(f"seed {seed}: {sentence}", markup=False, highlight=False)
 
-            tally = await one_round(clients, pair, plans, options.concurrency, say)
+            tally = await one_round(clients, pair, plans, CONCURRENCY, say)
             tallies.append(tally)
             held = tally.held or "nothing"
             say(f"{dict(tally.ends)} in {tally.wall_s:.0f} s; held after {HELD_WITHIN_S:.0f} s: {held}")
@@ -234,7 +236,7 @@ async def run(options: argparse.Namespace, console: Console) -> list[str]:
     with tempfile.TemporaryDirectory(prefix="ridgeline-stress-") as folder:
         model = await asyncio.to_thread(make_tiny_model_like, RidgelineConfig(), Path(folder), MAX_MODEL_LEN_TOKENS)
         settings = [f"model.path={model}", f"model.max_model_len={MAX_MODEL_LEN_TOKENS}"]
-        settings += [*pool_settings(1, 1, 2, options.kv_cache, STEP_TOKENS), f"transfer.lease_s={LEASE_S:g}"]
+        settings += [*pool_settings(1, 1, KV_CACHE, STEP_TOKENS), f"transfer.lease_s={LEASE_S:g}"]
         async with running([*settings, *options.set], LOCAL) as setup:
             tallies = await stress(setup, options, console)
             found = [await stop(setup)]
@@ -254,8 +256,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=1, help="seed of the first round; each round uses the next one")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--concurrency", type=int, default=24)
-    parser.add_argument("--kv-cache", default="256 MiB")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="settings for ridgeline serve")
     parser.add_argument("--out", type=Path, default=Path("runs/stress"))
     console = Console(width=160)

@@ -101,8 +101,8 @@ def main() -> None:
     asked = parser.parse_args()
     found: list[Figures] = []
     with (
-        running("tools.front.workers", str(asked.step_s)) as workers,
-        running("tools.front.router", asked.model, *workers.told.values(), core=0) as router,
+        running("tools.front.servers", "workers", str(asked.step_s)) as workers,
+        running("tools.front.servers", "router", asked.model, *workers.told.values(), core=0) as router,
     ):
         for streams in map(int, asked.streams.split(",")):
             found.append(measure(router.told["url"], psutil.Process(router.pid), streams))
