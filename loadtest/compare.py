@@ -7,6 +7,7 @@ that has taken twice as long as its SLOs allow is given up, so a round beyond wh
 requests are gone from the server before the next round begins.
 """
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from ridgeline.loadtest.errors import UnequalError
+from ridgeline.loadtest.errors import LoadTestError, UnequalError
 from ridgeline.loadtest.plan import ComparePlan
 from ridgeline.loadtest.preparation import prepare
 from ridgeline.loadtest.report.comparison import summarise_comparison
@@ -35,7 +36,6 @@ from ridgeline.loadtest.run_folder import (
     RunFolder,
     Settled,
     new_folder,
-    saying_how_to_go_on,
 )
 from ridgeline.loadtest.statistics.attainment_curve import RoundCount
 from ridgeline.loadtest.statistics.next_rate import next_rate
@@ -106,8 +106,12 @@ async def _to_the_end(
     runner = RoundRunner(variants, past, console, is_alone=is_alone, began_s=began_s)
     folder, settled = RunFolder(past.folder), past.settled
     pairs = _Pairs(settled, runner)
-    with saying_how_to_go_on(folder.path, console):
+    try:
         await pairs.run()
+    except (asyncio.CancelledError, LoadTestError):
+        how = f"stopped before the end; to go on: ridgeline compare --resume {folder.path}"
+        console.print(how, style="yellow", highlight=False, markup=False)
+        raise
     summary = summarise_comparison(
         pairs.rates,
         [each for each in runner.rounds if each.pair < len(pairs.rates)],

@@ -156,16 +156,11 @@ class ReplayPlan(BaseModel):
         return self
 
     def _contradictions(self) -> Iterator[str]:
-        if self.rate is not None and self._chosen("time_scale"):
+        if self.rate is not None and "time_scale" in self.model_fields_set:
             yield "rate and time_scale both rescale time: give one of them"
         given = self.named_slos
         if self.slo == AUTO and given:
             yield f"slo auto measures TTFT and TPOT: leave out {' and '.join(given)}, or slo"
-
-    def _chosen(self, *names: str) -> list[str]:
-        """Return those of these fields that were given, also with their default; what is off says nothing."""
-        given = self.model_fields_set
-        return [name for name in names if name in given and getattr(self, name) not in (None, False)]
 
 
 class ComparePlan(ReplayPlan):

@@ -4,10 +4,8 @@ run.json holds what was settled before the first round, rounds.jsonl a line for 
 that the run was resumed. A line is whole or is not read: whoever stops the process may cut the last one.
 """
 
-import asyncio
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -205,20 +203,6 @@ class RunFolder:
             os.fsync(lines.fileno())
 
 
-def holds_a_run(folder: Path) -> bool:
-    """Return whether a folder has a file of an earlier run, which nothing may replace."""
-    return any((folder / name).exists() for name in (RUN, ROUNDS, RECORDS, SUMMARY, REPORT))
-
-
-def free_folder(wanted: Path) -> Path:
-    """Return the folder if it holds no run, else the next one that does not: DIR-2, DIR-3 and so on."""
-    folder, number = wanted, 1
-    while holds_a_run(folder):
-        number += 1
-        folder = wanted.with_name(f"{wanted.name}-{number}")
-    return folder
-
-
 def differences_of(
     one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, str, str]]:
@@ -272,19 +256,11 @@ def _as_delta(found: _Counted) -> MetricsDelta:
 
 
 def new_folder(wanted: RunFolder, console: Console) -> RunFolder:
-    """Choose a folder that holds no run, and say so if it is not the one that was asked for."""
-    path = free_folder(wanted.path)
-    if path != wanted.path:
+    """Return the folder if it holds no run, else the next one that does not, DIR-2, DIR-3 and so on; then say so."""
+    path, number = wanted.path, 1
+    while any((path / name).exists() for name in (RUN, ROUNDS, RECORDS, SUMMARY, REPORT)):
+        number += 1
+        path = wanted.path.with_name(f"{wanted.path.name}-{number}")
+    if number > 1:
         console.print(f"{wanted.path} holds a run, which is kept: this one goes to {path}", markup=False)
     return RunFolder(path, wanted.setup)
-
-
-@contextmanager
-def saying_how_to_go_on(folder: Path, console: Console) -> Iterator[None]:
-    """Print the command that goes on with a comparison if it is stopped before its end."""
-    try:
-        yield
-    except (asyncio.CancelledError, LoadTestError):
-        how = f"ridgeline compare --resume {folder}"
-        console.print(f"stopped before the end; to go on: {how}", style="yellow", highlight=False, markup=False)
-        raise

@@ -13,13 +13,12 @@ from ridgeline.loadtest.run.server_metrics import difference, scrape
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 40, 25
 MOST_ROUNDS = 4
-NEAR_S = 0.02
+NEAR_S = {"ttft": 0.25, "itl": 0.02}
 """Of the means: other processes may hold the cores while one side looks at its clock."""
 
 
 @pytest.mark.parametrize("streams", [1, 20])
 async def test_the_mean_ttft_and_itl_of_the_server_are_the_clients(url, streams):
-    differences = []
     for _ in range(MOST_ROUNDS):
         async with open_http(url) as http, LoadClient([url], {}) as client:
             model, before, began_s = (await first_model(http)).id, await scrape(http), time.perf_counter()
@@ -31,10 +30,11 @@ async def test_the_mean_ttft_and_itl_of_the_server_are_the_clients(url, streams)
         seen = {"ttft": [record.ttft_s for record in records], "itl": [gap for one in records for gap in one.itls_s]}
         for name, seconds in seen.items():
             assert gained.total(f"ridgeline_{name}_seconds_count") == len(seconds)
-        differences = [
-            fmean(seconds) - gained.total(f"ridgeline_{name}_seconds_sum") / len(seconds)
-            for name, seconds in seen.items()
-        ]
-        if max(map(abs, differences)) < NEAR_S:
+        server_s = {
+            name: gained.total(f"ridgeline_{name}_seconds_sum") / len(seconds) for name, seconds in seen.items()
+        }
+        if all(abs(fmean(seconds) - server_s[name]) < NEAR_S[name] for name, seconds in seen.items()):
             return
-    pytest.fail(f"TTFT and ITL of the client beyond the server's: {differences} s")
+    pytest.fail(
+        f"{ ({name: fmean(seconds) for name, seconds in seen.items()}) } s by the client, {server_s} by the server"
+    )
