@@ -125,7 +125,7 @@ class RequestMetrics:
             buckets=LINK_BUCKETS,
         )
         self.overlapped = counter(
-            "ridgeline_followed_handoffs",
+            "ridgeline_overlapped_handoffs",
             "Prompts that prefill announced before it had computed them: ok if decode admitted them meanwhile and got "
             "their KV, otherwise why it did not",
             ("result",),

@@ -8,5 +8,5 @@ dispatcher.py        serves the routers: gives places, and sums up what they hol
 joined_router.py     one router as the dispatcher sees it
 link.py              a router's connection to the dispatcher, and what becomes of prompts without one
 holdings.py          what a router must know of what the others have admitted, by differences
-node_metrics.py      the request series of all routers of one node
+node_metrics.py      the request series of all routers
 """

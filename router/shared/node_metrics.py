@@ -1,8 +1,8 @@
-"""The request series of all routers of one node, so that a scrape of any of them shows the sum.
+"""The request series of all routers, which run on one node, so that a scrape of any of them shows the sum.
 
 This is prometheus-client's mode for several processes: each process counts in files, which all of them can read.
 Prometheus takes a fall for a restart, and would add all that is left once more. So the files of a router that has died
-stay until the deployment ends. Routers on another node are a target of their own.
+stay until the deployment ends.
 """
 
 from __future__ import annotations

@@ -271,7 +271,7 @@ async def stress(setup: Running, options: argparse.Namespace, console: Console) 
         counted = Increase(before, await setup.deployment.metrics())
         for name, label in (
             ("ridgeline_requests_total", "outcome"),
-            ("ridgeline_followed_handoffs_total", "result"),
+            ("ridgeline_overlapped_handoffs_total", "result"),
             ("ridgeline_first_token_total", "mode"),
             ("ridgeline_recompute_total", "reason"),
         ):

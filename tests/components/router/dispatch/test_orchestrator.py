@@ -577,7 +577,7 @@ ANNOUNCED = TokenDelta(request_id="r", handoff=GROWING)
 
 
 def followed(bench, result):
-    return bench.registry.get_sample_value("ridgeline_followed_handoffs_total", {"result": result})
+    return bench.registry.get_sample_value("ridgeline_overlapped_handoffs_total", {"result": result})
 
 
 async def test_decode_is_asked_while_prefill_goes_on_and_its_tokens_come_after_the_first():
