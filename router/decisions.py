@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from collections.abc import Set as AbstractSet
-from contextlib import suppress
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry
-
-from ridgeline.contracts.vocabulary import Pool
-from ridgeline.router.dispatch.modes import AnyModes, Modes
-from ridgeline.router.fleet.fleet import Fleet
+from ridgeline.contracts.vocabulary import Mode, Pool
+from ridgeline.router.dispatch.modes import ModeChange, Modes, OwnModes
+from ridgeline.router.fleet.fleet import PAIR_WITHIN_S, ROLES_WITHIN_S, Fleet
+from ridgeline.router.fleet.roles import ModeImpossible
 from ridgeline.router.flow.admission import Admission, Holdings, Wait
 from ridgeline.router.flow.fair_queue import Waiting
-from ridgeline.router.observe.collectors import QueueView
 from ridgeline.router.placement.cluster_state import ClusterState
 from ridgeline.router.placement.learned import Learned
 from ridgeline.router.placement.placement_events import Denied, Granted
@@ -24,40 +21,28 @@ from ridgeline.router.placement.pool_queue import QueueNow
 from ridgeline.router.settings import RouterSettings
 from ridgeline.router.shared.holdings import Changes
 from ridgeline.router.shared.link import Link, NoDispatcher, give_up_without_a_dispatcher
-from ridgeline.router.shared.messages import (
-    Complete,
-    Count,
-    Counted,
-    Down,
-    Ended,
-    EndedRouters,
-    Others,
-    Pairs,
-    Remembers,
-    Sums,
-    Up,
-)
-from ridgeline.router.shared.shared_metrics import SharedMetrics
-from ridgeline.router.shared.shared_modes import SharedModes
+from ridgeline.router.shared.messages import ChangeMode, Complete, Down, ModeChanged, Others, Pairs, Sums, Up
 from ridgeline.router.watching.comparing import Comparing
 from ridgeline.router.watching.recording import Wanted
 
 JOIN_WITHIN_S = 30.0
+CHANGE_WITHIN_S = PAIR_WITHIN_S + ROLES_WITHIN_S + 30.0
+"""More than the dispatcher takes for a change of mode while another one is under way."""
 HOLDINGS_EVERY_S = 0.1
 """How often the dispatcher is told what this router has admitted, if that has changed."""
-COUNTED_EVERY_S = 5.0
-"""How often it is told what this router has counted: so much of it is lost with the process if nobody scrapes."""
 
 
 class Decisions(Protocol):
     """What a router asks, whoever answers."""
 
     placement: Placement
-    modes: AnyModes
+    modes: Modes
     waits: Mapping[Pool, Wait]
     """For admission: how long a prompt would wait."""
-    queues: Sequence[QueueView]
-    """For the metrics."""
+
+    def queues(self) -> Mapping[Pool, QueueNow]:
+        """Return what waits, for the metrics."""
+        ...
 
     async def run(self) -> None:
         """Do what goes on while the router serves, until cancelled."""
@@ -80,9 +65,12 @@ class OwnDecisions:
         self.comparing = Comparing(fleet, learned, settings.router)
         self.state = ClusterState(fleet, settings, learned, self.comparing.policy)
         self.placement = own_placement(self.state, fleet, settings)
-        self.modes: AnyModes = Modes(fleet, self.state.mode_changed)
+        self.modes: Modes = OwnModes(fleet, self.state.mode_changed)
         self.waits: Mapping[Pool, Wait] = self.state.queues
-        self.queues: Sequence[QueueView] = list(self.state.queues.values())
+
+    def queues(self) -> Mapping[Pool, QueueNow]:
+        """Return what waits, for the metrics."""
+        return self.state.queues_now()
 
     async def run(self) -> None:
         """Compare policies of mode adaptive, until cancelled."""
@@ -97,31 +85,22 @@ class OwnDecisions:
         return self.comparing.record(wanted)
 
 
-class SharedQueue:
-    """A pool's queue in the dispatcher, as it last told."""
+class SharedModes(Modes):
+    """The mode of this router's deployment, as the dispatcher last told it."""
 
-    def __init__(self, pool: Pool) -> None:
-        self.pool: Pool = pool
-        self.now = QueueNow(Waiting(), 0, starts_at_once=True, tokens_per_s=None)
+    def __init__(self, fleet: Fleet, link: Link) -> None:
+        super().__init__(fleet)
+        self._link = link
 
-    @property
-    def waiting(self) -> int:
-        """Number of prompts that wait, those of all routers."""
-        return self.now.waiting.prompts
-
-    @property
-    def waiting_tokens(self) -> int:
-        """Number of tokens of the waiting prompts."""
-        return self.now.waiting.tokens
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Prompt tokens that the whole pool computes per second; None until measured."""
-        return self.now.tokens_per_s
-
-    def wait_s(self, client: str, prompt_tokens: int, before_tokens: int = 0) -> float | None:
-        """Estimate a prompt's wait, see `QueueNow.wait_s`."""
-        return self.now.wait_s(client, prompt_tokens, before_tokens)
+    async def change(self, mode: Mode) -> ModeChange:
+        """Have all routers serve in this mode from now on. Raises ModeImpossible, and then changes nothing."""
+        try:
+            changed = await self._link.call("ChangeMode", ChangeMode(mode), ModeChanged, CHANGE_WITHIN_S)
+        except NoDispatcher as error:
+            raise ModeImpossible(str(error)) from error
+        if changed.refused:
+            raise ModeImpossible(changed.refused)
+        return ModeChange(mode, changed.rerouted_prompts, changed.took_s)
 
 
 class SharedDecisions:
@@ -134,22 +113,20 @@ class SharedDecisions:
         self._placed_on: AbstractSet[str] = frozenset()
         """The workers that the dispatcher chooses from, as it last told."""
         self._recovery_timeout_s = settings.router.recovery_timeout_s
-        self.modes: AnyModes = SharedModes(fleet, self.link)
-        self._told = {pool: SharedQueue(pool) for pool in fleet.pools}
+        self.modes: Modes = SharedModes(fleet, self.link)
+        self._told = dict.fromkeys(fleet.pools, QueueNow(Waiting(), 0, starts_at_once=True, tokens_per_s=None))
+        """Each pool's queue in the dispatcher, as it last told."""
         self.waits: Mapping[Pool, Wait] = self._told
-        self.queues: Sequence[QueueView] = list(self._told.values())
         self._admission: Admission | None = None
-        self._metrics: SharedMetrics | None = None
         self._changes = Changes()
-        self._ended: EndedRouters = {}
-        """What routers had counted that are gone, for the next dispatcher."""
         self._heard: set[type[Down]] = set()
-        self._asked = asyncio.Event()
-        """Set when the dispatcher has asked for this router's counts, last with `_newest_count`."""
-        self._newest_count = 0
         self._joined = asyncio.Event()
         self.link.state = self._state
         self.link.on_message = self._take
+
+    def queues(self) -> Mapping[Pool, QueueNow]:
+        """Return what waits, for the metrics: the prompts of all routers."""
+        return self._told
 
     def fleet_changed(self) -> None:
         """Do nothing: the dispatcher has been told too."""
@@ -157,12 +134,6 @@ class SharedDecisions:
     def record(self, wanted: Wanted) -> AsyncGenerator[bytes, None]:
         """Return the lines of what happens to the dispatcher from now on."""
         return self.link.lines("Record", wanted)
-
-    @property
-    def metrics(self) -> SharedMetrics:
-        """The request series of all routers."""
-        assert self._metrics is not None
-        return self._metrics
 
     async def joined(self) -> None:
         """Wait until the dispatcher has told what the others hold. Raises NoDispatcher."""
@@ -174,18 +145,15 @@ class SharedDecisions:
                 f"no connection to the dispatcher at {self.link.address} within {JOIN_WITHIN_S:.0f} s"
             ) from error
 
-    def attach(self, admission: Admission, own: CollectorRegistry) -> SharedMetrics:
-        """Share what this router admits and counts; returns the series of all routers."""
+    def attach(self, admission: Admission) -> None:
+        """Share what this router admits."""
         self._admission = admission
-        self._metrics = SharedMetrics(own, self.link)
-        return self._metrics
 
     async def run(self) -> None:
         """Keep the connection to the dispatcher, and tell it what this router has admitted, until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.link.run(), name="dispatcher-link")
             group.create_task(self._tell_holdings(), name="holdings")
-            group.create_task(self._tell_counts(), name="counts")
             giving_up = give_up_without_a_dispatcher(self.link, self.placement, self._recovery_timeout_s)
             group.create_task(giving_up, name="without-dispatcher")
 
@@ -201,22 +169,12 @@ class SharedDecisions:
             if holds is not None:
                 self.link.send(holds)
 
-    async def _tell_counts(self) -> None:
-        while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(COUNTED_EVERY_S):
-                    await self._asked.wait()
-            self._asked.clear()
-            number = self._newest_count
-            self.link.send(Counted(await self.metrics.samples(), number))
-
     def _holdings(self) -> Holdings:
         assert self._admission is not None
         return self._admission.holdings()
 
     def _state(self) -> list[Up]:
-        holds, counted = self._changes.everything(self._holdings()), Counted(self.metrics.samples_at_once())
-        return [holds, counted, Remembers(self._ended), *self.placement.state(), Complete()]
+        return [self._changes.everything(self._holdings()), *self.placement.state(), Complete()]
 
     def _take(self, message: Down) -> None:
         match message:
@@ -228,11 +186,6 @@ class SharedDecisions:
                 self._take_others(message)
             case Pairs():
                 self._fleet.kv_pairs = message.kv_pairs
-            case Ended():
-                self._ended = message.routers
-            case Count():
-                self._newest_count = message.number
-                self._asked.set()
         self._heard.add(type(message))
         if {Sums, Others} <= self._heard:
             self._joined.set()
@@ -243,8 +196,7 @@ class SharedDecisions:
             if worker.worker_id in sums.outstanding:
                 worker.outstanding = sums.outstanding[worker.worker_id]
         self._placed_on = sums.outstanding.keys()
-        for pool, now in sums.queues.items():
-            self._told[pool].now = now
+        self._told.update(sums.queues)
 
     def _take_others(self, others: Others) -> None:
         assert self._admission is not None

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import ClassVar
 
 from ridgeline.contracts.errors import WorkerLost
 from ridgeline.contracts.vocabulary import Pool
 from ridgeline.router.fleet.fleet import Fleet
 from ridgeline.router.fleet.pairing import KvPair
-from ridgeline.router.observe.collectors import QueueView
 from ridgeline.router.observe.fleet_use import FleetUse, Members, fleet_use, members
 from ridgeline.router.observe.loop_lag import LoopLag
+from ridgeline.router.placement.pool_queue import QueueNow
 
 
 class RouterControl(ABC):
@@ -32,8 +32,8 @@ class RouterControl(ABC):
 
     @property
     @abstractmethod
-    def queues(self) -> Iterable[QueueView]:
-        """The queues of prompts."""
+    def queues(self) -> Mapping[Pool, QueueNow]:
+        """The prompts that wait."""
 
     @abstractmethod
     def fleet_changed(self) -> None:

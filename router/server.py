@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -39,11 +39,13 @@ from ridgeline.router.front.middleware.ingress import Gates
 from ridgeline.router.front.operations import Asked, Operations, Progress
 from ridgeline.router.front.vllm_workarounds import unread
 from ridgeline.router.idle_times import OUTPUT_TOKENS, measure, too_short
-from ridgeline.router.observe.collectors import QueueCollector, QueueView, WorkerCollector
-from ridgeline.router.observe.metrics import InFlight, LimitedLatency, RequestMetrics, Within
+from ridgeline.router.observe.collectors import QueueCollector, WorkerCollector
+from ridgeline.router.observe.metrics import LimitedLatency, RequestMetrics, Within
+from ridgeline.router.placement.pool_queue import QueueNow
 from ridgeline.router.router_control import RouterControl
 from ridgeline.router.settings import PoolHardware, RouterSettings, SharedWith
 from ridgeline.router.shared.link import NoDispatcher
+from ridgeline.router.shared.node_metrics import NodeMetrics
 
 DRAIN_POLL_S = 0.05
 LAST_WORDS_S = 2
@@ -70,6 +72,7 @@ class Router(RouterControl):
         self._args = server_args(settings)
         router_id, shares = secrets.token_hex(8), settings.routers > 1
         requests = CollectorRegistry() if shares else REGISTRY
+        self._node_metrics = NodeMetrics(settings.start) if shares else None
         self._metrics = RequestMetrics(requests)
         self._releaser = HandoffReleaser(settings.tls)
         fleet = Fleet(
@@ -88,7 +91,10 @@ class Router(RouterControl):
             settings, self._decisions.waits, self.fleet, self._metrics, look_every_s=LOOK_EVERY_S
         )
         if self._shared is not None:
-            REGISTRY.register(self._shared.attach(self._admission, requests))
+            self._shared.attach(self._admission)
+        if self._node_metrics is not None:
+            self._node_metrics.show(requests)
+            REGISTRY.register(self._node_metrics)
         self._gates = Gates(
             check_share=self._admission.check_share,
             most_sequences=self._admission.most_of_one_client,
@@ -104,7 +110,6 @@ class Router(RouterControl):
         self._orchestrator = Orchestrator(
             self.fleet, self._decisions.placement, settings, self._metrics, self._releaser.release
         )
-        requests.register(InFlight(lambda: self._orchestrator.in_flight))
         self.operations = Operations()
         """Operations of operators, for whoever starts and ends workers."""
         self._hardware: dict[Pool, PoolHardware] = {}
@@ -118,7 +123,7 @@ class Router(RouterControl):
                 away=lambda: self.fleet.away,
             )
         )
-        REGISTRY.register(QueueCollector(self._decisions.queues))
+        REGISTRY.register(QueueCollector(lambda: self.queues))
         REGISTRY.register(self._lag)
         REGISTRY.register(self._client.turns)
         self._stop = asyncio.Event()
@@ -153,9 +158,9 @@ class Router(RouterControl):
         return await self._url
 
     @property
-    def queues(self) -> Sequence[QueueView]:
-        """The queues of prompts."""
-        return self._decisions.queues
+    def queues(self) -> Mapping[Pool, QueueNow]:
+        """The prompts that wait."""
+        return self._decisions.queues()
 
     def fleet_changed(self) -> None:
         """Look again what can start, now that there are other workers."""
@@ -204,6 +209,8 @@ class Router(RouterControl):
         self._stop.set()
         if self._running is not None:
             await self._running
+        if self._node_metrics is not None:
+            self._node_metrics.close()
 
     async def _run(self, worker_addresses: list[str], shared: SharedWith | None, some: bool) -> None:
         try:
@@ -259,8 +266,8 @@ class Router(RouterControl):
 
     async def _refresh_metrics(self) -> None:
         refreshing = [self.fleet.refresh()]
-        if self._shared is not None:
-            refreshing.append(self._shared.metrics.refresh())
+        if self._node_metrics is not None:
+            refreshing.append(self._node_metrics.refresh())
         await asyncio.gather(*refreshing)
 
     def _count_unread(self, why: unread.Why) -> None:

@@ -225,6 +225,8 @@ class RouterStart(msgspec.Struct, frozen=True, array_like=True):
 
     name: str = "router"
     number: int = 1
+    deployment: str = ""
+    """The same for all routers of a deployment, and for no other one."""
 
     def __str__(self) -> str:
         """Return it for logs."""

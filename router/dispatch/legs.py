@@ -1,4 +1,4 @@
-"""The legs of an attempt, on the workers of its place. The first token goes out before the KV moves.
+"""The legs of an progress, on the workers of its place. The first token goes out before the KV moves.
 
 The decode leg begins when prefill begins the prompt (overlap). It reserves its blocks and fetches those that are final
 while the rest is computed; the first token reaches it with the last blocks. So when prefill ends, decode has admitted
@@ -18,7 +18,7 @@ from ridgeline.contracts.errors import HandoffLost
 from ridgeline.contracts.handoff import KvHandoff
 from ridgeline.contracts.tasks import GenerateTask, TokenDelta
 from ridgeline.contracts.vocabulary import Pool
-from ridgeline.router.dispatch.request import Attempt
+from ridgeline.router.dispatch.request import RequestProgress
 from ridgeline.router.fleet.fleet import Worker
 from ridgeline.router.placement.places import Place, Placement
 from ridgeline.worker_runtime.client import OnDelta, WorkerClient
@@ -38,64 +38,64 @@ class Legs:
         self._release_handoff = release_handoff
         self._overlap = overlap
 
-    async def run(self, attempt: Attempt) -> None:
+    async def run(self, progress: RequestProgress) -> None:
         """Wait for a place and run the attempt there. Cancelling this aborts what runs on workers.
 
         Raises WorkerLost, WorkerDraining, EngineFailed, InvalidTask or TaskRejected, and NoWorker if a pool that it
         needs stays without a worker.
         """
-        async with self._place(attempt) as place:
+        async with self._place(progress) as place:
             if place.decode_worker is None:
-                await self._whole(attempt, place)
+                await self._whole(progress, place)
             else:
-                await self._split(attempt, place, place.decode_worker)
-            place.answered(attempt.answer())
+                await self._split(progress, place, place.decode_worker)
+            place.answered(progress.answer())
 
     @asynccontextmanager
-    async def _place(self, attempt: Attempt) -> AsyncIterator[Place]:
-        timeline = attempt.progress.timeline
+    async def _place(self, progress: RequestProgress) -> AsyncIterator[Place]:
+        timeline = progress.timeline
         began_s = timeline.clock()
-        async with self._placement.place(attempt.wish) as place:
+        async with self._placement.place(progress.demand()) as place:
             timeline.router_queue_s += timeline.clock() - began_s
             timeline.path, timeline.assignment = place.route.path, place.assignment
-            attempt.assignment = place.assignment
-            attempt.progress.advance("prefilling")
+            progress.assignment = place.assignment
+            progress.advance("prefilling")
             yield place
 
-    async def _whole(self, attempt: Attempt, place: Place) -> None:
+    async def _whole(self, progress: RequestProgress, place: Place) -> None:
         """Run the whole request on one worker, with the reason why prefill did not compute the prompt."""
-        task = attempt.whole_task(place.route.recompute_reason)
+        task = progress.whole_task(place.route.recompute_reason)
         leg = partial(place.prompt_worker.client.run_task, task)
         await self._stream(
-            leg, place.prompt_worker.pool, attempt, lambda delta: place.prompt_done(_cached_tokens(delta))
+            leg, place.prompt_worker.pool, progress, lambda delta: place.prompt_done(_cached_tokens(delta))
         )
 
-    async def _split(self, attempt: Attempt, place: Place, decode: Worker) -> None:
+    async def _split(self, progress: RequestProgress, place: Place, decode: Worker) -> None:
         """Compute the prompt on a prefill worker, send its first token on, and get the rest from a decode worker."""
-        progress, early, pool = attempt.progress, None, place.prompt_worker.pool
+        early, pool = None, place.prompt_worker.pool
 
         def begin_early(partial: KvHandoff) -> None:
             nonlocal early
             if not self._overlap or not decode.has_room_to_overlap(partial.num_blocks):
                 progress.metrics.overlapped.labels("no_room" if self._overlap else "off").inc()
                 return
-            early = OverlappedLeg(decode.client, attempt.decode_task(partial))
+            early = OverlappedLeg(decode.client, progress.decode_task(partial))
 
         try:
-            first = await self._prefill(place, attempt, begin_early)
+            first = await self._prefill(place, progress, begin_early)
             handoff = first.handoff
             if handoff is None:
                 progress.send(first, pool)  # the whole answer was one token
                 return
             progress.advance("handoff")
-            wanted = attempt.request.sampling
+            wanted = progress.request.sampling
             progress.metrics.first_token.labels(wanted.first_token, wanted.resample_reason or "").inc()
             fetched, release_after_s = False, 0.0
             try:
                 if progress.send(msgspec.structs.replace(first, finished=False, handoff=None), pool):
                     return
                 release_after_s = ABORT_FIRST_S
-                fetched = await self._hand_over(place, decode, attempt, handoff, early)
+                fetched = await self._hand_over(place, decode, progress, handoff, early)
             finally:
                 if not fetched:
                     self._release_handoff(handoff, release_after_s)
@@ -103,9 +103,10 @@ class Legs:
             if early is not None:
                 await early.close()
 
-    async def _prefill(self, place: Place, attempt: Attempt, begin_early: Callable[[KvHandoff], None]) -> TokenDelta:
+    async def _prefill(
+        self, place: Place, progress: RequestProgress, begin_early: Callable[[KvHandoff], None]
+    ) -> TokenDelta:
         """Return the leg's last delta; call `begin_early` before that, once the partial hand-off can be fetched."""
-        progress = attempt.progress
         made: list[TokenDelta] = []
 
         def take(delta: TokenDelta) -> bool:
@@ -118,38 +119,38 @@ class Legs:
             return True
 
         try:
-            await place.prompt_worker.client.run_task(attempt.prefill_task(), take)
+            await place.prompt_worker.client.run_task(progress.prefill_task(), take)
         finally:
             place.prompt_left()
         return made[0]
 
     async def _hand_over(
-        self, place: Place, decode: Worker, attempt: Attempt, handoff: KvHandoff, early: OverlappedLeg | None
+        self, place: Place, decode: Worker, progress: RequestProgress, handoff: KvHandoff, early: OverlappedLeg | None
     ) -> bool:
         """Stream the leg that overlapped with prefill; if there is none, or it failed, begin one now."""
-        progress, task = attempt.progress, attempt.decode_task(handoff)
+        task = progress.decode_task(handoff)
         progress.timeline.link = (place.prompt_worker.worker_id, decode.worker_id)
         if early is not None:
             try:
                 progress.timeline.overlapped = True
-                fetched = await self._stream(early.pass_on, decode.pool, attempt, lambda _: place.decode_began())
+                fetched = await self._stream(early.pass_on, decode.pool, progress, lambda _: place.decode_began())
                 progress.metrics.overlapped.labels("ok").inc()
                 return fetched
             except HandoffLost as lost:
                 progress.timeline.overlapped = False
                 progress.metrics.overlapped.labels(lost.reason).inc()
         leg = partial(decode.client.run_task, task)
-        return await self._stream(leg, decode.pool, attempt, lambda _: place.decode_began())
+        return await self._stream(leg, decode.pool, progress, lambda _: place.decode_began())
 
     async def _stream(
         self,
         leg: Callable[[OnDelta], Awaitable[None]],
         pool: Pool,
-        attempt: Attempt,
+        progress: RequestProgress,
         on_first: Callable[[TokenDelta], None],
     ) -> bool:
         """Stream one decode leg on a worker of `pool`. Returns whether it made a token, and so has the KV."""
-        progress, produced = attempt.progress, False
+        produced = False
 
         def send(delta: TokenDelta) -> bool:
             nonlocal produced

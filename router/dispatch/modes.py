@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from ridgeline.contracts.vocabulary import Mode
 from ridgeline.router.fleet.fleet import Fleet
@@ -29,26 +29,11 @@ class ModeChange:
     took_s: float
 
 
-class AnyModes(Protocol):
-    """The mode, and the way to change it: `Modes`, or that of the dispatcher (`router.shared.shared_modes`)."""
+class Modes(ABC):
+    """The mode of this router's deployment."""
 
-    @property
-    def mode(self) -> Mode: ...
-    @property
-    def possible(self) -> tuple[Mode, ...]: ...
-    @property
-    def why_not(self) -> Mapping[Mode, str]: ...
-    async def change(self, mode: Mode) -> ModeChange: ...
-
-
-class Modes:
-    """The mode of this router's deployment, and the one way to change it."""
-
-    def __init__(self, fleet: Fleet, on_change: Callable[[], int]) -> None:
-        """`on_change` sends waiting prompts the new way, and returns how many."""
+    def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._on_change = on_change
-        self._one_at_a_time = asyncio.Lock()
 
     @property
     def mode(self) -> Mode:
@@ -64,6 +49,20 @@ class Modes:
     def why_not(self) -> Mapping[Mode, str]:
         """For each other mode, the setting that prevents it."""
         return self._fleet.roles.why_not
+
+    @abstractmethod
+    async def change(self, mode: Mode) -> ModeChange:
+        """Serve in this mode from now on. Raises ModeImpossible or PairingRefused, and then changes nothing."""
+
+
+class OwnModes(Modes):
+    """Those of a router that serves alone, and of the dispatcher."""
+
+    def __init__(self, fleet: Fleet, on_change: Callable[[], int]) -> None:
+        """`on_change` sends waiting prompts the new way, and returns how many."""
+        super().__init__(fleet)
+        self._on_change = on_change
+        self._one_at_a_time = asyncio.Lock()
 
     async def change(self, mode: Mode) -> ModeChange:
         """Serve in this mode from now on. Raises ModeImpossible or PairingRefused, and then changes nothing."""

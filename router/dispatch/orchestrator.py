@@ -11,7 +11,7 @@ import time
 
 from ridgeline.contracts.errors import EngineError, EngineFailed, TaskRejected, WorkerDraining, WorkerLost
 from ridgeline.router.dispatch.legs import Legs, ReleaseHandoff
-from ridgeline.router.dispatch.request import Attempt, Emit, RequestProgress, SequenceRequest
+from ridgeline.router.dispatch.request import Emit, RequestProgress, SequenceRequest
 from ridgeline.router.fleet.fleet import Fleet
 from ridgeline.router.observe.metrics import RequestMetrics
 from ridgeline.router.observe.timeline import Outcome, RequestTimeline
@@ -56,11 +56,9 @@ class Orchestrator:
         self._fleet = fleet
         self._settings = settings
         self._metrics = metrics
-        self._uncounted = RequestMetrics(None)
+        self._uncounted = RequestMetrics(None, "uncounted")
         self._placement = placement
         self._legs = Legs(placement, release_handoff, overlap=settings.overlap)
-        self.in_flight = 0
-        """Sequences that are being served, without probes."""
 
     @property
     def hashed_block_tokens(self) -> int:
@@ -73,23 +71,23 @@ class Orchestrator:
         Raises NoWorker, WorkerLost, EngineFailed, InvalidTask, TaskRejected, CannotContinue or DeadlineExceeded.
         """
         metrics = self._uncounted if request.probe else self._metrics
-        wish = request.wish
+        demand = request.demand
         timeline = RequestTimeline(
             time.monotonic,
             request.request_id,
             len(request.prompt_token_ids),
-            self._placement.route_of(wish).path,
+            self._placement.route_of(demand).path,
             head_read_s=request.head_read_s,
             observe=metrics.observe,
             client_request_id=request.client_request_id,
-            ttft_limit_s=wish.demand.ttft_limit_s,
-            tpot_limit_s=wish.demand.tpot_limit_s,
+            ttft_limit_s=demand.ttft_limit_s,
+            tpot_limit_s=demand.tpot_limit_s,
         )
         outcome: Outcome = "failed"
         deadline_s = self._settings.router.request_timeout_s
         limit_s = min(request.timeout_s or deadline_s, deadline_s)
-        progress = RequestProgress(emit, timeline, metrics)
-        self.in_flight += not request.probe
+        progress = RequestProgress(request, emit, timeline, metrics, self.hashed_block_tokens)
+        metrics.in_flight.inc()
         try:
             async with asyncio.timeout(limit_s):
                 await self._until_answered(request, progress)
@@ -104,15 +102,15 @@ class Orchestrator:
                 "router.request_timeout_s and the client's x-ridgeline-timeout-s"
             ) from error
         finally:
-            self.in_flight -= not request.probe
+            metrics.in_flight.dec()
             metrics.close(timeline, outcome)
 
     async def _until_answered(self, request: SequenceRequest, progress: RequestProgress) -> None:
         """Make attempts until the answer is complete; each continues where the last one ended (request migration)."""
-        number, fruitless, losses = 0, 0, 0
+        fruitless, losses = 0, 0
         while True:
             try:
-                await self._legs.run(Attempt(request, progress, number, self.hashed_block_tokens))
+                await self._legs.run(progress)
                 return
             except tuple(CAUSES) as error:
                 if progress.ended:  # the client has everything; only the clean-up failed
@@ -125,7 +123,6 @@ class Orchestrator:
                 self._check_continuable(request, progress, error)
                 progress.metrics.retries.labels(progress.state, CAUSES[type(error)]).inc()
             progress.migrate()
-            number += 1
             # A worker that failed is not tried again before it has reported to be well, see `Worker.load`.
             await asyncio.sleep(RETRY_PAUSE_S * fruitless)
 

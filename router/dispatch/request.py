@@ -17,7 +17,7 @@ from ridgeline.router.fleet.prefixes import BlockHashes, block_hashes
 from ridgeline.router.fleet.request_route import Demand
 from ridgeline.router.observe.metrics import RequestMetrics
 from ridgeline.router.observe.timeline import RequestState, RequestTimeline
-from ridgeline.router.placement.placement_events import Answer, Wish
+from ridgeline.router.placement.placement_events import Answer
 from ridgeline.router.scheduler.features import Assignment
 
 Emit = Callable[[TokenDelta], bool]
@@ -69,16 +69,17 @@ class SequenceRequest:
     """When the router had read the head of its HTTP request, on the monotonic clock; None for a health probe."""
 
     @property
-    def wish(self) -> Wish:
-        """What it wants before it has begun."""
-        demand = Demand(
+    def demand(self) -> Demand:
+        """What it asks for before it has begun."""
+        return Demand(
             len(self.prompt_token_ids),
             self.sampling.max_tokens,
             self.client,
             ttft_limit_s=math.inf if self.ttft_limit_s is None else self.ttft_limit_s,
             tpot_limit_s=math.inf if self.tpot_limit_s is None else self.tpot_limit_s,
+            urgent=self.probe,
+            probe=self.probe,
         )
-        return Wish(demand, urgent=self.probe, probe=self.probe)
 
 
 TRANSITIONS: Mapping[RequestState, frozenset[RequestState]] = {
@@ -96,20 +97,33 @@ class IllegalTransition(RuntimeError):
 
 
 class RequestProgress:
-    """The state of one sequence, and the tokens that its client has and that no worker may send again.
+    """A sequence that is served: its state, and the tokens that its client has and that no worker may send again.
 
     Positions are contiguous: every worker gets `token_ids` and continues after them. Decisions are based on this;
-    timeline and metrics only record it.
+    timeline and metrics only record it. Each pass through the workers is an attempt, which has tasks for its legs.
     """
 
-    def __init__(self, emit: Emit, timeline: RequestTimeline, metrics: RequestMetrics) -> None:
+    def __init__(
+        self,
+        request: SequenceRequest,
+        emit: Emit,
+        timeline: RequestTimeline,
+        metrics: RequestMetrics,
+        hashed_block_tokens: int = 0,
+    ) -> None:
+        """`hashed_block_tokens`: tokens in a KV block; 0: nobody asks who has the beginning of the prompt."""
+        self.request = request
         self.timeline = timeline
         self.metrics = metrics
         """The metrics that count this request."""
         self.token_ids: list[int] = []
         self.ended = False
+        self.assignment: Assignment | None = None
+        """Why the attempt goes where it goes, if a policy chose that."""
         self._emit = emit
+        self._hashed_block_tokens = hashed_block_tokens
         self._state: RequestState = "queued"
+        self._attempt = 0
 
     @property
     def state(self) -> RequestState:
@@ -126,6 +140,8 @@ class RequestProgress:
         """Queue the request again, to continue elsewhere after the tokens that its client has (request migration)."""
         self.timeline.interrupted(self._state)
         self.advance("queued")
+        self.assignment = None
+        self._attempt += 1
 
     def send(self, delta: TokenDelta, pool: Pool) -> bool:
         """Send on a delta made by a worker of `pool`; return True if no more is wanted."""
@@ -135,38 +151,21 @@ class RequestProgress:
         self.ended = self.ended or enough or delta.finished
         return enough
 
-
-class Attempt:
-    """One pass of a request through the workers, from the client's last token on: the tasks for its legs."""
-
-    def __init__(
-        self, request: SequenceRequest, progress: RequestProgress, number: int, hashed_block_tokens: int
-    ) -> None:
-        """`hashed_block_tokens`: tokens in a KV block; 0: nobody asks who has the beginning of the prompt."""
-        self.request = request
-        self.progress = progress
-        first = request.wish
-        self._hashed_block_tokens = hashed_block_tokens
-        prompt_tokens = len(request.prompt_token_ids) + len(progress.token_ids)
-        self.wish = Wish(
-            demand=replace(
-                first.demand,
-                prompt_tokens=prompt_tokens,  # what the client already has counts as prompt
-                ttft_limit_s=math.inf if progress.token_ids else first.demand.ttft_limit_s,
-                prefix=self._prefix(),
-                waited_s=progress.timeline.clock() - progress.timeline.arrived_s,
-            ),
-            urgent=first.urgent or number > 0,  # its client has waited once, and may have half of its answer
-            probe=request.probe,
+    def demand(self) -> Demand:
+        """Return what the attempt that begins now asks for."""
+        first = self.request.demand
+        return replace(
+            first,
+            prompt_tokens=first.prompt_tokens + len(self.token_ids),  # what the client already has counts as prompt
+            ttft_limit_s=math.inf if self.token_ids else first.ttft_limit_s,
+            prefix=self._prefix(),
+            waited_s=self.timeline.clock() - self.timeline.arrived_s,
+            urgent=first.urgent or self._attempt > 0,  # its client has waited once, and may have half of its answer
         )
-        """What it wants now."""
-        self.assignment: Assignment | None = None
-        """Why it goes where it goes, if a policy chose that."""
-        self._suffix = f"-again{number}" if number else ""
 
     def answer(self) -> Answer:
         """Return what can be learned from the complete answer."""
-        timeline = self.progress.timeline
+        timeline = self.timeline
         resamples = timeline.prefill_timing is not None and self.request.sampling.first_token == "resample"
         return Answer(
             timeline.num_output_tokens,
@@ -182,7 +181,7 @@ class Attempt:
         if not self._hashed_block_tokens:
             return ()
         request = self.request
-        tokens = [*request.prompt_token_ids, *self.progress.token_ids]
+        tokens = [*request.prompt_token_ids, *self.token_ids]
         return block_hashes(tokens, self._hashed_block_tokens, request.cache_salt)
 
     def whole_task(self, recompute_reason: str) -> GenerateTask:
@@ -201,13 +200,13 @@ class Attempt:
     def _task(
         self, leg: Leg, name: str | None = None, *, handoff: KvHandoff | None = None, recompute_reason: str = ""
     ) -> GenerateTask:
-        request = self.request
+        request, again = self.request, f"-again{self._attempt}" if self._attempt else ""
         return GenerateTask(
-            request_id=f"{request.request_id}-{name or leg}{self._suffix}",
+            request_id=f"{request.request_id}-{name or leg}{again}",
             leg=leg,
             prompt_token_ids=request.prompt_token_ids,
             sampling=request.sampling.encoded,
-            emitted_token_ids=list(self.progress.token_ids),
+            emitted_token_ids=list(self.token_ids),
             first_token=request.sampling.first_token,
             handoff=handoff,
             recompute_reason=recompute_reason,
@@ -218,8 +217,7 @@ class Attempt:
         )
 
     def _limits(self) -> dict[str, float]:
-        limit_s = self.wish.demand.tpot_limit_s
-        assignment = self.assignment
+        limit_s, assignment = self.request.demand.tpot_limit_s, self.assignment
         if assignment is None or assignment.request is None or not assignment.paced or not math.isfinite(limit_s):
             return {}
         return {"tpot_limit_s": limit_s, "sure_output_tokens": assignment.request.sure_tokens}

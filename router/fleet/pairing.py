@@ -7,12 +7,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Protocol
 
 from ridgeline.contracts.errors import WorkerLost
 from ridgeline.contracts.handoff import explain_mismatch
-from ridgeline.contracts.workers import WorkerDescription
-from ridgeline.worker_runtime.client import WorkerClient
+from ridgeline.router.fleet.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -32,20 +30,7 @@ class KvPair:
     """Why no better transport was picked; empty if nothing stood in the way."""
 
 
-class Connected(Protocol):
-    """The parts of a worker that pairing uses."""
-
-    client: WorkerClient
-    description: WorkerDescription
-
-    @property
-    def worker_id(self) -> str: ...
-
-    @property
-    def title(self) -> str: ...
-
-
-async def pair_all(prefills: Sequence[Connected], decodes: Sequence[Connected]) -> list[KvPair]:
+async def pair_all(prefills: Sequence[Worker], decodes: Sequence[Worker]) -> list[KvPair]:
     """Make every decode worker agree on a transport with every prefill worker, before any request.
 
     Raises PairingRefused or WorkerLost.
@@ -58,7 +43,7 @@ async def pair_all(prefills: Sequence[Connected], decodes: Sequence[Connected]) 
     return [pair for paired, _ in answers for pair in paired]
 
 
-async def pair_while_serving(prefills: Sequence[Connected], decode: Connected) -> list[KvPair]:
+async def pair_while_serving(prefills: Sequence[Worker], decode: Worker) -> list[KvPair]:
     """Pair one decode worker while requests are served, when any worker may be lost at any moment.
 
     Workers that cannot be paired now pair when they come back, or at their first fetch.
@@ -72,7 +57,7 @@ async def pair_while_serving(prefills: Sequence[Connected], decode: Connected) -
     return paired
 
 
-def check_layouts(prefills: Sequence[Connected], decodes: Sequence[Connected]) -> None:
+def check_layouts(prefills: Sequence[Worker], decodes: Sequence[Worker]) -> None:
     """Raise PairingRefused if KV layouts differ, which waiting cannot fix."""
     for prefill, decode in product(prefills, decodes):
         if prefill is decode:
@@ -82,7 +67,7 @@ def check_layouts(prefills: Sequence[Connected], decodes: Sequence[Connected]) -
             raise PairingRefused(f"{prefill.title} and {decode.title} cannot exchange KV: {sentence}")
 
 
-async def _pair(prefills: Sequence[Connected], decode: Connected) -> tuple[list[KvPair], list[str]]:
+async def _pair(prefills: Sequence[Worker], decode: Worker) -> tuple[list[KvPair], list[str]]:
     """Return the agreed pairs, and a sentence for each refusal. Raises WorkerLost if the decode worker is silent."""
     others = [worker for worker in prefills if worker.worker_id != decode.worker_id]
     sources = {address: worker for worker in others for address in worker.description.transfer_addresses}

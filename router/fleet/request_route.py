@@ -40,6 +40,10 @@ class Demand(msgspec.Struct, frozen=True, array_like=True):
     """Time from its arrival until it wished to start."""
     prefix: BlockHashes = ()
     """The hashes of its prompt's blocks."""
+    urgent: bool = False
+    """Whether it goes before all others."""
+    probe: bool = False
+    """Whether it goes through prefill however short it is."""
 
 
 class Route(msgspec.Struct, frozen=True, array_like=True):
@@ -95,7 +99,7 @@ def route_for(demand: Demand, mode: Mode, min_remote_prefill_tokens: int, usable
         return ADAPTIVE_WHOLE
     if answer_pool(mode, usable) == "prefill":
         return WITHOUT_DECODE
-    if demand.prompt_tokens < min_remote_prefill_tokens:
+    if demand.prompt_tokens < min_remote_prefill_tokens and not demand.probe:
         return SHORT_PROMPT
     return SPLIT if "prefill" in usable else WITHOUT_PREFILL
 

@@ -24,7 +24,7 @@ from starlette.responses import Response, StreamingResponse
 from ridgeline.contracts.errors import WorkerLost
 from ridgeline.contracts.section import MIB
 from ridgeline.contracts.vocabulary import Mode, Pool
-from ridgeline.router.dispatch.modes import AnyModes
+from ridgeline.router.dispatch.modes import Modes
 from ridgeline.router.fleet.fleet import Fleet, Worker
 from ridgeline.router.fleet.pairing import PairingRefused
 from ridgeline.router.fleet.request_route import pools_of
@@ -99,7 +99,7 @@ class RestartBody(BaseModel):
 
 def admin_routes(
     fleet: Fleet,
-    modes: AnyModes,
+    modes: Modes,
     operations: Operations,
     explanations: Explanations,
     record: Callable[[Wanted], AsyncGenerator[bytes, None]],
@@ -203,7 +203,7 @@ async def _until_stopped(
             await asyncio.wait({following})
 
 
-def _operation_routes(modes: AnyModes, operations: Operations) -> APIRouter:
+def _operation_routes(modes: Modes, operations: Operations) -> APIRouter:
     routes = APIRouter()
 
     async def begun(operation: Operation) -> dict[str, Any]:

@@ -7,10 +7,11 @@ interpreter's lock. So it is rendered in pieces, between which the event loop se
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator
 from http import HTTPStatus
-from typing import Final, cast
+from typing import Final, TypeVar, cast
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
@@ -22,7 +23,6 @@ from ridgeline.router.client_identity import hash_key
 from ridgeline.router.front.http.errors import error_body
 from ridgeline.router.front.middleware.auth import shown_keys
 from ridgeline.router.front.single_flight import SingleFlight
-from ridgeline.router.observe.paced import paced
 
 _NO_KEY: Final = (
     "/metrics needs a key of its own here: send one of security.metrics_keys_file, or an operator's, as "
@@ -32,6 +32,9 @@ EVERY_S = 0.5
 """Interval at which the page is rendered, and its greatest age, when many ask for it."""
 PIECE_SAMPLES = 64
 """Samples that are rendered at a time: some 0.5 ms."""
+SLICE_S: Final = 0.001
+"""How long this takes the loop before it gives way, for as long again: a token is late by no more than that."""
+T = TypeVar("T")
 
 
 def metrics_endpoint(
@@ -63,6 +66,18 @@ def metrics_endpoint(
 async def page_of(registry: CollectorRegistry) -> bytes:
     """Render all series in Prometheus' text format, giving way to the event loop again and again."""
     return b"".join([piece async for piece in paced(_pieces(registry))])
+
+
+async def paced(items: Iterable[T]) -> AsyncIterator[T]:
+    """Yield the items, giving way to the event loop whenever making and using them has taken a slice."""
+    await asyncio.sleep(0)  # what its caller has done until now is a slice too
+    began_s = time.perf_counter()
+    for item in items:
+        yield item
+        took_s = time.perf_counter() - began_s
+        if took_s > SLICE_S:
+            await asyncio.sleep(took_s)
+            began_s = time.perf_counter()
 
 
 def _pieces(registry: CollectorRegistry) -> Iterator[bytes]:

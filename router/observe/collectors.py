@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -17,6 +16,7 @@ from prometheus_client.registry import Collector
 from ridgeline.contracts.vocabulary import Mode, Pool
 from ridgeline.router.fleet.pairing import KvPair
 from ridgeline.router.fleet.worker import Worker
+from ridgeline.router.placement.pool_queue import QueueNow
 from ridgeline.router.settings import PoolHardware
 
 # counter name's first part -> (series, help, names of the labels its other parts give)
@@ -277,44 +277,32 @@ def _step_models(workers: list[Worker]) -> Iterator[GaugeMetricFamily]:
     )
 
 
-class QueueView(Protocol):
-    """What the collector reads of a pool's prompt queue."""
-
-    @property
-    def pool(self) -> Pool: ...
-    @property
-    def waiting(self) -> int: ...
-    @property
-    def waiting_tokens(self) -> int: ...
-    @property
-    def tokens_per_s(self) -> float | None: ...
-
-
 class QueueCollector(Collector):
     """The series about prompts that wait in the router; registered once."""
 
-    def __init__(self, queues: Iterable[QueueView]) -> None:
-        self._queues = list(queues)
+    def __init__(self, queues: Callable[[], Mapping[Pool, QueueNow]]) -> None:
+        self._queues = queues
 
     def collect(self) -> Iterator[Metric]:
         """Yield every series; called by prometheus-client at each scrape."""
+        queues = self._queues()
         yield _gauge(
             "ridgeline_waiting_prompts",
             "Prompts that wait in the router for a worker of the pool",
             ["pool"],
-            [([queue.pool], queue.waiting) for queue in self._queues],
+            [([pool], queue.waiting.prompts) for pool, queue in queues.items()],
         )
         yield _gauge(
             "ridgeline_waiting_prompt_tokens",
             "Tokens of the prompts that wait in the router for a worker of the pool",
             ["pool"],
-            [([queue.pool], queue.waiting_tokens) for queue in self._queues],
+            [([pool], queue.waiting.tokens) for pool, queue in queues.items()],
         )
         yield _gauge(
             "ridgeline_prompt_tokens_per_second",
             "Prompt tokens per second that the pool computes when it is fully loaded, as last measured",
             ["pool"],
-            [([queue.pool], queue.tokens_per_s) for queue in self._queues if queue.tokens_per_s is not None],
+            [([pool], queue.tokens_per_s) for pool, queue in queues.items() if queue.tokens_per_s is not None],
         )
 
 

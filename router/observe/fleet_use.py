@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from ridgeline.contracts.vocabulary import Mode, Pool
 from ridgeline.router.fleet.fleet import Fleet
 from ridgeline.router.fleet.worker import Worker
-from ridgeline.router.observe.collectors import QueueView
+from ridgeline.router.placement.pool_queue import QueueNow
 
 PROMPT_STEPS = ("prefill", "mixed")
 """Kinds of engine steps that compute prompts."""
@@ -67,9 +67,10 @@ class Members:
     workers: dict[str, Member]
 
 
-def fleet_use(workers: Iterable[Worker], queues: Iterable[QueueView], mode: Mode | None = None) -> FleetUse:
+def fleet_use(workers: Iterable[Worker], queues: Mapping[Pool, QueueNow], mode: Mode | None = None) -> FleetUse:
     """Return what is in use by the workers' last status."""
-    return FleetUse(tuple(map(_worker_use, workers)), {queue.pool: queue.waiting for queue in queues}, mode)
+    waiting = {pool: queue.waiting.prompts for pool, queue in queues.items()}
+    return FleetUse(tuple(map(_worker_use, workers)), waiting, mode)
 
 
 def members(fleet: Fleet, started_for: Mapping[str, Pool]) -> Members:

@@ -6,14 +6,11 @@ absent, never zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
-from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
 from ridgeline.contracts.vocabulary import Pool
 from ridgeline.router.observe.explanations import Explanations
@@ -45,10 +42,21 @@ class Within:
 class RequestMetrics:
     """The series about requests."""
 
-    def __init__(self, registry: CollectorRegistry | None) -> None:
-        """Register the series. Without a registry they are counted but not published."""
-        histogram, counter = partial(Histogram, registry=registry), partial(Counter, registry=registry)
+    def __init__(self, registry: CollectorRegistry | None, namespace: str = "") -> None:
+        """Register the series; without a registry they are counted but not published.
+
+        `namespace` tells them from others of this process, for `ridgeline.router.shared.node_metrics`.
+        """
+        histogram = partial(Histogram, registry=registry, namespace=namespace)
+        counter = partial(Counter, registry=registry, namespace=namespace)
         pool = ("pool",)
+        self.in_flight = Gauge(
+            "ridgeline_requests_in_flight",
+            "Sequences that the router is serving",
+            registry=registry,
+            namespace=namespace,
+            multiprocess_mode="livesum",
+        )
         self.ttft = histogram(
             "ridgeline_ttft_seconds",
             "Time to first token (TTFT): from the head of the HTTP request being read to the first token being handed "
@@ -117,7 +125,7 @@ class RequestMetrics:
             buckets=LINK_BUCKETS,
         )
         self.overlapped = counter(
-            "ridgeline_followed_handoffs",
+            "ridgeline_overlapped_handoffs",
             "Prompts that prefill announced before it had computed them: ok if decode admitted them meanwhile and got "
             "their KV, otherwise why it did not",
             ("result",),
@@ -221,16 +229,3 @@ class RequestMetrics:
         ):
             if seen_s:
                 self.prediction_error.labels(latency).observe(abs(predicted_s / seen_s - 1))
-
-
-class InFlight(Collector):
-    """The number of sequences that are being served; registered once, beside `RequestMetrics`."""
-
-    def __init__(self, in_flight: Callable[[], int]) -> None:
-        self._in_flight = in_flight
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the gauge; called by prometheus-client at each scrape."""
-        yield GaugeMetricFamily(
-            "ridgeline_requests_in_flight", "Sequences that the router is serving", self._in_flight()
-        )

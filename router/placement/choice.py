@@ -37,8 +37,8 @@ class Choice(msgspec.Struct, frozen=True):
 class Chooser(Protocol):
     """Chooses the workers of the prompt that is next."""
 
-    def choose(self, demand: Demand, waited_s: float, roomy: Sequence[Worker], *, urgent: bool) -> Choice | None:
-        """Return the choice; None to wait for a worker that has no room now, which only an `urgent` prompt never does.
+    def choose(self, demand: Demand, waited_s: float, roomy: Sequence[Worker]) -> Choice | None:
+        """Return the choice; None to wait for a worker that has no room now, which only an urgent prompt never does.
 
         `waited_s` is the time since the request's arrival; `roomy` are the workers that would take a prompt now, at
         least one.
@@ -57,7 +57,7 @@ class ByLoad:
         self._learned = learned
         self._decodes = pool == "decode"
 
-    def choose(self, demand: Demand, waited_s: float, roomy: Sequence[Worker], *, urgent: bool) -> Choice:
+    def choose(self, demand: Demand, waited_s: float, roomy: Sequence[Worker]) -> Choice:
         """Return the best worker with room."""
         return self.best(demand, roomy)
 
@@ -112,13 +112,13 @@ class ByPolicy:
         self._views: dict[Worker, WorkerView] = {}
         """One of each worker for all decisions: to make them anew took half of a decision's time at 32 workers."""
 
-    def choose(self, demand: Demand, waited_s: float, roomy: Sequence[Worker], *, urgent: bool) -> Choice | None:
+    def choose(self, demand: Demand, waited_s: float, roomy: Sequence[Worker]) -> Choice | None:
         """Return the policy's workers, or None if it would wait."""
         everyone = self._workers()
         model = any_model(everyone)
         if model is None:
             return self._by_load.best(replace(demand, prefix=()), roomy)
-        views = self._views_of(everyone, {*roomy}, demand, model, urgent=urgent)
+        views = self._views_of(everyone, {*roomy}, demand, model)
         request = RequestFeatures(
             demand.prompt_tokens,
             self._learned.output_tokens(demand.output_tokens),
@@ -130,14 +130,14 @@ class ByPolicy:
         )
         assigned = self._policy.assign(request, views)
         if assigned is None:
-            return self._by_load.best(replace(demand, prefix=()), roomy) if urgent else None
+            return self._by_load.best(replace(demand, prefix=()), roomy) if demand.urgent else None
         by_id = {view.worker_id: view for view in views}
         prompt, decode = by_id[assigned.prompt_worker], by_id[assigned.decode_worker]
         why = predicted(assigned, request, prompt, decode, self._learned.outside_s)
         return Choice(prompt.worker, decode.worker if assigned.splits else None, why, why.cached_tokens)
 
     def _views_of(
-        self, everyone: Sequence[Worker], roomy: AbstractSet[Worker], demand: Demand, model: StepModel, *, urgent: bool
+        self, everyone: Sequence[Worker], roomy: AbstractSet[Worker], demand: Demand, model: StepModel
     ) -> list[WorkerView]:
         """Return the workers that may get a part of the request, as they are now."""
         if len(self._views) != len(everyone):
@@ -147,7 +147,7 @@ class ByPolicy:
         views = []
         for one in everyone:
             takes_prompt = one in roomy
-            if takes_prompt or (not urgent and one.takes_work):
+            if takes_prompt or (not demand.urgent and one.takes_work):
                 view = self._views.get(one)
                 if view is None:
                     view = self._views[one] = WorkerView(one, asked)

@@ -12,7 +12,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
@@ -25,6 +24,7 @@ from ridgeline.router.fleet.request_route import (
     ADAPTIVE_SPLIT,
     ADAPTIVE_WHOLE,
     SPLIT,
+    Demand,
     NoWorker,
     Route,
     pools_of,
@@ -45,12 +45,10 @@ from ridgeline.router.placement.placement_events import (
     Leaves,
     Reason,
     Wants,
-    Wish,
 )
-from ridgeline.router.placement.pool_queue import PoolQueue, Waiter
+from ridgeline.router.placement.pool_queue import PoolQueue, QueueNow, RouterRequests, ScheduledRequest
 from ridgeline.router.scheduler.adaptive import Adaptive
 from ridgeline.router.scheduler.features import Assignment
-from ridgeline.router.scheduler.traffic import Seen
 from ridgeline.router.settings import RouterSettings
 
 logger = logging.getLogger(__name__)
@@ -59,32 +57,6 @@ LOOK_EVERY_S: Final = 0.25
 """Time between two tries while prompts wait, since a worker's return may go unreported."""
 _REASONS: Final[dict[type[Exception], Reason]] = {NoWorker: "no_worker", WorkerLost: "lost", WorkerDraining: "draining"}
 Later = Callable[[float, Callable[[], None]], object]
-
-
-@dataclass(eq=False, kw_only=True)
-class ScheduledRequest(Waiter):
-    """An attempt of a request, which waits and then holds places on workers."""
-
-    number: int
-    wish: Wish
-    router: RouterRequests
-    route: Route
-    seen: Seen | None = None
-    """The request among the traffic, if this is its first attempt."""
-    hold: Hold | None = None
-    """None while it waits."""
-    queue: PoolQueue[ScheduledRequest] | None = None
-    assignment: Assignment | None = None
-    cached_tokens: int = 0
-    """Tokens of its prompt that its worker was expected to have."""
-
-
-@dataclass(eq=False)
-class RouterRequests:
-    """The requests of one router."""
-
-    tell: Callable[[Granted | Denied], None]
-    by_number: dict[int, ScheduledRequest] = field(default_factory=dict)
 
 
 class ClusterState:
@@ -123,7 +95,7 @@ class ClusterState:
         """Those that came while it was paused."""
         fleet.on_news = self._heard
 
-    def _queue(self, pool: Pool, settings: RouterSettings, policy: Adaptive | None) -> PoolQueue[ScheduledRequest]:
+    def _queue(self, pool: Pool, settings: RouterSettings, policy: Adaptive | None) -> PoolQueue:
         workers, choosers = partial(self._fleet.pool, pool), list[Chooser]([ByLoad(pool, self._learned)])
         if pool == "adaptive" and policy is not None:
             choosers.insert(0, ByPolicy(workers, self._learned, policy, self._min_remote_prefill_tokens))
@@ -172,6 +144,10 @@ class ClusterState:
             self._end(request)
         self._start()
 
+    def queues_now(self) -> dict[Pool, QueueNow]:
+        """Return what one can know of the queues."""
+        return {pool: queue.now() for pool, queue in self.queues.items()}
+
     def mode_changed(self) -> int:
         """Send the prompts on that wait in pools without a part in the new mode; return how many there were."""
         pools = pools_of(self._fleet.mode)
@@ -217,17 +193,17 @@ class ClusterState:
 
     # --- a request waits
 
-    def route_of(self, wish: Wish) -> Route:
+    def route_of(self, demand: Demand) -> Route:
         """Return which way it would go at this moment."""
-        return self._fleet.route(wish.demand, 0 if wish.probe else self._min_remote_prefill_tokens)
+        return self._fleet.route(demand, self._min_remote_prefill_tokens)
 
     def _want(self, router: RouterRequests, event: Wants) -> None:
         self._forget_removed_workers()
-        wish, demand = event.wish, event.wish.demand
+        demand = event.demand
         request = router.by_number[event.number] = ScheduledRequest(
-            demand, wish.urgent, self._clock(), number=event.number, wish=wish, router=router, route=self.route_of(wish)
+            event.number, demand, router, self.route_of(demand), self._clock()
         )
-        if not (wish.probe or wish.urgent):
+        if not (demand.probe or demand.urgent):
             request.seen = self._learned.traffic.arrived(
                 demand.prompt_tokens,
                 demand.ttft_limit_s,
@@ -254,7 +230,7 @@ class ClusterState:
 
     def _enter(self, request: ScheduledRequest) -> None:
         """Have it wait on the route that is right at the moment."""
-        request.route, request.queue = self.route_of(request.wish), None
+        request.route, request.queue = self.route_of(request.demand), None
         if request.route == SPLIT:  # do not prefill while it is not known whether there is a worker to decode
             self._look_for_decode(request, self._clock())
         else:
@@ -267,7 +243,7 @@ class ClusterState:
     def _look_for_decode(self, request: ScheduledRequest, since_s: float) -> None:
         """Let it wait for prefill if a worker would decode. The status of one in doubt is being asked for."""
         self._in_doubt.pop(request, None)
-        if self.route_of(request.wish) != request.route:
+        if self.route_of(request.demand) != request.route:
             self._enter(request)
         elif any(worker.takes_work for worker in self._fleet.pool("decode")):
             self._push(request)
@@ -281,14 +257,14 @@ class ClusterState:
 
     def _without_worker(self, request: ScheduledRequest, why: NoWorker) -> None:
         """Send it another way if workers serve that now."""
-        now = self.route_of(request.wish)
+        now = self.route_of(request.demand)
         if now != request.route and self._fleet.usable(now.prompt_pool):
             self._enter(request)
         else:
             self._deny(request, why)
 
     def _refuse(self, router: RouterRequests, number: int, error: Exception) -> None:
-        """End a wish that had a fault of ours: without an answer its router would wait until the request's deadline."""
+        """End a prompt that had a fault of ours: without an answer its router would wait until its deadline."""
         request = router.by_number.get(number)
         if request is None:
             router.tell(Denied(number, *_why(error)))
@@ -323,7 +299,7 @@ class ClusterState:
             self._looks_again = True
             self._later(LOOK_EVERY_S, self._look_again)
 
-    def _may_go(self, queue: PoolQueue[ScheduledRequest]) -> bool:
+    def _may_go(self, queue: PoolQueue) -> bool:
         """Return whether its prompts may start: prefill waits while no decode worker is known to be usable."""
         if queue.pool != SPLIT.prompt_pool or not queue.waiting:
             return True
@@ -339,7 +315,7 @@ class ClusterState:
         self._looks_again = False
         self.look()
 
-    def _grant(self, request: ScheduledRequest, queue: PoolQueue[ScheduledRequest], choice: Choice | Exception) -> None:
+    def _grant(self, request: ScheduledRequest, queue: PoolQueue, choice: Choice | Exception) -> None:
         if isinstance(choice, Exception):
             self._deny(request, choice)
             return
@@ -405,14 +381,7 @@ class ClusterState:
         except KeyError:
             return
         request = router.by_number[kept.number] = ScheduledRequest(
-            kept.wish.demand,
-            kept.wish.urgent,
-            self._clock(),
-            number=kept.number,
-            wish=kept.wish,
-            router=router,
-            route=kept.route,
-            queue=self.queues[kept.route.prompt_pool],
+            kept.number, kept.demand, router, kept.route, self._clock(), self.queues[kept.route.prompt_pool]
         )
         self._hold(request, worker, decode)
         for step in kept.steps:
@@ -442,7 +411,7 @@ class ClusterState:
             self._start()
             if worker.outstanding.prompt_tokens:
                 request.queue.began(worker)
-        if request.wish.probe:  # its size says nothing of clients' requests
+        if request.demand.probe:  # its size says nothing of clients' requests
             return
         if cached_tokens is not None:
             self._learned.had(worker.description, request.demand.prefix, cached_tokens, request.cached_tokens)
@@ -451,7 +420,7 @@ class ClusterState:
         self._learned.computed(worker.description, request.demand.prefix)
 
     def _answered(self, request: ScheduledRequest, hold: Hold, answer: Answer) -> None:
-        if request.wish.probe:
+        if request.demand.probe:
             return
         self._learned.answered(request.demand, answer.output_tokens)
         if request.seen is not None:

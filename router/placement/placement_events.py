@@ -19,16 +19,6 @@ token, and so reports its KV blocks."""
 Reason = Literal["no_worker", "lost", "draining", "failed"]
 
 
-class Wish(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt that wants to start."""
-
-    demand: Demand
-    urgent: bool = False
-    """Whether it goes before all others."""
-    probe: bool = False
-    """Whether it goes through prefill however short it is."""
-
-
 class Answer(msgspec.Struct, frozen=True, array_like=True):
     """What is learned from a complete answer."""
 
@@ -52,14 +42,14 @@ class Wants(msgspec.Struct, frozen=True, tag="wants"):
 
     number: int
     """Unique for its router."""
-    wish: Wish
+    demand: Demand
 
 
 class Keeps(msgspec.Struct, frozen=True, tag="keeps"):
     """A request runs where another dispatcher had placed it."""
 
     number: int
-    wish: Wish
+    demand: Demand
     route: Route
     prompt_worker: str
     decode_worker: str | None

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 
 from ridgeline.contracts.errors import EngineFailed, TaskRejected, WorkerDraining, WorkerLost
 from ridgeline.router.fleet.fleet import Fleet, Worker
-from ridgeline.router.fleet.request_route import NoWorker, Route
-from ridgeline.router.placement.cluster_state import ClusterState, RouterRequests
+from ridgeline.router.fleet.request_route import Demand, NoWorker, Route
+from ridgeline.router.placement.cluster_state import ClusterState
 from ridgeline.router.placement.placement_events import (
     Answer,
     Answered,
@@ -31,8 +31,9 @@ from ridgeline.router.placement.placement_events import (
     Reason,
     Step,
     Wants,
-    Wish,
 )
+from ridgeline.router.placement.pool_queue import RouterRequests
+from ridgeline.router.scheduler.features import Assignment
 from ridgeline.router.settings import RouterSettings
 
 UNKNOWN_PAUSE_S = 0.1
@@ -46,19 +47,44 @@ _ERRORS: dict[Reason, type[Exception]] = {
 
 
 class Place:
-    """The workers of one attempt, which count it until the place is left. All methods may be called twice."""
+    """The workers of one attempt, which count it until the place is left. All methods may be called twice.
 
-    def __init__(self, tell: Callable[[Event], object], asked: _Asked, granted: Granted, *workers: Worker) -> None:
-        self.route = granted.route
-        """The way it goes."""
-        self.prompt_worker = workers[0]
-        """The worker that computes the prompt, and the rest too unless the route splits."""
-        self.decode_worker = workers[1] if len(workers) > 1 else None
-        """The worker that decodes after a hand-off; None unless the route splits."""
-        self.assignment = granted.assignment
-        """Why these workers, if a policy chose them."""
+    Until `begin` it is only wanted, and has no workers.
+    """
+
+    route: Route
+    """The way it goes."""
+    prompt_worker: Worker
+    """The worker that computes the prompt, and the rest too unless the route splits."""
+    decode_worker: Worker | None
+    """The worker that decodes after a hand-off; None unless the route splits."""
+    assignment: Assignment | None
+    """Why these workers, if a policy chose them."""
+
+    def __init__(self, number: int, demand: Demand, tell: Callable[[Event], object]) -> None:
+        self.number = number
+        self.answer: asyncio.Future[Granted] = asyncio.get_running_loop().create_future()
+        self._demand = demand
         self._tell = tell
-        self._asked = asked
+        self._steps: list[Step] = []
+
+    def begin(self, granted: Granted, prompt_worker: Worker, decode_worker: Worker | None = None) -> None:
+        """Take the workers that were granted."""
+        self.route, self.assignment = granted.route, granted.assignment
+        self.prompt_worker, self.decode_worker = prompt_worker, decode_worker
+
+    def close(self) -> None:
+        """Take no answer any more; asyncio would log an error that nobody has asked for."""
+        if not self.answer.cancel() and not self.answer.cancelled():
+            self.answer.exception()
+
+    def message(self) -> Wants | Keeps:
+        """Return what whoever grants places must be told of it."""
+        if not self.answer.done() or self.answer.exception() is not None:
+            return Wants(self.number, self._demand)
+        granted = self.answer.result()
+        decode = None if granted.decode_worker is None else granted.decode_worker[0]
+        return Keeps(self.number, self._demand, granted.route, granted.prompt_worker[0], decode, tuple(self._steps))
 
     def prompt_done(self, cached_tokens: int | None = None) -> None:
         """Record that the first token has arrived, so that another prompt may start.
@@ -77,12 +103,12 @@ class Place:
 
     def answered(self, answer: Answer) -> None:
         """Record a complete answer."""
-        self._tell(Answered(self._asked.number, answer))
+        self._tell(Answered(self.number, answer))
 
     def _happened(self, step: Step, cached_tokens: int | None = None) -> None:
-        if step not in self._asked.steps:
-            self._asked.steps.append(step)
-            self._tell(Happened(self._asked.number, step, cached_tokens))
+        if step not in self._steps:
+            self._steps.append(step)
+            self._tell(Happened(self.number, step, cached_tokens))
 
 
 class Placement:
@@ -102,63 +128,64 @@ class Placement:
         self._recovery_timeout_s = settings.router.recovery_timeout_s
         self._tell = tell
         self._numbers = count(1)
-        self._asked: dict[int, _Asked] = {}
+        self._places: dict[int, Place] = {}
+        """By number, those that are wanted and those that are held."""
 
-    def route_of(self, wish: Wish) -> Route:
+    def route_of(self, demand: Demand) -> Route:
         """Return which way it would go at this moment, as far as this router knows."""
-        return self._fleet.route(wish.demand, 0 if wish.probe else self._min_remote_prefill_tokens)
+        return self._fleet.route(demand, self._min_remote_prefill_tokens)
 
     @asynccontextmanager
-    async def place(self, wish: Wish) -> AsyncIterator[Place]:
+    async def place(self, demand: Demand) -> AsyncIterator[Place]:
         """Wait until the prompt may start, and hold its place while the block runs.
 
         Raises NoWorker if a pool that it needs stays without a worker, and WorkerLost or WorkerDraining if the workers
         that it would get were lost while it waited.
         """
         if avoided := self._avoided():
-            wish = replace(wish, demand=replace(wish.demand, avoided=avoided))
-        asked = _Asked(next(self._numbers), wish)
-        self._asked[asked.number] = asked
+            demand = replace(demand, avoided=avoided)
+        place = Place(next(self._numbers), demand, self._tell)
+        self._places[place.number] = place
         try:
-            self._tell(Wants(asked.number, wish))
-            granted = await asked.answer
-            place = Place(self._tell, asked, granted, *await self._workers_of(granted))
+            self._tell(place.message())
+            granted = await place.answer
+            place.begin(granted, *await self._workers_of(granted))
             try:
                 yield place
             except (EngineFailed, TaskRejected, WorkerDraining, WorkerLost):
                 self._doubt(place)
                 raise
         finally:
-            del self._asked[asked.number]
-            asked.close()
-            self._tell(Leaves(asked.number))
+            del self._places[place.number]
+            place.close()
+            self._tell(Leaves(place.number))
 
     def forget_prefixes(self) -> None:
         """Have it forgotten which worker has which prompts, because the workers' prefix caches were emptied."""
         self._tell(Forgets())
 
     def take(self, answer: Granted | Denied) -> None:
-        """Take the answer to a wish; it may have been withdrawn meanwhile."""
-        asked = self._asked.get(answer.number)
-        if asked is None or asked.answer.done():
+        """Take the answer for a place; it may not be wanted any more."""
+        place = self._places.get(answer.number)
+        if place is None or place.answer.done():
             return
         if isinstance(answer, Denied):
-            asked.answer.set_exception(_ERRORS[answer.reason](answer.sentence))
+            place.answer.set_exception(_ERRORS[answer.reason](answer.sentence))
         else:
-            asked.answer.set_result(answer)
+            place.answer.set_result(answer)
 
     def state(self) -> list[Wants | Keeps]:
-        """Return all places and wishes, for a dispatcher that does not know them.
+        """Return all places, held or wanted, for a dispatcher that does not know them.
 
-        Places come first: else prompts would start where others run that are told of later.
+        Those that are held come first: else prompts would start where others run that are told of later.
         """
-        return sorted((asked.message() for asked in self._asked.values()), key=lambda told: isinstance(told, Wants))
+        return sorted((place.message() for place in self._places.values()), key=lambda told: isinstance(told, Wants))
 
     def give_up(self, why: str) -> None:
         """Fail all prompts that wait."""
-        for asked in self._asked.values():
-            if not asked.answer.done():
-                asked.answer.set_exception(NoWorker(why))
+        for place in self._places.values():
+            if not place.answer.done():
+                place.answer.set_exception(NoWorker(why))
 
     async def _workers_of(self, granted: Granted) -> list[Worker]:
         """Return the workers that were chosen.
@@ -186,29 +213,6 @@ class Placement:
         for worker in filter(None, (place.prompt_worker, place.decode_worker)):
             if worker.in_doubt:
                 self._tell(Doubts(worker.worker_id, worker.description.incarnation))
-
-
-class _Asked:
-    """A wish, the answer, and what has happened since."""
-
-    def __init__(self, number: int, wish: Wish) -> None:
-        self.number = number
-        self.wish = wish
-        self.answer: asyncio.Future[Granted] = asyncio.get_running_loop().create_future()
-        self.steps: list[Step] = []
-
-    def close(self) -> None:
-        """Take no answer any more; asyncio would log an error that nobody has asked for."""
-        if not self.answer.cancel() and not self.answer.cancelled():
-            self.answer.exception()
-
-    def message(self) -> Wants | Keeps:
-        """Return what a new dispatcher must be told."""
-        if not self.answer.done() or self.answer.exception() is not None:
-            return Wants(self.number, self.wish)
-        granted = self.answer.result()
-        decode = None if granted.decode_worker is None else granted.decode_worker[0]
-        return Keeps(self.number, self.wish, granted.route, granted.prompt_worker[0], decode, tuple(self.steps))
 
 
 def own_placement(state: ClusterState, fleet: Fleet, settings: RouterSettings) -> Placement:

@@ -15,19 +15,21 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, field
 
 import msgspec
 
 from ridgeline.contracts.vocabulary import Pool
 from ridgeline.router.fleet.fleet import Worker
-from ridgeline.router.fleet.request_route import Demand, NoWorker
+from ridgeline.router.fleet.request_route import Demand, NoWorker, Route
 from ridgeline.router.flow.client_prompts import Entry
 from ridgeline.router.flow.fair_queue import FairQueue, Waiting
 from ridgeline.router.flow.rates import ServiceRate
 from ridgeline.router.placement.choice import Choice, Chooser
-from ridgeline.router.placement.holds import DecodePlaces
+from ridgeline.router.placement.holds import DecodePlaces, Hold
+from ridgeline.router.placement.placement_events import Denied, Granted
+from ridgeline.router.scheduler.features import Assignment
+from ridgeline.router.scheduler.traffic import Seen
 
 logger = logging.getLogger(__name__)
 
@@ -36,19 +38,35 @@ SUBSTITUTED_PATIENCE_S = 2.0
 
 
 @dataclass(eq=False)
-class Waiter:
-    """A prompt that waits."""
+class ScheduledRequest:
+    """An attempt of a request, which waits and then holds places on workers."""
 
+    number: int
+    """Unique for its router."""
     demand: Demand
-    urgent: bool
+    router: RouterRequests
+    route: Route
     since_s: float
+    queue: PoolQueue | None = None
+    entry: Entry[ScheduledRequest] | None = None
+    """Its place in the fair order; None if it waits elsewhere, or not any more."""
     held_s: float = 0.0
     """See `Assignment`."""
-    entry: Entry[Any] | None = None
-    """Its place in the fair order; None if it waits elsewhere, or not any more."""
+    seen: Seen | None = None
+    """The request among the traffic, if this is its first attempt."""
+    hold: Hold | None = None
+    """None while it waits."""
+    assignment: Assignment | None = None
+    cached_tokens: int = 0
+    """Tokens of its prompt that its worker was expected to have."""
 
 
-W = TypeVar("W", bound=Waiter)
+@dataclass(eq=False)
+class RouterRequests:
+    """The requests of one router."""
+
+    tell: Callable[[Granted | Denied], None]
+    by_number: dict[int, ScheduledRequest] = field(default_factory=dict)
 
 
 class QueueNow(msgspec.Struct, frozen=True):
@@ -77,7 +95,7 @@ class QueueNow(msgspec.Struct, frozen=True):
         return (self.on_workers_tokens + ahead + before_tokens) / self.tokens_per_s
 
 
-class PoolQueue(Generic[W]):
+class PoolQueue:
     """The waiting prompts of one pool, and the rate at which its workers compute prompts."""
 
     def __init__(
@@ -103,20 +121,20 @@ class PoolQueue(Generic[W]):
         self._window_tokens = window_tokens
         self._recovery_timeout_s = recovery_timeout_s
         self._clock = clock
-        self._queue: FairQueue[W] = FairQueue()
+        self._queue: FairQueue[ScheduledRequest] = FairQueue()
         self._rate = ServiceRate(clock, window_tokens)
         self._unusable_since_s: float | None = None
-        self._held: W | None = None
+        self._held: ScheduledRequest | None = None
         """The prompt that waits although a worker would take it."""
         self._held_since_s = 0.0
-        self._aside: list[W] = []
+        self._aside: list[ScheduledRequest] = []
         """Prompts whose turn came while all workers that their routers reach were full, so that they hold up nobody.
         Once there is room they and the others go in turn, so that neither keep the other waiting."""
         self._aside_went_last = False
 
     # --- prompts
 
-    def push(self, waiter: W) -> None:
+    def push(self, waiter: ScheduledRequest) -> None:
         """Put a prompt into the queue, with the time by which it must start if its first token is to be in time."""
         demand, deadline_s, latest_s = waiter.demand, None, None
         least_s = self._choosers[0].least_s(demand)
@@ -127,12 +145,12 @@ class PoolQueue(Generic[W]):
             demand.client,
             demand.prompt_tokens,
             waiter,
-            urgent=waiter.urgent,
+            urgent=demand.urgent,
             deadline_s=deadline_s,
             latest_start_s=latest_s,
         )
 
-    def remove(self, waiter: W) -> bool:
+    def remove(self, waiter: ScheduledRequest) -> bool:
         """Take out a prompt that no longer waits; does nothing if it is not here.
 
         Returns whether the others waited for it: a look at them, whenever one of thousands leaves, would take seconds.
@@ -144,7 +162,7 @@ class PoolQueue(Generic[W]):
             waiter.entry = None
         return waiter is self._held
 
-    def pop_all(self) -> list[W]:
+    def pop_all(self) -> list[ScheduledRequest]:
         """Take out all prompts, in their order."""
         popped, self._aside = self._aside, []
         while len(self._queue):
@@ -152,13 +170,13 @@ class PoolQueue(Generic[W]):
             popped[-1].entry = None
         return popped
 
-    def take_next(self) -> tuple[W, Choice | Exception] | None:
+    def take_next(self) -> tuple[ScheduledRequest, Choice | Exception] | None:
         """Take out the prompt that starts now, with its workers or the fault of the rules; None if all must wait.
 
         A fault of the rules ends only the prompt that they were asked about. Call it again once the prompt is counted
         on its workers.
         """
-        held: W | None = None
+        held: ScheduledRequest | None = None
         try:
             if not self.waiting or not (roomy := self._with_room()):
                 return None
@@ -225,11 +243,6 @@ class PoolQueue(Generic[W]):
         return len(self._queue) + len(self._aside)
 
     @property
-    def waiting_tokens(self) -> int:
-        """Number of tokens of the waiting prompts."""
-        return self._queue.waiting.tokens + sum(waiter.demand.prompt_tokens for waiter in self._aside)
-
-    @property
     def tokens_per_s(self) -> float | None:
         """Prompt tokens that the whole pool computes per second; None until measured."""
         rate = self._rate.tokens_per_s
@@ -265,7 +278,7 @@ class PoolQueue(Generic[W]):
     def _full(self, worker: Worker) -> bool:
         return worker.outstanding.prompt_tokens >= self._window_tokens
 
-    def _next(self, may_start: Callable[[str], bool], now_s: float, roomy: Sequence[Worker]) -> W | None:
+    def _next(self, may_start: Callable[[str], bool], now_s: float, roomy: Sequence[Worker]) -> ScheduledRequest | None:
         """Return the prompt that is next, after setting aside those before it that reach only full workers."""
         aside = self._next_aside(may_start, roomy)
         if aside is not None and not self._aside_went_last:
@@ -277,33 +290,33 @@ class PoolQueue(Generic[W]):
             entry.item.entry = None
         return aside
 
-    def _next_aside(self, may_start: Callable[[str], bool], roomy: Sequence[Worker]) -> W | None:
+    def _next_aside(self, may_start: Callable[[str], bool], roomy: Sequence[Worker]) -> ScheduledRequest | None:
         """Return the first prompt that was set aside and may go now."""
         for waiter in self._aside:
-            may_go = waiter.urgent or may_start(waiter.demand.client)
+            may_go = waiter.demand.urgent or may_start(waiter.demand.client)
             if may_go and not self._reaches_only_full_ones(waiter, roomy):
                 return waiter
         return None
 
-    def _reaches_only_full_ones(self, waiter: W, roomy: Sequence[Worker]) -> bool:
+    def _reaches_only_full_ones(self, waiter: ScheduledRequest, roomy: Sequence[Worker]) -> bool:
         """Return whether its router reaches workers, and all are full. One that reaches none finds that out itself."""
         avoided = waiter.demand.avoided
         if not avoided or any(worker.worker_id not in avoided for worker in roomy):
             return False
         return any(worker.takes_work and worker.worker_id not in avoided for worker in self._workers())
 
-    def _choose(self, waiter: W, waited_s: float, roomy: Sequence[Worker]) -> Choice | Exception | None:
+    def _choose(self, waiter: ScheduledRequest, waited_s: float, roomy: Sequence[Worker]) -> Choice | Exception | None:
         """Return the choice for a prompt, by the first chooser without a fault; or the last one's fault."""
         fault: Exception | None = None
         for chooser in self._choosers:
             try:
-                return chooser.choose(waiter.demand, waited_s, roomy, urgent=waiter.urgent)
+                return chooser.choose(waiter.demand, waited_s, roomy)
             except Exception as error:
                 logger.exception("%s cannot choose a worker of pool %s", type(chooser).__name__, self.pool)
                 fault = error
         return fault
 
-    def _take(self, waiter: W, may_start: Callable[[str], bool], now_s: float) -> None:
+    def _take(self, waiter: ScheduledRequest, may_start: Callable[[str], bool], now_s: float) -> None:
         """Take out the prompt that is next."""
         self._aside_went_last = waiter in self._aside
         if self._aside_went_last:
@@ -312,7 +325,7 @@ class PoolQueue(Generic[W]):
             self._queue.pop(may_start, now_s)
             waiter.entry = None
 
-    def _hold(self, waiter: W | None) -> None:
+    def _hold(self, waiter: ScheduledRequest | None) -> None:
         """Count the time until now for the prompt that was held back, and from now on for this one."""
         now_s = self._clock()
         if self._held is not None:

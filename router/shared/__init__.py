@@ -4,11 +4,9 @@ Each router serves HTTP and streams tokens by itself. What must hold for all of 
 dispatcher: which prompt starts next, and on which workers. A request costs it a few small messages, a token none.
 
 messages.py          what a router and the dispatcher tell each other
-dispatcher.py        serves the routers: gives places, sums up what they hold, passes on each other's metrics
+dispatcher.py        serves the routers: gives places, and sums up what they hold
 joined_router.py     one router as the dispatcher sees it
 link.py              a router's connection to the dispatcher, and what becomes of prompts without one
-counts.py            what each router has counted, also those that are gone
 holdings.py          what a router must know of what the others have admitted, by differences
-shared_modes.py      changes the mode through the dispatcher
-shared_metrics.py    adds up the request series of all routers
+node_metrics.py      the request series of all routers
 """

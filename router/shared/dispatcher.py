@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Mapping
 
 import grpc
 import grpc.aio
@@ -19,37 +19,25 @@ from ridgeline.contracts.errors import EngineError
 from ridgeline.contracts.handoff import UNREADABLE
 from ridgeline.contracts.rpc.address import join_host_port
 from ridgeline.contracts.rpc.channel import add_port
-from ridgeline.router.dispatch.modes import Modes
+from ridgeline.contracts.vocabulary import Pool
+from ridgeline.router.dispatch.modes import OwnModes
 from ridgeline.router.fleet.fleet import Fleet
 from ridgeline.router.fleet.pairing import KvPair, PairingRefused
 from ridgeline.router.fleet.roles import ModeImpossible, role_table
-from ridgeline.router.observe.collectors import QueueView
 from ridgeline.router.placement.cluster_state import ClusterState
 from ridgeline.router.placement.learned import Learned
+from ridgeline.router.placement.pool_queue import QueueNow
 from ridgeline.router.router_control import RouterControl
 from ridgeline.router.settings import RouterSettings
-from ridgeline.router.shared.counts import Counts
 from ridgeline.router.shared.holdings import Parts
 from ridgeline.router.shared.joined_router import JoinedRouter, NotReading
-from ridgeline.router.shared.messages import (
-    SERVICE,
-    ChangeMode,
-    CountOthers,
-    Ended,
-    ModeChanged,
-    OthersCounted,
-    Pairs,
-    Sums,
-    Ups,
-)
+from ridgeline.router.shared.messages import SERVICE, ChangeMode, ModeChanged, Pairs, Sums, Ups
 from ridgeline.router.watching.comparing import Comparing
 from ridgeline.router.watching.recording import Wanted
 from ridgeline.worker_runtime.client import OPTIONS, decoder, encode, unary_handler
 
 SUMS_EVERY_S = 0.1
 """How often routers are told what the others hold, if it has changed; admission is late by as much."""
-COUNT_WITHIN_S = 1.0
-"""How long a scrape waits for a router; then it counts with what it had told before."""
 ALL_JOIN_WITHIN_S = 2.0
 """How long a new dispatcher waits for all routers, to know which places are in use, before it lets a prompt start."""
 STOP_WITHIN_S = 1.0
@@ -77,10 +65,9 @@ class Dispatcher(RouterControl):
         learned = Learned(settings.block_size)
         self._comparing = Comparing(self.fleet, learned, settings.router)
         self._state = ClusterState(self.fleet, settings, learned, self._comparing.policy, paused=True)
-        self._modes = Modes(self.fleet, self._state.mode_changed)
+        self._modes = OwnModes(self.fleet, self._state.mode_changed)
         self._routers: set[JoinedRouter] = set()
         self._parts = Parts()
-        self._counts = Counts()
         self._told_sums = self._told_pairs = msgspec.Raw(b"")
         """What all routers were told last, encoded."""
         self._pairs_of: list[KvPair] | None = None
@@ -103,9 +90,9 @@ class Dispatcher(RouterControl):
         return await address
 
     @property
-    def queues(self) -> Iterable[QueueView]:
-        """The queues of prompts."""
-        return self._state.queues.values()
+    def queues(self) -> Mapping[Pool, QueueNow]:
+        """The prompts that wait."""
+        return self._state.queues_now()
 
     def fleet_changed(self) -> None:
         """Look again what can start, now that there are other workers."""
@@ -140,7 +127,6 @@ class Dispatcher(RouterControl):
             "Join": grpc.stream_stream_rpc_method_handler(self._join, response_serializer=encode),
             "ChangeMode": unary_handler(self._change_mode, ChangeMode),
             "Record": grpc.unary_stream_rpc_method_handler(self._record, decoder(Wanted)),
-            "CountOthers": unary_handler(self._count_others, CountOthers),
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
         port = add_port(self._server, join_host_port(host, port), self._settings.tls)
@@ -151,12 +137,11 @@ class Dispatcher(RouterControl):
 
     async def _join(self, batches: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         """Serve one router until its stream ends."""
-        router = JoinedRouter(self._state, self._parts, self._counts)
+        router = JoinedRouter(self._state, self._parts)
         self._routers.add(router)
         self._look()
         router.show("sums", self._told_sums)
         router.show("pairs", self._told_pairs)
-        router.show("ended", self._ended())
         try:
             async with asyncio.TaskGroup() as group:
                 writing = group.create_task(_write(router, context), name="write-to-router")
@@ -168,20 +153,7 @@ class Dispatcher(RouterControl):
             logger.warning("%s sent what nobody can read: %s", router.start, errors.exceptions[0])
         finally:
             self._routers.discard(router)
-            self._has_left(router)
             router.close()
-
-    def _has_left(self, router: JoinedRouter) -> None:
-        """Keep what a router has counted, here and in the others, unless it has come back meanwhile."""
-        if any(one.start == router.start for one in self._routers):
-            return
-        self._counts.left(router.start)
-        ended = self._ended()
-        for other in self._routers:
-            other.show("ended", ended)
-
-    def _ended(self) -> msgspec.Raw:
-        return msgspec.Raw(encode(Ended(self._counts.ended())))
 
     async def _read(self, router: JoinedRouter, batches: AsyncIterator[bytes]) -> None:
         """Take a router's messages; the first ones have all the places that it holds."""
@@ -201,7 +173,7 @@ class Dispatcher(RouterControl):
         return Sums(
             mode=self.fleet.mode,
             role_number=self.fleet.role_number,
-            queues={pool: queue.now() for pool, queue in self._state.queues.items()},
+            queues=self._state.queues_now(),
             outstanding={worker.worker_id: worker.outstanding for worker in self.fleet.workers},
         )
 
@@ -242,15 +214,6 @@ class Dispatcher(RouterControl):
             return
         async for lines in self._comparing.record(wanted):
             yield lines
-
-    async def _count_others(self, asked: CountOthers) -> OthersCounted:
-        self._counts.told(asked.router, asked.samples)
-        await self._all_there.wait()
-        others = [router for router in self._routers if router.start != asked.router]
-        await asyncio.gather(*(router.count(COUNT_WITHIN_S) for router in others))
-        if len(others) == len(self._routers):  # the asker has no connection but this one
-            self._counts.left(asked.router)
-        return OthersCounted(await self._counts.without(asked.router))
 
 
 async def _write(router: JoinedRouter, context: grpc.aio.ServicerContext) -> None:

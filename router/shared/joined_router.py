@@ -7,26 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import suppress
-from itertools import count
 
 import msgspec
 
-from ridgeline.router.placement.cluster_state import ClusterState, RouterRequests
+from ridgeline.router.placement.cluster_state import ClusterState
+from ridgeline.router.placement.pool_queue import RouterRequests
 from ridgeline.router.settings import RouterStart
-from ridgeline.router.shared.counts import Counts
 from ridgeline.router.shared.holdings import Part, Parts
-from ridgeline.router.shared.messages import (
-    Complete,
-    Count,
-    Counted,
-    Down,
-    EncodedDowns,
-    Holds,
-    Joins,
-    Remembers,
-    Up,
-)
+from ridgeline.router.shared.messages import Complete, Down, EncodedDowns, Holds, Joins, Up
 
 MOST_UNREAD = 100_000
 """Messages that may wait for a router that does not read; far more than any router has requests."""
@@ -43,19 +31,16 @@ class NotReading(Exception):
 class JoinedRouter:
     """A router's wishes and places. `take` its messages in order, send it every `next_batch`, and `close` it."""
 
-    def __init__(self, state: ClusterState, parts: Parts, counts: Counts) -> None:
+    def __init__(self, state: ClusterState, parts: Parts) -> None:
         self.start = RouterStart()
         self.is_complete = False
         """Whether it has told all that it held when it joined."""
         self._parts = parts
         self._part: Part = parts.enter()
-        self._counts = counts
         self._news: dict[str, msgspec.Raw] = {}
         """By kind, the newest of what all routers are told, until it is sent."""
         self._state = state
         self._requests = RouterRequests(self.send)
-        self._numbers = count(1)
-        self._counting: dict[int, asyncio.Future[None]] = {}
         self._outbox: list[Down] = []
         self._filled = asyncio.Event()
 
@@ -72,10 +57,6 @@ class JoinedRouter:
                 self.start = message.router
             case Holds():
                 self._parts.take(self._part, message)
-            case Counted():
-                self._counted(message)
-            case Remembers():
-                self._counts.remember(message.ended)
             case Complete():
                 self.is_complete = True
             case _:
@@ -112,27 +93,7 @@ class JoinedRouter:
             if messages:
                 return EncodedDowns(messages)
 
-    async def count(self, within_s: float) -> None:
-        """Bring its counts up to date, if it answers in time."""
-        number = next(self._numbers)
-        answered = self._counting[number] = asyncio.get_running_loop().create_future()
-        self.send(Count(number))
-        try:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(answered, within_s)
-        finally:
-            del self._counting[number]
-
     def close(self) -> None:
-        """Give up all its requests, because the router has gone, and whatever waits for its counts."""
-        for answered in self._counting.values():
-            if not answered.done():
-                answered.set_result(None)
+        """Give up all its requests, because the router has gone."""
         self._parts.leave(self._part)
         self._state.left(self._requests)
-
-    def _counted(self, message: Counted) -> None:
-        self._counts.told(self.start, message.samples)
-        for number, answered in self._counting.items():
-            if number <= message.number and not answered.done():
-                answered.set_result(None)

@@ -1,4 +1,4 @@
-"""What a router and the dispatcher tell each other: one stream of batches each way, and two calls for operators.
+"""What a router and the dispatcher tell each other: one stream of batches each way, and a call for operators.
 
 What they tell of requests is in `ridgeline.router.placement.placement_events`.
 """
@@ -16,25 +16,6 @@ from ridgeline.router.placement.pool_queue import QueueNow
 from ridgeline.router.settings import RouterStart
 
 SERVICE = "ridgeline.Dispatcher"
-Samples = list[tuple[str, dict[str, str], float]]
-"""Samples of Prometheus series: name, labels, value."""
-
-
-class Told(msgspec.Struct, frozen=True, array_like=True):
-    """What a router has counted, as far as the next dispatcher does not hear it from the router itself."""
-
-    number: int
-    """That of the newest process, see `RouterStart`."""
-    before: Samples
-    """What its former processes had counted together."""
-    counted: Samples
-    """What the newest one had, if it is gone."""
-
-
-EndedRouters = dict[str, Told]
-"""By the router's name; see `ridgeline.router.shared.counts`."""
-
-
 # router to dispatcher
 
 
@@ -53,25 +34,11 @@ class Holds(msgspec.Struct, frozen=True, tag="holds"):
     blocks_per_s: float = 0.0
 
 
-class Counted(msgspec.Struct, frozen=True, tag="counted"):
-    """This router's request series."""
-
-    samples: Samples
-    number: int = 0
-    """Of the last `Count` that it answers; earlier ones are answered too."""
-
-
-class Remembers(msgspec.Struct, frozen=True, tag="remembers"):
-    """What a former dispatcher had told of routers that are gone."""
-
-    ended: EndedRouters
-
-
 class Complete(msgspec.Struct, frozen=True, tag="complete"):
     """All has been told that a dispatcher must know of a router that joins."""
 
 
-Up = Event | Joins | Holds | Counted | Remembers | Complete
+Up = Event | Joins | Holds | Complete
 
 
 class Ups(msgspec.Struct, frozen=True):
@@ -110,19 +77,7 @@ class Pairs(msgspec.Struct, frozen=True, tag="pairs"):
     kv_pairs: list[KvPair]
 
 
-class Ended(msgspec.Struct, frozen=True, tag="ended"):
-    """What routers had counted that are gone, for the next dispatcher."""
-
-    routers: EndedRouters
-
-
-class Count(msgspec.Struct, frozen=True, tag="count"):
-    """The dispatcher wants the router's request series."""
-
-    number: int
-
-
-Down = Granted | Denied | Sums | Others | Pairs | Ended | Count
+Down = Granted | Denied | Sums | Others | Pairs
 
 
 class Downs(msgspec.Struct, frozen=True):
@@ -152,16 +107,3 @@ class ModeChanged(msgspec.Struct, frozen=True):
     rerouted_prompts: int = 0
     took_s: float = 0.0
     refused: str = ""
-
-
-class CountOthers(msgspec.Struct, frozen=True):
-    """A router wants the request series of all others, for a scrape, and tells its own, as it will show them."""
-
-    router: RouterStart
-    samples: Samples
-
-
-class OthersCounted(msgspec.Struct, frozen=True):
-    """Their sums, with what routers had counted that are gone."""
-
-    samples: Samples

@@ -15,6 +15,4 @@ def patient_questions() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ridgeline.worker_runtime.client.STATUS_DEADLINE_S", PATIENCE_S)
         patch.setattr("ridgeline.kv_transfer.control.CONTROL_DEADLINE_S", PATIENCE_S)
-        patch.setattr("ridgeline.router.shared.dispatcher.COUNT_WITHIN_S", PATIENCE_S)
-        patch.setattr("ridgeline.router.shared.shared_metrics.COUNT_DEADLINE_S", PATIENCE_S)
         yield

@@ -24,4 +24,4 @@ async def test_random_requests_are_answered_as_by_plain_vllm(pytestconfig: pytes
     assert [verdict.case.number for verdict in verdicts if verdict.difference] == [], "\n".join(said)
     assert sum(verdict.status == 200 for verdict in verdicts) > CASES * 3 / 4, "most of them are answered, not refused"
     assert 'ridgeline_requests_total{outcome="finished",path="disaggregated"}' in ways
-    assert "ridgeline_followed_handoffs_total" in ways
+    assert "ridgeline_overlapped_handoffs_total" in ways

@@ -44,7 +44,7 @@ async def test_80_handoffs_under_faults_are_answered_in_full_and_leave_nothing(f
         behind_nat = await farthest_behind_nat(engines, prompts, answers)
     fetches = counted.by_label("ridgeline_fetches_total", "result")
     recomputed = counted.by_label("ridgeline_recompute_total", "reason")
-    followed = counted.by_label("ridgeline_followed_handoffs_total", "result")
+    followed = counted.by_label("ridgeline_overlapped_handoffs_total", "result")
     figure(
         f"{len(answers)} answers whole; fetches {fetches}, recomputed {recomputed}, followed {followed}; "
         f"farthest token behind the single engine's best: {max(behind_nat):.4f} nat"

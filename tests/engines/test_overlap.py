@@ -84,7 +84,7 @@ async def gaps_ms(
         f"ms after its prefill, second {gap_ms:.1f} ms after the first, one decode step {step_ms:.1f} ms: the "
         f"hand-over costs {gap_ms - step_ms:.1f} ms"
     )
-    assert counted.sum("ridgeline_followed_handoffs_total", result="ok") == len(prompts)
+    assert counted.sum("ridgeline_overlapped_handoffs_total", result="ok") == len(prompts)
     return late_ms, gap_ms, step_ms
 
 
@@ -98,7 +98,7 @@ async def test_a_short_prompt_is_announced_before_its_step_is_run(engines: Engin
             await asyncio.sleep(0.005)
         is_seen = not answer.done()
         await answer
-        assert Increase(before, await engines.metrics()).sum("ridgeline_followed_handoffs_total", result="ok") == 1
+        assert Increase(before, await engines.metrics()).sum("ridgeline_overlapped_handoffs_total", result="ok") == 1
         if is_seen:
             break
     assert is_seen, "decode had admitted it before its first token was there"

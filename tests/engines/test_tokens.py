@@ -90,7 +90,7 @@ async def all_are_equal(engines: Engines, asked: References, transport: str, fig
             different.append((len(prompt), first_difference(ours, reference)))
     counted = Increase(before, await engines.metrics())
     await engines.use_transport("auto")
-    followed = counted.sum("ridgeline_followed_handoffs_total", result="ok")
+    followed = counted.sum("ridgeline_overlapped_handoffs_total", result="ok")
     num_tokens = sum(len(prompt) for prompt, _ in asked)
     equal = len(asked) - len(different)
     figure(f"{transport}: {equal} of {len(asked)} prompts equal, {num_tokens} prompt tokens, {followed:.0f} followed")
@@ -319,7 +319,7 @@ async def test_a_scored_prompt_of_several_steps_is_transferred_and_answered_as_b
     assert_near(values, reference.prompt_logprobs, prompt)
     assert counted.sum("ridgeline_requests_total", path="disaggregated", outcome="finished") == 1
     assert counted.sum("ridgeline_fetches_total", pool="decode", result="ok") == 1
-    assert counted.sum("ridgeline_followed_handoffs_total", result="ok") == 1
+    assert counted.sum("ridgeline_overlapped_handoffs_total", result="ok") == 1
     assert counted.sum("ridgeline_recompute_total") == 0
     figure(f"{length} tokens, TTFT {counted.sum('ridgeline_ttft_seconds_sum') * 1000:.0f} ms")
 

@@ -66,7 +66,7 @@ ROWS: tuple[Row, ...] = (
     Row("queued", "router_restarted", "the request ends", _NOTHING, "gone", _BROKEN, _CANCELLED),
     Row("prefilling", "prefill_lost", "prefill elsewhere", "its blocks end with it", "whole", _PAUSE, _retries("prefilling", "worker_lost")),
     Row("prefilling", "decode_lost", "noticed at the hand-off: prefill again from its prefix cache, decode elsewhere", "the hand-off", "whole", _PAUSE, _retries("handoff", "worker_lost")),
-    Row("prefilling", "transfer_failed", "decode begins again after prefill", "what it had fetched", "whole", "nothing", 'ridgeline_followed_handoffs_total{result="unreachable"}'),
+    Row("prefilling", "transfer_failed", "decode begins again after prefill", "what it had fetched", "whole", "nothing", 'ridgeline_overlapped_handoffs_total{result="unreachable"}'),
     Row("prefilling", "deadline", "the request ends", "prefill is aborted", "error", "504", _FAILED),
     Row("prefilling", "client_gone", "the request ends", "prefill is aborted", "gone", "", _CANCELLED),
     Row("prefilling", "draining", "runs to its end there; after the drain time, prefill elsewhere", "prefill is aborted", "whole", _PAUSE, _retries("prefilling", "draining")),

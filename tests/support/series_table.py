@@ -9,14 +9,16 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from ridgeline.contracts.workers import MIN_FITTED_STEPS, StepModel, WorkerStatus
 from ridgeline.router.fleet.pairing import KvPair
+from ridgeline.router.flow.fair_queue import Waiting
 from ridgeline.router.front.text_turns import TextTurns
 from ridgeline.router.observe.collectors import _WORKER_COUNTERS, _WORKER_GAUGES, QueueCollector, WorkerCollector
 from ridgeline.router.observe.loop_lag import LoopLag
-from ridgeline.router.observe.metrics import InFlight, RequestMetrics
+from ridgeline.router.observe.metrics import RequestMetrics
+from ridgeline.router.placement.pool_queue import QueueNow
 from ridgeline.router.settings import PoolHardware
 
 METRICS_PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
@@ -49,7 +51,7 @@ def metric_rows() -> list[tuple[str, str, str, str]]:
     """
     rows = []
     for series in vars(RequestMetrics(CollectorRegistry())).values():
-        if isinstance(series, Counter | Histogram):
+        if isinstance(series, Counter | Gauge | Histogram):
             suffix = "_total" if isinstance(series, Counter) else ""
             labels = ", ".join(series._labelnames)
             rows.append((series._name + suffix, series._type, labels, series._documentation))
@@ -69,16 +71,14 @@ def metric_rows() -> list[tuple[str, str, str, str]]:
         for drains in (False, True)
     ]
     hardware = {"prefill": PoolHardware("any", 1.0, 1.0, "any")}
-    queue = SimpleNamespace(pool="prefill", waiting=1, waiting_tokens=9, tokens_per_s=9.0)
+    queue = QueueNow(Waiting(1, 9), 0, starts_at_once=False, tokens_per_s=9.0)
     restarts = {("prefill", "worker-0", "stalled"): 1, ("prefill", "has-left", "stalled"): 1}
     collector = WorkerCollector(
         lambda: workers, lambda: hardware, lambda: "disaggregated", lambda: PAIRS, lambda: restarts
     )
-    in_flight = InFlight(lambda: 0)
     for family in (
-        *in_flight.collect(),
         *collector.collect(),
-        *QueueCollector([queue]).collect(),
+        *QueueCollector(lambda: {"prefill": queue}).collect(),
         *LoopLag().collect(),
         *TextTurns().collect(),
     ):

@@ -16,7 +16,7 @@ from ridgeline.router.fleet.fleet import Fleet
 from ridgeline.router.fleet.roles import role_table
 from ridgeline.router.flow.admission import Admission
 from ridgeline.router.front.sampling import sampling_of
-from ridgeline.router.observe.metrics import InFlight, RequestMetrics
+from ridgeline.router.observe.metrics import RequestMetrics
 from ridgeline.router.settings import RouterSettings, RouterStart
 from ridgeline.router.shared.dispatcher import Dispatcher
 
@@ -37,7 +37,7 @@ class OneRouter:
         self.decisions = SharedDecisions(self.fleet, settings)
         self.admission = Admission(settings, self.decisions.waits, self.fleet, self.metrics)
         self.admission.state = "open"
-        self.summed = self.decisions.attach(self.admission, self.registry)
+        self.decisions.attach(self.admission)
         self.orchestrator = Orchestrator(
             self.fleet,
             self.decisions.placement,
@@ -45,7 +45,6 @@ class OneRouter:
             self.metrics,
             lambda handoff, _: self.released.append(handoff),
         )
-        self.registry.register(InFlight(lambda: self.orchestrator.in_flight))
         self._number = 0
         self._running: asyncio.Task[None] | None = None
 
@@ -85,15 +84,6 @@ class OneRouter:
             f"{self.name}-{self._number}", list(range(prompt)), sampling_of(params), reasoning_ended=True, client=client
         )
         return sent, asyncio.create_task(self.orchestrator.run(request, lambda delta: sent.extend(delta.token_ids)))
-
-    def counted(self, outcome: str = "finished") -> float:
-        """How many requests of all routers had this outcome, by what this router shows after a refresh."""
-        return sum(
-            sample.value
-            for family in self.summed.collect()
-            for sample in family.samples
-            if sample.name == "ridgeline_requests_total" and sample.labels["outcome"] == outcome
-        )
 
 
 @contextlib.asynccontextmanager

@@ -85,7 +85,7 @@ def measure(policy: str, workers: int, streams: int, decisions: int, *, conversa
         for prefix in begun:
             demand = Demand(PROMPT_TOKENS, LONGEST_ANSWER_TOKENS, prefix=prefix, ttft_limit_s=1.0, tpot_limit_s=0.03)
             began_s = time.perf_counter()
-            choice = rules.choose(demand, 0.01, fleet, urgent=False)
+            choice = rules.choose(demand, 0.01, fleet)
             took_us.append((time.perf_counter() - began_s) * 1e6)
             assert choice is not None, "every worker has room"
             assert policy == FIXED or choice.assignment is not None, "every worker has a model of its steps"

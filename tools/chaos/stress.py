@@ -51,7 +51,7 @@ LEAVE_SHARE: Final = 0.5
 PROGRESS_EVERY: Final = 250
 COUNTED: Final = {
     "ridgeline_requests_total": "outcome",
-    "ridgeline_followed_handoffs_total": "result",
+    "ridgeline_overlapped_handoffs_total": "result",
     "ridgeline_first_token_total": "mode",
     "ridgeline_recompute_total": "reason",
     "ridgeline_expired_leases_total": "worker",

@@ -13,7 +13,7 @@ from ridgeline.contracts.vocabulary import Mode
 PATH = "/ridgeline/mode"
 CHANGE_WITHIN_S = 90.0
 """More than a server takes for a change while another one is under way: with several routers a minute
-(`ridgeline.router.shared.shared_modes`), of which each change is half."""
+(`ridgeline.router.decisions`), of which each change is half."""
 
 
 class _Now(msgspec.Struct, frozen=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -82,6 +83,8 @@ class RoutingHandle(ActorHandle):
         self._plan = plan
         self._settings = plan.router_settings()
         self._starts = 0
+        self.deployment = secrets.token_hex(4)
+        """See `RouterStart`."""
 
     def follow(self, plan: Plan) -> None:
         """Start by this plan instead, which was changed after the workers had been placed."""
@@ -91,7 +94,7 @@ class RoutingHandle(ActorHandle):
         """Have it import what is slow to import, while the engines load; it has a place. Raises DeploymentFailed."""
         await self.begin()
         self._starts += 1
-        start = RouterStart(self.name, self._starts)
+        start = RouterStart(self.name, self._starts, self.deployment)
         self._settings = replace(self._settings, model_path=await self.model_path(self._plan), start=start)
         await self.call("prepare", self._settings)
 
@@ -176,6 +179,8 @@ class RouterHandle(RoutingHandle):
         name = "router" if dispatcher is None else f"router-{number}"
         super().__init__(name, _routing_actor(plan, ROUTER_SERVICE, name, dict(plan.config.router.resources)), plan)
         self._dispatcher = dispatcher
+        if dispatcher is not None:
+            self.deployment = dispatcher.deployment
         self._hardware: dict[Pool, PoolHardware] = {}
         self._joins_port = False
 

@@ -305,7 +305,7 @@ async def test_what_the_table_says_of(row: Row, monkeypatch: pytest.MonkeyPatch)
             assert running.running.cancelled() if row.ending == "gone" else isinstance(error, Exception)
             assert running.endings == 0
         await running.everything_is_free()
-        assert orchestrator.in_flight == 0
+        assert running.registry.get_sample_value("ridgeline_requests_in_flight") == 0
         if row.counted:
             assert running.count(row.counted) >= 1, row.counted
         else:

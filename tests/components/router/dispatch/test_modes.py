@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 from vllm.sampling_params import SamplingParams
 
 from ridgeline.contracts.workers import Role
-from ridgeline.router.dispatch.modes import Modes
+from ridgeline.router.dispatch.modes import OwnModes
 from ridgeline.router.dispatch.orchestrator import Orchestrator
 from ridgeline.router.dispatch.request import SequenceRequest
 from ridgeline.router.fleet.pairing import PairingRefused
@@ -50,7 +50,7 @@ class Serving:
         settings = router_settings()
         state = ClusterState(fleet, settings)
         self.queues = state.queues
-        self.modes = Modes(fleet, state.mode_changed)
+        self.modes = OwnModes(fleet, state.mode_changed)
         self.metrics = RequestMetrics(CollectorRegistry())
         placement = own_placement(state, fleet, settings)
         self.orchestrator = Orchestrator(fleet, placement, settings, self.metrics, lambda handoff, after_s: None)

@@ -132,8 +132,12 @@ class Bench:
     def count(self, **labels):
         return self.registry.get_sample_value("ridgeline_requests_total", labels)
 
+    @property
+    def in_flight(self):
+        return self.registry.get_sample_value("ridgeline_requests_in_flight")
+
     def assert_idle(self):
-        assert self.orchestrator.in_flight == 0
+        assert self.in_flight == 0
         for worker in self.fleet.workers:
             assert (worker.outstanding.running, worker.outstanding.prompt_tokens) == (0, 0)
 
@@ -277,7 +281,7 @@ async def test_the_prompt_counts_on_prefill_and_the_sequence_on_decode_from_the_
     prefill, decode = (bench.fleet.get(name).outstanding for name in ("prefill-0", "decode-0"))
     assert (prefill.running, prefill.prompt_tokens) == (1, 70)
     assert (decode.running, decode.prompt_tokens) == (1, 0)
-    assert bench.orchestrator.in_flight == 1
+    assert bench.in_flight == 1
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     bench.assert_idle()
@@ -573,7 +577,7 @@ ANNOUNCED = TokenDelta(request_id="r", handoff=GROWING)
 
 
 def followed(bench, result):
-    return bench.registry.get_sample_value("ridgeline_followed_handoffs_total", {"result": result})
+    return bench.registry.get_sample_value("ridgeline_overlapped_handoffs_total", {"result": result})
 
 
 async def test_decode_is_asked_while_prefill_goes_on_and_its_tokens_come_after_the_first():

@@ -32,7 +32,7 @@ PAIRS = [(state, to) for state in STATES for to in STATES]
 
 def in_state(state, clock=None, emit=lambda delta: False):
     progress = RequestProgress(
-        emit, RequestTimeline(clock or FakeClock(), "r", 70, "disaggregated"), RequestMetrics(None)
+        None, emit, RequestTimeline(clock or FakeClock(), "r", 70, "disaggregated"), RequestMetrics(None)
     )
     for step in WAY_TO[state]:
         progress.advance(step)

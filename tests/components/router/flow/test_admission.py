@@ -12,8 +12,9 @@ from ridgeline.router.fleet.worker import Worker
 from ridgeline.router.flow.admission import Admission
 from ridgeline.router.flow.admission_rules import Ask, Refused, Snapshot, decide
 from ridgeline.router.observe.metrics import RequestMetrics
-from ridgeline.router.placement.cluster_state import ClusterState, RouterRequests
-from ridgeline.router.placement.placement_events import Happened, Leaves, Wants, Wish
+from ridgeline.router.placement.cluster_state import ClusterState
+from ridgeline.router.placement.placement_events import Happened, Leaves, Wants
+from ridgeline.router.placement.pool_queue import RouterRequests
 from tests.components.router.dispatch.test_orchestrator import FOREVER, Bench
 from tests.support.clock import FakeClock
 from tests.support.samples import router_settings
@@ -246,7 +247,7 @@ class Router:
         self.admission.state = "open"
 
     def prompt(self, number, client, tokens, computed_in_s=None):
-        self.state.apply(self.requests, Wants(number, Wish(Demand(tokens, client=client))))
+        self.state.apply(self.requests, Wants(number, Demand(tokens, client=client)))
         if computed_in_s is not None:
             self.clock.now_s += computed_in_s
             self.state.apply(self.requests, Happened(number, "prompt_done"))

@@ -24,7 +24,8 @@ from ridgeline.cluster.config.api_keys import ApiKeyError, key_hashes
 from ridgeline.cluster.config.loader import explain, load_config
 from ridgeline.loadtest.errors import ServerError
 from ridgeline.router.client_identity import hash_key
-from ridgeline.router.dispatch.modes import Modes
+from ridgeline.router.decisions import CHANGE_WITHIN_S
+from ridgeline.router.dispatch.modes import OwnModes
 from ridgeline.router.fleet.fleet import SPLIT_FOR_EVER
 from ridgeline.router.fleet.roles import RoleTable
 from ridgeline.router.front.admin import admin_routes
@@ -34,7 +35,6 @@ from ridgeline.router.front.middleware.auth import Access, KeyGuard
 from ridgeline.router.front.operations import Operations, Progress, new_operation
 from ridgeline.router.observe.explanations import Explanations
 from ridgeline.router.scheduler.recorded_events import Stopped, line_of
-from ridgeline.router.shared.shared_modes import CHANGE_WITHIN_S
 from tests.support.fake_engine import make_task as a_task
 from tests.support.http_server import listening
 from tests.support.patience import PATIENCE_S, eventually
@@ -75,7 +75,7 @@ async def admin(caller="127.0.0.1", access=LOCAL, roles=SPLIT_FOR_EVER, **layout
         app = FastAPI()
         book = Operations()
         stopping = asyncio.Event()
-        app.include_router(admin_routes(fleet, Modes(fleet, lambda: 0), book, Explanations(), recorder, stopping))
+        app.include_router(admin_routes(fleet, OwnModes(fleet, lambda: 0), book, Explanations(), recorder, stopping))
         app = WithContext(KeyGuard(app, Access(admin=access)))
         app.book, app.stopping = book, stopping
         transport = httpx.ASGITransport(app, client=(caller, 5))
@@ -458,7 +458,7 @@ async def test_the_paths_let_nobody_in_whom_no_guard_has_let_in():
     async with a_fleet([]) as fleet:
         app = FastAPI()
         app.include_router(
-            admin_routes(fleet, Modes(fleet, lambda: 0), Operations(), Explanations(), recorder, asyncio.Event())
+            admin_routes(fleet, OwnModes(fleet, lambda: 0), Operations(), Explanations(), recorder, asyncio.Event())
         )
         transport = httpx.ASGITransport(app, client=("127.0.0.1", 5))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:

@@ -302,10 +302,10 @@ async def test_a_probe_is_in_no_series_about_requests_and_not_among_those_in_fli
     once(bench.client("decode"), [WorkerLost("killed")], [FOREVER])
     probe = asyncio.create_task(HealthProbe(bench.orchestrator, 100, 40)())
     await eventually(lambda: len(bench.client("decode").tasks) == 2)
-    assert bench.orchestrator.in_flight == 0
+    assert bench.registry.get_sample_value("ridgeline_requests_in_flight") == 0
     probe.cancel()
     await asyncio.gather(probe, return_exceptions=True)
-    assert bench.orchestrator.in_flight == 0
+    assert bench.registry.get_sample_value("ridgeline_requests_in_flight") == 0
     counted = {sample for metric in bench.registry.collect() for sample in metric.samples if sample.value}
     assert counted == set()
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 import pytest_asyncio
+from prometheus_client import REGISTRY
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.parser import text_string_to_metric_families
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -304,7 +305,7 @@ async def test_a_router_tells_what_is_in_use_and_how_many_kept_a_limit(router):
     stepper = asyncio.create_task(stepping(prefill))
     assert (await send(http))[0] == 200
     stepper.cancel()
-    await eventually(lambda: not deployed._orchestrator.in_flight)
+    await eventually(lambda: not REGISTRY.get_sample_value("ridgeline_requests_in_flight"))
     use = await deployed.use()
     assert [(worker.pool, worker.usable, worker.running) for worker in use.workers] == [
         ("prefill", True, 0),

@@ -45,7 +45,7 @@ async def test_the_page_in_pieces_is_the_page_of_the_library(registry):
 
 
 async def test_the_event_loop_turns_after_each_piece_of_a_page(registry, monkeypatch):
-    monkeypatch.setattr("ridgeline.router.observe.paced.SLICE_S", 0.0)
+    monkeypatch.setattr("ridgeline.router.front.metrics_page.SLICE_S", 0.0)
     generate, since_turn = ridgeline.router.front.metrics_page.generate_latest, []
 
     def counting(piece):

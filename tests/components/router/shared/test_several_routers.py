@@ -20,7 +20,7 @@ from tests.components.router.dispatch.test_modes import ROLES
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.samples import LAYOUT, next_token, router_settings
 from tests.support.series_table import STEP_MODEL
-from tests.support.several_routers import PROMPT_TOKENS, OneRouter, a_dispatcher, routers
+from tests.support.several_routers import PROMPT_TOKENS, a_dispatcher, routers
 from tests.support.small_fleet import hosts
 
 LAYOUTS = {"prefill": LAYOUT, "decode": LAYOUT}
@@ -101,9 +101,9 @@ async def test_a_prefill_window_holds_for_the_prompts_of_both_routers_together()
             asked = [router.ask(tokens=2) for router in pair]
             await waits(dispatcher, 1)
             await eventually(lambda: engine(started).calls)
-            await eventually(lambda: pair[0].decisions.waits["prefill"].waiting == 1)
+            await eventually(lambda: pair[0].decisions.waits["prefill"].waiting.prompts == 1)
             assert len(engine(started).calls) == 1, "the other router's prompt waits, though its router has sent none"
-            await eventually(lambda: pair[1].decisions.waits["prefill"].waiting == 1)
+            await eventually(lambda: pair[1].decisions.waits["prefill"].waiting.prompts == 1)
             engine(started)._stepping = "auto"
             engine(started).step()
             for _, request in asked:
@@ -303,25 +303,6 @@ async def test_a_mode_that_is_impossible_is_refused_with_the_reason():
                 await router.decisions.modes.change("colocated")
 
 
-async def test_any_router_shows_the_requests_of_all_also_of_those_that_are_gone():
-    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started:
-        addresses = [host.address for host in started]
-        async with a_dispatcher(addresses, SETTINGS) as (dispatcher, at), routers(3, addresses, at, SETTINGS) as three:
-            for number, router in enumerate(three, 1):
-                for _ in range(number):
-                    await router.ask()[1]
-            for router in three:
-                await router.summed.refresh()
-                assert router.counted() == 6
-            page = generate_latest(three[0].summed).decode()
-            assert 'ridgeline_ttft_seconds_count{pool="prefill"} 6.0' in page
-            assert "ridgeline_requests_in_flight 0.0" in page
-            await three[2].die()
-            await eventually(lambda: len(dispatcher._routers) == 2)
-            await three[0].summed.refresh()
-            assert three[0].counted() == 6
-
-
 async def test_a_worker_that_only_one_router_does_not_reach_gets_the_requests_of_the_other():
     async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS, decode_1=LAYOUT) as started:
         addresses = [host.address for host in started]
@@ -380,125 +361,3 @@ async def test_a_message_that_fails_in_the_dispatcher_ends_no_connection():
             await failed.wait()
             await one.ask()[1]
             assert dispatcher._routers == {joined}, "the same connection"
-
-
-async def test_the_sums_do_not_fall_when_the_router_dies_that_alone_was_scraped(monkeypatch):
-    monkeypatch.setattr("ridgeline.router.decisions.COUNTED_EVERY_S", 2 * PATIENCE_S)  # it tells nothing unasked
-    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started:
-        addresses = [host.address for host in started]
-        async with a_dispatcher(addresses, SETTINGS) as (dispatcher, at), routers(2, addresses, at, SETTINGS) as pair:
-            for _ in range(5):
-                await pair[0].ask()[1]
-            await pair[1].ask()[1]
-            await pair[0].summed.refresh()  # Prometheus keeps its connection, so it always asks the same router
-            assert pair[0].counted() == 6
-            await pair[0].ask()[1]
-            assert pair[0].counted() == 6, "what the dispatcher does not know yet is not shown"
-            await pair[0].die()
-            await eventually(lambda: len(dispatcher._routers) == 1)
-            await pair[1].summed.refresh()
-            assert pair[1].counted() == 6
-
-
-async def test_a_scrape_does_not_wait_for_a_router_that_has_gone(monkeypatch):
-    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started:
-        addresses = [host.address for host in started]
-        async with a_dispatcher(addresses, SETTINGS) as (_, at), routers(2, addresses, at, SETTINGS) as pair:
-            asked = asyncio.Event()
-
-            async def never():
-                asked.set()
-                await asyncio.Event().wait()
-
-            monkeypatch.setattr("ridgeline.router.shared.dispatcher.COUNT_WITHIN_S", 2 * PATIENCE_S)
-            monkeypatch.setattr(pair[0].summed, "samples", never)
-            scrape = asyncio.create_task(pair[1].summed.refresh())
-            await asked.wait()
-            await pair[0].die()
-            await scrape
-
-
-async def test_what_a_router_had_counted_before_it_joined_is_not_lost_with_it():
-    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started:
-        addresses = [host.address for host in started]
-        async with a_dispatcher(addresses, SETTINGS) as (former, at), routers(2, addresses, at, SETTINGS) as pair:
-            for _ in range(3):
-                await pair[0].ask()[1]
-            await former.stop()
-            async with a_dispatcher(addresses, SETTINGS) as (dispatcher, there):
-                for router in pair:
-                    await router.decisions.link.follow(there)
-                await eventually(lambda: sum(router.is_complete for router in dispatcher._routers) == 2)
-                await pair[0].die()
-                await eventually(lambda: len(dispatcher._routers) == 1)
-                await pair[1].summed.refresh()
-                assert pair[1].counted() == 3
-
-
-async def test_the_sums_count_a_router_once_whose_connection_broke_and_came_back():
-    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started:
-        addresses = [host.address for host in started]
-        async with a_dispatcher(addresses, SETTINGS) as (dispatcher, at), routers(2, addresses, at, SETTINGS) as pair:
-            for _ in range(5):
-                await pair[0].ask()[1]
-            await pair[1].summed.refresh()
-            assert pair[1].counted() == 5
-            for _ in range(2):
-                before = set(dispatcher._routers)
-                pair[0].decisions.link.send("nonsense")
-                await eventually(lambda before=before: len(dispatcher._routers - before) == 1)
-                await eventually(lambda: sum(router.is_complete for router in dispatcher._routers) == 2)
-                for router in pair:
-                    await router.summed.refresh()
-                    assert router.counted() == 5
-
-
-async def test_a_new_dispatcher_still_counts_a_router_that_had_gone_before_it_came():
-    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started:
-        addresses = [host.address for host in started]
-        settings = replace(SETTINGS, routers=3)
-        async with a_dispatcher(addresses, settings) as (former, at), routers(3, addresses, at, settings) as three:
-            for router in three:
-                await router.ask()[1]
-            await three[1].summed.refresh()
-            await three[0].die()
-            await eventually(lambda: all(one.decisions._ended for one in three[1:]))
-            await former.stop()
-            async with a_dispatcher(addresses, settings) as (dispatcher, there):
-                for router in three[1:]:
-                    await router.decisions.link.follow(there)
-                await eventually(lambda: sum(router.is_complete for router in dispatcher._routers) == 2)
-                for router in three[1:]:
-                    await router.summed.refresh()
-                    assert router.counted() == 3
-                await three[1].ask()[1]
-                await three[2].summed.refresh()
-                assert three[2].counted() == 4
-
-
-async def test_the_sums_count_each_router_once_after_twenty_have_ended_and_others_come_back_to_a_new_dispatcher():
-    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started:
-        addresses = [host.address for host in started]
-        async with a_dispatcher(addresses, SETTINGS) as (former, at), routers(2, addresses, at, SETTINGS) as pair:
-            for router in pair:
-                await router.ask()[1]
-            for number in range(20):
-                short_lived = OneRouter("router-2", SETTINGS, start=number)
-                await short_lived.start(addresses, at)
-                await short_lived.ask()[1]
-                await short_lived.summed.refresh()
-                await short_lived.die()
-            await eventually(lambda: len(former._routers) == 2)
-            await former.stop()
-            async with a_dispatcher(addresses, SETTINGS) as (dispatcher, there):
-                for router in pair:
-                    await router.decisions.link.follow(there)
-                await eventually(lambda: sum(router.is_complete for router in dispatcher._routers) == 2)
-                for router in (*pair, *pair):
-                    before = set(dispatcher._routers)
-                    router.decisions.link.send("nonsense")  # which breaks its connection, and it comes back
-                    await eventually(lambda before=before: len(dispatcher._routers - before) == 1)
-                    await eventually(lambda: sum(router.is_complete for router in dispatcher._routers) == 2)
-                for router in pair:
-                    await router.summed.refresh()
-                    assert router.counted() == 22

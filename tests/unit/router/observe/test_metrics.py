@@ -11,9 +11,11 @@ from ridgeline.contracts.handoff import TransferResult
 from ridgeline.contracts.tasks import LegTiming
 from ridgeline.contracts.workers import WorkerStatus
 from ridgeline.router.fleet.pairing import KvPair
+from ridgeline.router.flow.fair_queue import Waiting
 from ridgeline.router.observe.collectors import QueueCollector, WorkerCollector
-from ridgeline.router.observe.metrics import LATENCY_BUCKETS, TOKEN_BUCKETS, InFlight, RequestMetrics, Within
+from ridgeline.router.observe.metrics import LATENCY_BUCKETS, TOKEN_BUCKETS, RequestMetrics, Within
 from ridgeline.router.observe.timeline import RequestTimeline
+from ridgeline.router.placement.pool_queue import QueueNow
 from ridgeline.router.settings import PoolHardware
 from tests.support.clock import FakeClock
 
@@ -73,9 +75,8 @@ def a_worker(pool, worker_id, favours=None, *, status=None, counted=(), connecte
 PAIRS = [KvPair("prefill-0", "decode-0", "shm", "")]
 
 
-def collect(registry, *workers, in_flight=0):
+def collect(registry, *workers):
     registry.register(WorkerCollector(lambda: workers, lambda: HARDWARE, lambda: "disaggregated", lambda: PAIRS, dict))
-    registry.register(InFlight(lambda: in_flight))
 
 
 def test_a_disaggregated_request_credits_each_token_to_the_pool_that_made_it(registry):
@@ -123,9 +124,9 @@ def test_the_latencies_of_a_token_are_seen_before_its_sequence_ends(registry):
     assert value(registry, "ridgeline_itl_seconds_count", pool="colocated") == 2
 
 
-def test_before_the_first_request_there_are_no_request_series(registry):
+def test_before_the_first_request_there_is_no_series_of_requests_but_that_none_is_served(registry):
     RequestMetrics(registry)
-    assert samples(registry) == {}
+    assert [name for name, *_ in samples(registry)] == ["ridgeline_requests_in_flight"]
 
 
 def test_worker_counters_carry_pool_worker_and_their_own_labels(registry):
@@ -156,7 +157,7 @@ def test_worker_counters_carry_pool_worker_and_their_own_labels(registry):
 def test_worker_gauges_are_read_from_the_last_status(registry):
     counters = {"open_leases": 2.0, "pinned_blocks": 6.0, "active_fetches": 1.0, "watched_handoffs": 3.0}
     state = {"running": 4, "waiting": 5, "tasks": 9, "kv_blocks_free": 70, "kv_blocks_total": 100}
-    collect(registry, worker("decode", "d0", counters=counters, **state), in_flight=12)
+    collect(registry, worker("decode", "d0", counters=counters, **state))
     expected = {
         "leases": 2,
         "pinned_blocks": 6,
@@ -170,7 +171,6 @@ def test_worker_gauges_are_read_from_the_last_status(registry):
     }
     for name, number in expected.items():
         assert value(registry, f"ridgeline_{name}", pool="decode", worker="d0") == number
-    assert value(registry, "ridgeline_requests_in_flight") == 12
 
 
 def test_pool_series_sum_over_the_workers_of_the_pool_and_peaks_are_one_workers(registry):
@@ -233,9 +233,11 @@ def test_a_pool_of_unknown_hardware_has_no_peaks(registry):
 
 
 def test_what_waits_in_the_router_is_shown_by_pool_and_a_rate_only_once_it_was_measured(registry):
-    measured = SimpleNamespace(pool="prefill", waiting=2, waiting_tokens=700, tokens_per_s=250.0)
-    unmeasured = SimpleNamespace(pool="decode", waiting=0, waiting_tokens=0, tokens_per_s=None)
-    registry.register(QueueCollector([measured, unmeasured]))
+    queues = {
+        "prefill": QueueNow(Waiting(prompts=2, tokens=700), 0, starts_at_once=False, tokens_per_s=250.0),
+        "decode": QueueNow(Waiting(), 0, starts_at_once=True, tokens_per_s=None),
+    }
+    registry.register(QueueCollector(lambda: queues))
     assert value(registry, "ridgeline_waiting_prompts", pool="prefill") == 2
     assert value(registry, "ridgeline_waiting_prompt_tokens", pool="prefill") == 700
     assert value(registry, "ridgeline_prompt_tokens_per_second", pool="prefill") == 250

@@ -8,8 +8,9 @@ from ridgeline.router.fleet.fleet import Fleet
 from ridgeline.router.fleet.request_route import Demand
 from ridgeline.router.fleet.roles import RoleTable
 from ridgeline.router.fleet.worker import Outstanding
-from ridgeline.router.placement.cluster_state import ClusterState, RouterRequests
-from ridgeline.router.placement.placement_events import Denied, Happened, Leaves, Wants, Wish
+from ridgeline.router.placement.cluster_state import ClusterState
+from ridgeline.router.placement.placement_events import Denied, Happened, Leaves, Wants
+from ridgeline.router.placement.pool_queue import RouterRequests
 from tests.support.clock import FakeClock
 from tests.support.lone_worker import lone_worker
 from tests.support.samples import LAYOUT, router_settings
@@ -74,9 +75,17 @@ class Bench:
         probe=False,
         router=None,
     ):
-        demand = Demand(tokens, client=client, ttft_limit_s=limit_s, waited_s=waited_s, avoided=frozenset(avoided))
+        demand = Demand(
+            tokens,
+            client=client,
+            ttft_limit_s=limit_s,
+            waited_s=waited_s,
+            avoided=frozenset(avoided),
+            urgent=urgent,
+            probe=probe,
+        )
         self._names.append(name)
-        self.state.apply(router or self.router, Wants(len(self._names) - 1, Wish(demand, urgent, probe)))
+        self.state.apply(router or self.router, Wants(len(self._names) - 1, demand))
 
     def _told(self, answer):
         name = self._names[answer.number]

@@ -52,8 +52,8 @@ class Fleet:
     def prefills(self, worker: Worker, tokens: int = PROMPT) -> None:
         self.held.enter_context(worker.reserve(tokens))
 
-    def choose(self, demand: Demand = SHORT, roomy=None, *, urgent: bool = False):
-        return self.rules.choose(demand, 0.0, self.workers if roomy is None else roomy, urgent=urgent)
+    def choose(self, demand: Demand = SHORT, roomy=None):
+        return self.rules.choose(demand, 0.0, self.workers if roomy is None else roomy)
 
     def ids(self, demand: Demand = SHORT, roomy=None):
         choice = self.choose(demand, roomy)
@@ -88,7 +88,7 @@ def test_a_split_request_goes_to_one_worker_for_prompts_and_one_for_decode(fleet
 def test_a_prompt_waits_for_the_worker_of_its_phase_and_an_urgent_one_does_not(fleet):
     one = fleet("disaggregated")
     assert one.choose(roomy=one.workers[1:]) is None
-    assert one.choose(roomy=one.workers[1:], urgent=True).worker is one.workers[1]
+    assert one.choose(replace(SHORT, urgent=True), one.workers[1:]).worker is one.workers[1]
 
 
 def test_a_worker_that_takes_no_work_is_not_waited_for(fleet):
@@ -168,7 +168,7 @@ def test_an_answer_beside_one_that_takes_turns_with_it_is_predicted_to_take_twic
     one = fleet("colocated", *(a_worker(number, node="n", device="cores 0") for number in range(2)))
 
     def predicted_s() -> float:
-        return one.choose(roomy=one.workers[1:], urgent=True).assignment.tpot_s
+        return one.choose(replace(SHORT, urgent=True), one.workers[1:]).assignment.tpot_s
 
     alone_s = predicted_s()
     one.decodes(one.workers[0], 1)

@@ -11,9 +11,9 @@ from ridgeline.contracts.errors import EngineFailed
 from ridgeline.contracts.workers import WorkerStatus
 from ridgeline.router.fleet.request_route import SPLIT, Demand
 from ridgeline.router.placement.choice import Choice
-from ridgeline.router.placement.cluster_state import RouterRequests
-from ridgeline.router.placement.placement_events import Doubts, Keeps, Wish
+from ridgeline.router.placement.placement_events import Doubts, Keeps
 from ridgeline.router.placement.places import Placement, own_placement
+from ridgeline.router.placement.pool_queue import RouterRequests
 from ridgeline.router.scheduler.features import Assignment
 from tests.support.samples import router_settings
 from tests.unit.router.placement.bench import WINDOW, Bench, a_worker
@@ -29,7 +29,7 @@ def bench():
 def test_prompts_go_to_the_worker_until_its_window_is_full_and_on_when_there_is_room(bench):
     for name in ("one", "two", "three", "four"):
         bench.send(name, 600)
-    assert (bench.started, bench.outstanding(), bench.queue.waiting_tokens) == (["one", "two"], [1200], 1200)
+    assert (bench.started, bench.outstanding(), bench.queue.now().waiting.tokens) == (["one", "two"], [1200], 1200)
     bench.finish("one")
     assert (bench.started, bench.outstanding()) == (["one", "two", "three"], [1200])
 
@@ -69,7 +69,7 @@ class Asking:
     def __init__(self, number_of):
         self.number_of = number_of
 
-    def choose(self, demand, waited_s, roomy, *, urgent):
+    def choose(self, demand, waited_s, roomy):
         return Choice(roomy[self.number_of(demand.prompt_tokens)])
 
     def least_s(self, demand):
@@ -344,7 +344,7 @@ class Whole:
     def __init__(self, bench):
         self.bench = bench
 
-    def choose(self, demand, waited_s, roomy, *, urgent):
+    def choose(self, demand, waited_s, roomy):
         worker = next(one for one in self.bench().prefills if one.worker_id not in demand.avoided)
         return Choice(worker) if worker in roomy else None
 
@@ -362,7 +362,7 @@ def test_a_prompt_of_a_router_that_reaches_only_full_workers_holds_up_no_others_
     bench.send("left", 10, client="b", avoided=["prefill-1"])
     bench.send("later", 10, client="b", avoided=["prefill-0"])
     assert bench.started == ["fills", "later"]
-    assert (bench.queue.waiting, bench.queue.waiting_tokens) == (2, 20)
+    assert (bench.queue.waiting, bench.queue.now().waiting.tokens) == (2, 20)
     bench.leave("left")
     bench.finish("fills")
     assert bench.started == ["fills", "later", "cut off"]
@@ -422,7 +422,7 @@ def test_a_prompt_that_was_set_aside_goes_the_new_way_with_the_others():
 class Faulty:
     """A chooser whose predictions fail."""
 
-    def choose(self, demand, waited_s, roomy, *, urgent):
+    def choose(self, demand, waited_s, roomy):
         raise ZeroDivisionError
 
     def least_s(self, demand):
@@ -529,7 +529,7 @@ class Patient:
         self.asked = []
         self.is_picky = True
 
-    def choose(self, demand, waited_s, roomy, *, urgent):
+    def choose(self, demand, waited_s, roomy):
         self.asked.append((demand.client, waited_s))
         if self.is_picky and demand.client == "picky":
             return None
@@ -589,7 +589,7 @@ class Counting:
     def __init__(self):
         self.asked = 0
 
-    def choose(self, demand, waited_s, roomy, *, urgent):
+    def choose(self, demand, waited_s, roomy):
         self.asked += 1
         return None if demand.client == "picky" else Choice(roomy[0])
 
@@ -721,7 +721,7 @@ async def test_a_router_that_serves_alone_dates_no_doubt_anew_when_the_request_t
     decode = bench.fleet.get("decode-0")
 
     async def fails():
-        async with placement.place(Wish(Demand(10))):
+        async with placement.place(Demand(10)):
             decode.client.failed_s = 0.5
             raise EngineFailed("")
 
@@ -761,9 +761,9 @@ def test_what_another_scheduler_had_placed_counts_with_all_that_has_happened_sin
     told = bench.places["as it is"]
     before = [msgspec.structs.replace(worker.outstanding) for worker in bench.fleet.workers]
     bench.leave("as it is")
-    wish = Wish(Demand(640, client="a"))
+    demand = Demand(640, client="a")
     steps = ("prompt_done", "prompt_left")
-    bench.state.apply(bench.router, Keeps(0, wish, told.route, "prefill-0", "decode-0", steps))
+    bench.state.apply(bench.router, Keeps(0, demand, told.route, "prefill-0", "decode-0", steps))
     assert [worker.outstanding for worker in bench.fleet.workers] == before
     bench.end()
 
@@ -783,11 +783,11 @@ class PlacementOf:
         self.bench.state.apply(self.requests, event)
 
     async def send(self, name, tokens, urgent=False):
-        self.tasks[name] = asyncio.create_task(self._hold(name, Wish(Demand(tokens), urgent)))
+        self.tasks[name] = asyncio.create_task(self._hold(name, Demand(tokens, urgent=urgent)))
         await turns()
 
-    async def _hold(self, name, wish):
-        async with self.placement.place(wish):
+    async def _hold(self, name, demand):
+        async with self.placement.place(demand):
             self.began.append(name)
             await asyncio.Event().wait()
 
@@ -824,7 +824,7 @@ async def test_a_prompt_that_waits_does_not_start_before_the_next_scheduler_know
 
 
 def test_a_place_on_a_worker_that_is_gone_is_not_kept(bench):
-    bench.state.apply(bench.router, Keeps(0, Wish(Demand(640)), SPLIT, "prefill-9", "decode-0", ()))
+    bench.state.apply(bench.router, Keeps(0, Demand(640), SPLIT, "prefill-9", "decode-0", ()))
     assert bench.router.by_number == {}
 
 

@@ -7,8 +7,8 @@ import pytest
 from ridgeline.contracts.workers import WorkerStatus
 from ridgeline.router.fleet.request_route import Demand
 from ridgeline.router.fleet.worker import Outstanding
-from ridgeline.router.placement.cluster_state import RouterRequests
 from ridgeline.router.placement.holds import DecodePlaces, Hold
+from ridgeline.router.placement.pool_queue import RouterRequests
 from tests.unit.router.placement.bench import WINDOW, Bench, a_worker
 
 

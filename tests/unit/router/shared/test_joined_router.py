@@ -6,20 +6,19 @@ import msgspec
 
 from ridgeline.router.fleet.request_route import Demand
 from ridgeline.router.flow.admission import Held
-from ridgeline.router.placement.placement_events import Denied, Wish
+from ridgeline.router.placement.placement_events import Denied
 from ridgeline.router.placement.places import Placement
 from ridgeline.router.settings import RouterStart
-from ridgeline.router.shared.counts import Counts
 from ridgeline.router.shared.holdings import Parts
 from ridgeline.router.shared.joined_router import MOST_AT_ONCE, JoinedRouter
 from ridgeline.router.shared.link import give_up_without_a_dispatcher
-from ridgeline.router.shared.messages import Counted, Downs, Holds, Joins, Others
+from ridgeline.router.shared.messages import Downs, Holds, Joins, Others
 from ridgeline.worker_runtime.client import decoder, encode
 from tests.support.samples import router_settings
 
 
 def joined(parts):
-    return JoinedRouter(_State(), parts, Counts())
+    return JoinedRouter(_State(), parts)
 
 
 def news(number):
@@ -58,7 +57,6 @@ async def test_a_router_that_has_gone_holds_nothing_for_the_others():
     gone, stays = joined(parts), joined(parts)
     gone.take(Joins(RouterStart("gone")))
     gone.take(Holds({"a": Held(3, 30)}, 1.0, 2.0))
-    gone.take(Counted([("requests_total", {}, 1.0)]))
     stays.look()
     assert (await stays.next_batch()).messages == [
         Others(whole=True, changed={"a": Held(3, 30)}, sequences_per_s=1.0, blocks_per_s=2.0)
@@ -113,5 +111,5 @@ class _State:
 
 
 async def _place(placement):
-    async with placement.place(Wish(Demand(10))):
+    async with placement.place(Demand(10)):
         pass
