@@ -82,7 +82,8 @@ class RouterControl(ABC):
     async def use(self) -> FleetUse:
         """Return how much of the workers is in use, by all routers; asks them first."""
         await self.fleet.refresh()
-        return fleet_use(self.fleet.workers, self.queues, self.fleet.mode)
+        waiting = {pool: queue.waiting.prompts for pool, queue in self.queues.items()}
+        return fleet_use(self.fleet.workers, waiting, self.fleet.mode)
 
     async def drain_worker(self, worker_id: str, timeout_s: float, incarnation: str) -> None:
         """Have a worker leave, whichever it is or only this incarnation. Raises WorkerLost."""

@@ -39,9 +39,9 @@ from ridgeline.router.front.middleware.ingress import Gates
 from ridgeline.router.front.operations import Asked, Operations, Progress
 from ridgeline.router.front.vllm_workarounds import unread
 from ridgeline.router.idle_times import OUTPUT_TOKENS, measure, too_short
-from ridgeline.router.observe.collectors import QueueCollector, WorkerCollector
+from ridgeline.router.observe.collectors import WorkerCollector
 from ridgeline.router.observe.metrics import LimitedLatency, RequestMetrics, Within
-from ridgeline.router.placement.pool_queue import QueueNow
+from ridgeline.router.placement.pool_queue import QueueCollector, QueueNow
 from ridgeline.router.router_control import RouterControl
 from ridgeline.router.settings import PoolHardware, RouterSettings, SharedWith
 from ridgeline.router.shared.link import NoDispatcher

@@ -16,7 +16,6 @@ from prometheus_client.registry import Collector
 from ridgeline.contracts.vocabulary import Mode, Pool
 from ridgeline.router.fleet.pairing import KvPair
 from ridgeline.router.fleet.worker import Worker
-from ridgeline.router.placement.pool_queue import QueueNow
 from ridgeline.router.settings import PoolHardware
 
 # counter name's first part -> (series, help, names of the labels its other parts give)
@@ -275,35 +274,6 @@ def _step_models(workers: list[Worker]) -> Iterator[GaugeMetricFamily]:
         ["pool", "worker", "part"],
         parts,
     )
-
-
-class QueueCollector(Collector):
-    """The series about prompts that wait in the router; registered once."""
-
-    def __init__(self, queues: Callable[[], Mapping[Pool, QueueNow]]) -> None:
-        self._queues = queues
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield every series; called by prometheus-client at each scrape."""
-        queues = self._queues()
-        yield _gauge(
-            "ridgeline_waiting_prompts",
-            "Prompts that wait in the router for a worker of the pool",
-            ["pool"],
-            [([pool], queue.waiting.prompts) for pool, queue in queues.items()],
-        )
-        yield _gauge(
-            "ridgeline_waiting_prompt_tokens",
-            "Tokens of the prompts that wait in the router for a worker of the pool",
-            ["pool"],
-            [([pool], queue.waiting.tokens) for pool, queue in queues.items()],
-        )
-        yield _gauge(
-            "ridgeline_prompt_tokens_per_second",
-            "Prompt tokens per second that the pool computes when it is fully loaded, as last measured",
-            ["pool"],
-            [([pool], queue.tokens_per_s) for pool, queue in queues.items() if queue.tokens_per_s is not None],
-        )
 
 
 def _state(worker: Worker) -> str:

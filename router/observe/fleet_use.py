@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from ridgeline.contracts.vocabulary import Mode, Pool
 from ridgeline.router.fleet.fleet import Fleet
 from ridgeline.router.fleet.worker import Worker
-from ridgeline.router.placement.pool_queue import QueueNow
 
 PROMPT_STEPS = ("prefill", "mixed")
 """Kinds of engine steps that compute prompts."""
@@ -67,10 +66,9 @@ class Members:
     workers: dict[str, Member]
 
 
-def fleet_use(workers: Iterable[Worker], queues: Mapping[Pool, QueueNow], mode: Mode | None = None) -> FleetUse:
+def fleet_use(workers: Iterable[Worker], waiting_prompts: dict[Pool, int], mode: Mode | None = None) -> FleetUse:
     """Return what is in use by the workers' last status."""
-    waiting = {pool: queue.waiting.prompts for pool, queue in queues.items()}
-    return FleetUse(tuple(map(_worker_use, workers)), waiting, mode)
+    return FleetUse(tuple(map(_worker_use, workers)), waiting_prompts, mode)
 
 
 def members(fleet: Fleet, started_for: Mapping[str, Pool]) -> Members:

@@ -14,10 +14,12 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from ridgeline.contracts.vocabulary import Pool
 from ridgeline.router.fleet.fleet import Worker
@@ -331,3 +333,32 @@ class PoolQueue:
         if self._held is not None:
             self._held.held_s += now_s - self._held_since_s
         self._held, self._held_since_s = waiter, now_s
+
+
+class QueueCollector(Collector):
+    """The series about prompts that wait in the router; registered once."""
+
+    def __init__(self, queues: Callable[[], Mapping[Pool, QueueNow]]) -> None:
+        self._queues = queues
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every series; called by prometheus-client at each scrape."""
+        prompts = GaugeMetricFamily(
+            "ridgeline_waiting_prompts", "Prompts that wait in the router for a worker of the pool", labels=["pool"]
+        )
+        tokens = GaugeMetricFamily(
+            "ridgeline_waiting_prompt_tokens",
+            "Tokens of the prompts that wait in the router for a worker of the pool",
+            labels=["pool"],
+        )
+        speed = GaugeMetricFamily(
+            "ridgeline_prompt_tokens_per_second",
+            "Prompt tokens per second that the pool computes when it is fully loaded, as last measured",
+            labels=["pool"],
+        )
+        for pool, queue in self._queues().items():
+            prompts.add_metric([pool], queue.waiting.prompts)
+            tokens.add_metric([pool], queue.waiting.tokens)
+            if queue.tokens_per_s is not None:
+                speed.add_metric([pool], queue.tokens_per_s)
+        yield from (prompts, tokens, speed)

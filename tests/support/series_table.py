@@ -15,10 +15,10 @@ from ridgeline.contracts.workers import MIN_FITTED_STEPS, StepModel, WorkerStatu
 from ridgeline.router.fleet.pairing import KvPair
 from ridgeline.router.flow.fair_queue import Waiting
 from ridgeline.router.front.text_turns import TextTurns
-from ridgeline.router.observe.collectors import _WORKER_COUNTERS, _WORKER_GAUGES, QueueCollector, WorkerCollector
+from ridgeline.router.observe.collectors import _WORKER_COUNTERS, _WORKER_GAUGES, WorkerCollector
 from ridgeline.router.observe.loop_lag import LoopLag
 from ridgeline.router.observe.metrics import RequestMetrics
-from ridgeline.router.placement.pool_queue import QueueNow
+from ridgeline.router.placement.pool_queue import QueueCollector, QueueNow
 from ridgeline.router.settings import PoolHardware
 
 METRICS_PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"

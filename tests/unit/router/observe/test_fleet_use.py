@@ -3,9 +3,7 @@
 from types import SimpleNamespace
 
 from ridgeline.contracts.workers import WorkerStatus
-from ridgeline.router.flow.fair_queue import Waiting
 from ridgeline.router.observe.fleet_use import WorkerUse, fleet_use
-from ridgeline.router.placement.pool_queue import QueueNow
 
 
 def worker(status):
@@ -27,8 +25,7 @@ def test_a_workers_use_is_what_it_runs_holds_and_has_computed_prompts_for():
         f"busy_seconds_total.{kind}": seconds for kind, seconds in (("prefill", 4), ("mixed", 2), ("decode", 9))
     }
     status = WorkerStatus(worker_id="worker-0", counters=counters)
-    queue = QueueNow(Waiting(prompts=7), 0, starts_at_once=False, tokens_per_s=None)
-    use = fleet_use([worker(status)], {"prefill": queue})
+    use = fleet_use([worker(status)], {"prefill": 7})
     assert use.waiting_prompts == {"prefill": 7}
     assert use.workers == (
         WorkerUse("worker-0", "i", "prefill", True, 6.0, running=3, places=8, kv_blocks_used=45, kv_blocks=100),

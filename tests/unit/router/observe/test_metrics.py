@@ -12,10 +12,10 @@ from ridgeline.contracts.tasks import LegTiming
 from ridgeline.contracts.workers import WorkerStatus
 from ridgeline.router.fleet.pairing import KvPair
 from ridgeline.router.flow.fair_queue import Waiting
-from ridgeline.router.observe.collectors import QueueCollector, WorkerCollector
+from ridgeline.router.observe.collectors import WorkerCollector
 from ridgeline.router.observe.metrics import LATENCY_BUCKETS, TOKEN_BUCKETS, RequestMetrics, Within
 from ridgeline.router.observe.timeline import RequestTimeline
-from ridgeline.router.placement.pool_queue import QueueNow
+from ridgeline.router.placement.pool_queue import QueueCollector, QueueNow
 from ridgeline.router.settings import PoolHardware
 from tests.support.clock import FakeClock
 
