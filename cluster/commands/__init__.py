@@ -9,8 +9,7 @@ plan_options.py   the options of `replay` and `compare`
 setup.py          what they were run with, for their summaries
 whatif.py         `ridgeline whatif`
 bench.py          `ridgeline bench transfer`
-roofline.py       `ridgeline roofline`
 top.py            `ridgeline top`
-operators/        `ridgeline drain`, `mode`, `decisions`, `record`, `scale`, `restart`
-server_url.py     the option that names a running server
+operators.py      `ridgeline drain`, `mode`, `record`, `scale`, `restart`
+decisions.py      `ridgeline decisions`
 """

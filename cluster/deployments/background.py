@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from ridgeline.cluster.deployments.names import AlreadyRunning, DeploymentFolder, State, running, taken
+from ridgeline.cluster.errors import ServingError
 from ridgeline.cluster.runtime.environment import search_path
 from ridgeline.contracts.handoff import UNREADABLE
 
@@ -24,7 +25,7 @@ DETACHED = "--detached-child"
 """Hidden option of `serve`: the process that `--detach` has started, whose output goes to the log."""
 
 
-class NotRunning(RuntimeError):
+class NotRunning(ServingError):
     """There is no such deployment on this machine, or it ended before it was ready."""
 
 

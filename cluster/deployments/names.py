@@ -18,6 +18,7 @@ from typing import IO, Literal
 
 import msgspec
 
+from ridgeline.cluster.errors import ServingError
 from ridgeline.cluster.user_folders import state_folder
 from ridgeline.contracts.handoff import UNREADABLE
 
@@ -28,11 +29,11 @@ READ_AGAIN_S = 0.02
 logger = logging.getLogger(__name__)
 
 
-class AlreadyRunning(RuntimeError):
+class AlreadyRunning(ServingError):
     """A deployment of this name runs on this machine; the message names the fix."""
 
 
-class NoFolder(RuntimeError):
+class NoFolder(ServingError):
     """What is known of a deployment cannot be written; the message names the fix."""
 
 

@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 
-from ridgeline.cluster.commands.operators.scale import wanted_workers
+from ridgeline.cluster.commands.operators import wanted_workers
 from ridgeline.cluster.runtime.handles.actor import ActorGone, DeploymentFailed
 from ridgeline.cluster.runtime.operation_runner import OperationRunner
 from ridgeline.cluster.runtime.operation_steps import LEAD_BACK_WITHIN_S, OperationSteps
