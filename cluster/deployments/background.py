@@ -14,7 +14,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Column, Table
 
-from ridgeline.cluster.deployments.names import AlreadyRunning, DeploymentFolder, State, running, taken
+from ridgeline.cluster.deployments.names import AlreadyRunning, DeploymentFolder, running, taken
 from ridgeline.cluster.errors import ServingError
 from ridgeline.cluster.runtime.environment import search_path
 from ridgeline.contracts.handoff import UNREADABLE
@@ -43,29 +43,25 @@ def detach(name: str, arguments: Sequence[str], console: Console) -> None:
     """
     place = DeploymentFolder(name)
     with place.being_detached():
-        _detach(place, arguments, console)
-
-
-def _detach(place: DeploymentFolder, arguments: Sequence[str], console: Console) -> None:
-    if (state := place.state()) is not None:
-        raise AlreadyRunning(taken(place.name, state))
-    with place.open_log("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "ridgeline.cluster.cli", "serve", *arguments, DETACHED],
-            env={**os.environ, "PYTHONPATH": search_path()},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        _until_ready(place, process, console)
-    except KeyboardInterrupt:
-        console.print(
-            f"it goes on starting without this terminal: `ridgeline status`, `ridgeline logs --name {place.name} "
-            f"--follow`, `ridgeline stop --name {place.name}`",
-            highlight=False,
-        )
+        if (state := place.state()) is not None:
+            raise AlreadyRunning(taken(name, state))
+        with place.open_log("w") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "ridgeline.cluster.cli", "serve", *arguments, DETACHED],
+                env={**os.environ, "PYTHONPATH": search_path()},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            _until_ready(place, process, console)
+        except KeyboardInterrupt:
+            console.print(
+                f"it goes on starting without this terminal: `ridgeline status`, `ridgeline logs --name {name} "
+                f"--follow`, `ridgeline stop --name {name}`",
+                highlight=False,
+            )
 
 
 def _until_ready(place: DeploymentFolder, process: subprocess.Popen[bytes], console: Console) -> None:
@@ -120,7 +116,9 @@ def stop(name: str, *, now: bool, console: Console) -> None:
 
     With `now` it does not wait for running requests.
     """
-    place, state = DeploymentFolder(name), _state_of(name)
+    place = DeploymentFolder(name)
+    if (state := place.state()) is None:
+        raise NotRunning(f"no deployment named {name!r} runs on this machine{_others()}")
     began_s = said_s = time.monotonic()
     os.kill(state.pid, signal.SIGTERM)
     console.print(f"{name} (process {state.pid}) drains and ends", highlight=False)
@@ -155,13 +153,6 @@ def logs(name: str, *, follow: bool, console: Console) -> None:
             if not alive:
                 return
             time.sleep(LOOK_EVERY_S)
-
-
-def _state_of(name: str) -> State:
-    state = DeploymentFolder(name).state()
-    if state is None:
-        raise NotRunning(f"no deployment named {name!r} runs on this machine{_others()}")
-    return state
 
 
 def _others() -> str:

@@ -10,11 +10,11 @@ import fcntl
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
 import msgspec
 
@@ -181,27 +181,12 @@ class HeldName:
         self._file = file
         self._state = state
 
-    def tell(
-        self,
-        *,
-        phase: Phase,
-        url: str = "",
-        away: Mapping[str, str] | None = None,
-        warnings: Sequence[str] | None = None,
-        kv: Sequence[str] | None = None,
-    ) -> None:
-        """Write what this process is doing now, and which workers are `away` (see `State`); the rest stays.
+    def tell(self, **changes: Any) -> None:
+        """Write which fields of `State` have changed.
 
         On a disk that is full by now others read what was told before: that ends no deployment.
         """
-        self._state = msgspec.structs.replace(
-            self._state,
-            phase=phase,
-            url=url or self._state.url,
-            away=dict(away or {}),
-            warnings=self._state.warnings if warnings is None else list(warnings),
-            kv=self._state.kv if kv is None else list(kv),
-        )
+        self._state = msgspec.structs.replace(self._state, **changes)
         try:
             self.write()
         except OSError as error:

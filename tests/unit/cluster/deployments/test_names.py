@@ -97,7 +97,7 @@ def test_what_cannot_be_told_any_more_ends_no_deployment(caplog):
     with place.held() as held:
         held.tell(phase="ready", url="http://h:1")
         (place.folder / "state.tmp").mkdir()  # as on a full disk: no other state can be written
-        held.tell(phase="ready", away={"worker-1": "in restart back-off"})
+        held.tell(away={"worker-1": "in restart back-off"})
         assert "`ridgeline status` does not show what is so now" in caplog.text
         state = msgspec.json.decode((place.folder / "state.json").read_bytes())
         assert (state["url"], state["away"]) == ("http://h:1", {})
