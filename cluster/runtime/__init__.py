@@ -10,7 +10,7 @@ service_process/   those processes: how they start, and calls to them
 handlers.py        which handler runs which leg
 handles/           actors by name, whichever process fills them
 supervisor.py      brings back what dies
-supervision/       by what it decides who is lost, and when to try again
+supervision/       by what it decides who knows a worker, and when to try again
 operation_runner.py  takes operations from the routers, one at a time, and tells how they go on
 operation_steps.py  carries them out: more workers, fewer, all started again
 autoscale/         begins operations when the load asks for them

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Protocol, TypeVar
 
 from ridgeline.cluster.config.models import SupervisionConfig
-from ridgeline.cluster.runtime.handles.actor import CoresBusy, DeploymentFailed, NoPlace
-from ridgeline.cluster.runtime.supervision.reach import Partitions, judge
+from ridgeline.cluster.runtime.handles.actor import DeploymentFailed, NoPlace
 from ridgeline.cluster.runtime.supervision.registration import Registration
 from ridgeline.cluster.runtime.supervision.restart_budget import LONGEST_REST_S, WINDOW_S, RestartBudget
 from ridgeline.contracts.vocabulary import Health, Pool, RestartReason
@@ -25,14 +25,10 @@ from ridgeline.contracts.vocabulary import Health, Pool, RestartReason
 POLL_S = 0.5
 LONGEST_ROUTER_REST_S = 30.0
 """Nothing is served while all routers or the dispatcher are away, and to start one takes seconds."""
-TOGETHER_S = 3.0
-"""Actors that fall silent at the same moment are found so within this time of each other: each is asked anew half a
-second after its last answer, which may take two."""
 FORGOTTEN_WITHIN_S = 2.0
 """How long a worker that has drained still lives for others to let go of its KV cache: a few steps of theirs."""
-CORES_FREE_WITHIN_S = 60.0
-"""How long cores that are taken may be those of a worker's former process: several times as long as the end of one is
-waited for (`ridgeline.cluster.node_cores.HOLD_WITHIN_S`). After that they are another worker's."""
+SEVERAL = 2
+"""One worker that only one router does not reach may be either's fault; so many are that router's."""
 Say = Callable[[str], None]
 T = TypeVar("T")
 _WHAT_HAPPENED: dict[RestartReason, str] = {
@@ -43,6 +39,30 @@ _WHAT_HAPPENED: dict[RestartReason, str] = {
     "unreachable": "it does not answer",
     "cut_off": "it answers, but there is no connection between it and the router",
 }
+
+
+@dataclass(frozen=True)
+class Partitions:
+    """Who is partitioned, and who is only suspected."""
+
+    workers: frozenset[str] = frozenset()
+    """Those that most of the routers do not reach."""
+    deaf: frozenset[str] = frozenset()
+    """Routers that reach none of several workers."""
+    suspects: frozenset[str] = frozenset()
+    """Routers that do not reach several workers which most of the others do. They serve with those that they reach: to
+    start such a router again would end its streams and mend no route."""
+
+
+def judge(unreached: Mapping[str, set[str]], workers: Collection[str]) -> Partitions:
+    """Judge by the workers that each router does not reach; `unreached` has the routers that have answered."""
+    several = len(workers) >= SEVERAL
+    deaf = frozenset(router for router, names in unreached.items() if several and names.issuperset(workers))
+    votes = {router: names for router, names in unreached.items() if router not in deaf}
+    misses = {worker: sum(worker in names for names in votes.values()) for worker in workers}
+    partitioned = frozenset(worker for worker, number in misses.items() if 2 * number > len(votes))
+    suspects = frozenset(router for router, names in votes.items() if len(names - partitioned) >= SEVERAL)
+    return Partitions(partitioned, deaf, suspects)
 
 
 class Supervised(Protocol):
@@ -109,8 +129,6 @@ class Supervisor:
         """Who is being started again because it was partitioned: one at a time, since that mends no route."""
         self._mended_s: dict[str, float] = {}
         """When each was chosen for that the last time."""
-        self._silent: set[str] = set()
-        """Those that have just been found unreachable."""
         self._registered: dict[str, list[asyncio.Task[None]]] = {}
         """By worker, what makes it known to routers that do not have it yet."""
         self._away: dict[str, str] = {}
@@ -119,7 +137,7 @@ class Supervisor:
         """By router, what it was told of them."""
         self._on_away: Callable[[Mapping[str, str]], None] = lambda _: None
         self._say: Say = lambda _: None
-        self._group: asyncio.TaskGroup | None = None
+        self._group: asyncio.TaskGroup
         self._restarts: dict[str, asyncio.Future[None]] = {}
         """Workers that an operator wants started again once they have drained; done when they serve again."""
         self._returning: set[str] = set()
@@ -149,7 +167,6 @@ class Supervisor:
 
     async def add(self, worker: SupervisedWorker, address: str) -> None:
         """Register a worker that was started now, and supervise it from then on. Raises DeploymentFailed."""
-        assert self._group is not None
         self._workers[worker.name] = worker
         self._partitioned[worker.name] = asyncio.Event()
         try:
@@ -157,17 +174,16 @@ class Supervisor:
         except BaseException:  # also when the operation is given up meanwhile
             self._forget(worker.name)
             raise
-        self._watch(self._group, worker)
+        self._watch(worker)
 
-    def _watch(self, group: asyncio.TaskGroup, worker: SupervisedWorker) -> None:
-        self._minding[worker.name] = group.create_task(self._mind(worker), name=f"mind-{worker.name}")
+    def _watch(self, worker: SupervisedWorker) -> None:
+        self._minding[worker.name] = self._group.create_task(self._mind(worker), name=f"mind-{worker.name}")
 
     async def dismiss(self, name: str) -> None:
         """Give up a worker that is lost or that nobody reaches, for good and without a drain.
 
         Raises DeploymentFailed if it was the last one. Once begun, it is done also if the caller is cancelled.
         """
-        assert self._group is not None
         if (minding := self._minding.pop(name, None)) is None:  # it has left meanwhile
             return
         minding.cancel()
@@ -206,14 +222,14 @@ class Supervisor:
                 for router in list(self._routers.values()):
                     group.create_task(self._mind_router(router), name=f"mind-{router.name}")
                 for worker in list(self._workers.values()):
-                    self._watch(group, worker)
+                    self._watch(worker)
         except* DeploymentFailed as failures:
             raise failures.exceptions[0] from None
 
     # --- workers
 
     async def _mind(self, worker: SupervisedWorker) -> None:
-        budget = self._budget()
+        budget = RestartBudget(self._settings.max_restarts, self._clock)
         while True:
             health = await self._until_lost(worker)
             self._returning.add(worker.name)
@@ -258,9 +274,7 @@ class Supervisor:
                 self._say(f"{one.name} drains")
             drains = drains or health == "draining"
             if health not in ("", "draining"):
-                if drains or not await self._must_be_asked_again(one, health):
-                    return "drained" if drains else health
-                health = None
+                return "drained" if drains else health
             if one.name in self._routers:
                 await self._look_who_is_partitioned(self._routers[one.name])
             if self._partitioned[one.name].is_set():
@@ -270,19 +284,6 @@ class Supervisor:
                     self._mending = one.name
                     return "cut_off"
             await self._sleep(POLL_S)
-
-    async def _must_be_asked_again(self, one: Supervised, health: Health) -> bool:
-        """Whether most fall silent at once, which is more likely our own fault: then a second answer decides."""
-        if health != "unreachable":
-            return False
-        self._silent.add(one.name)
-        try:
-            await self._sleep(TOGETHER_S)
-            if 2 * len(self._silent) <= len(self._partitioned):
-                return False
-            return await one.failure() != "unreachable"
-        finally:
-            self._silent.discard(one.name)
 
     async def _health(self, one: Supervised, known: Health | None) -> Health:
         """Ask for its health, without waiting for news from one that turns out to be partitioned."""
@@ -350,8 +351,6 @@ class Supervisor:
     async def _bring_back(self, worker: SupervisedWorker, why: RestartReason, budget: RestartBudget) -> None:
         """Start the worker until it runs and can be given work."""
         free = why == "ordered"  # what an operator wants does not count as a loss
-        said = ""
-        busy_until_s: float | None = None
         while True:
             await worker.end()
             await self._rest(worker.name, budget, free=free)
@@ -360,18 +359,11 @@ class Supervisor:
                 address = await self._placed(worker, worker.start_again)
                 lost = await self._register(worker, address, why)
             except DeploymentFailed as error:
-                if not isinstance(error, CoresBusy):
-                    busy_until_s = None
-                elif busy_until_s is None:
-                    busy_until_s = self._clock() + CORES_FREE_WITHIN_S
-                free = busy_until_s is not None and self._clock() < busy_until_s
-                if not (free and said == str(error)):
-                    self._say(f"{worker.name} could not be brought back: {error}")
-                said = str(error)
+                self._say(f"{worker.name} could not be brought back: {error}")
                 continue
             if lost in ("", "drained"):  # the latter on its own: its supervision finds that
                 return
-            why, said, busy_until_s = lost, "", None
+            why = lost
             what = await self._what_happened(worker, why)
             self._say(f"{worker.name} is gone again before it could be given work ({what}); restarting")
 
@@ -422,7 +414,7 @@ class Supervisor:
             while not registration.enough:
                 await registration.changed(POLL_S)
                 registration.check()
-                if not registration.enough and (lost := await self._lost_meanwhile(worker)):
+                if not registration.enough and (lost := await worker.failure()) not in ("", "draining"):
                     self._not_there(worker.name)
                     return lost
         except DeploymentFailed:
@@ -430,18 +422,12 @@ class Supervisor:
             raise
         return ""
 
-    async def _lost_meanwhile(self, worker: SupervisedWorker) -> Health:
-        health = await worker.failure()
-        still = health in ("", "draining") or await self._must_be_asked_again(worker, health)
-        return "" if still else health
-
     def _registration(self, name: str, address: str, why: RestartReason | None) -> Registration:
         return Registration(
             name, address, why, routers=self._routers, serves=self._serves, say=self._say, sleep=self._sleep
         )
 
     def _begin_to_register(self, name: str, registration: Registration, routers: Sequence[SupervisedRouter]) -> None:
-        assert self._group is not None
         tasks = [self._group.create_task(registration.to(router), name=f"register-{name}") for router in routers]
         unfinished = [task for task in self._registered.get(name, ()) if not task.done()]
         self._registered[name] = unfinished + tasks
@@ -462,7 +448,6 @@ class Supervisor:
 
     def _forget(self, name: str) -> list[asyncio.Task[None]]:
         """Forget a worker that has left, or was never taken in, here and in all routers; returns what tells these."""
-        assert self._group is not None
         self._not_there(name)
         self._is_back(name)
         del self._workers[name], self._partitioned[name]
@@ -534,13 +519,7 @@ class Supervisor:
                 self._say(f"{router.name} could not be brought back: {error}")
 
     async def _router_again(self, router: SupervisedRouter) -> None:
-        await router.start_again(await self._first_addresses())
-
-    async def _first_addresses(self) -> list[str]:
-        """Wait until there is a worker, and return the addresses of all there are."""
+        """Start it once there is a worker, with the addresses of all there are."""
         while not (there := [self._addresses[name] for name in self._workers if name in self._addresses]):
             await self._sleep(POLL_S)
-        return there
-
-    def _budget(self) -> RestartBudget:
-        return RestartBudget(self._settings.max_restarts, self._clock)
+        await router.start_again(there)

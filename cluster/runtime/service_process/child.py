@@ -13,18 +13,18 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import uvloop
 from setproctitle import setproctitle
 
 from ridgeline.cluster.runtime.processes import this_process
-from ridgeline.cluster.runtime.service_process.calls import CallServer, receive
+from ridgeline.cluster.runtime.service_process.calls import CallServer, Service, readable
 from ridgeline.cluster.socket_folders import own_folder
 
 PR_SET_PDEATHSIG = 1
@@ -50,21 +50,6 @@ class ServiceStart:
     """Ray sets both for its workers: which process the kernel lets wait, and which it ends when memory is short."""
 
 
-class Unusable:
-    """Stands in for a service that could not be made: every call fails with the reason."""
-
-    OFF_LOOP: frozenset[str] = frozenset()
-
-    def __init__(self, error: BaseException) -> None:
-        self._error = error
-
-    def __getattr__(self, method: str) -> Callable[..., Coroutine[Any, Any, None]]:
-        async def fail(*args: Any) -> None:
-            raise self._error
-
-        return fail
-
-
 class EndsWithParent:
     """Has what a service forks end with the process that forked it, and let go of the service's socket.
 
@@ -72,8 +57,8 @@ class EndsWithParent:
     parent yet.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
         self._parent = 0
 
     def before(self) -> None:
@@ -82,7 +67,7 @@ class EndsWithParent:
 
     def after(self) -> None:
         """Run in the new process."""
-        self._sock.close()
+        self._connection.close()
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != self._parent:  # it ended before this could ask for the signal, which then never comes
             os._exit(CALLER_GONE)
@@ -91,19 +76,31 @@ class EndsWithParent:
 def run(sock: socket.socket) -> None:
     """Become the service that the first message asks for; never returns."""
     try:
-        start: ServiceStart = receive(sock)
-        _take_over(start, socket.recv_fds(sock, 1, 2)[1])
-        ends = EndsWithParent(sock)
-        os.register_at_fork(before=ends.before, after_in_child=ends.after)
-        folder = own_folder()
-        os.environ[VLLM_SOCKETS] = str(folder)
-        uvloop.run(_serve(sock, _made(start.service), folder))
+        received, log_files, *_ = socket.recv_fds(sock, 1, 2)
+        if received:  # else the actor has ended before it asked for anything
+            _become(Connection(sock.detach()), log_files)
     except EOFError:
-        pass  # the actor has ended before it asked for anything
+        pass  # the same
     except BaseException:  # noqa: BLE001 - in a fork there is nobody above to report to
         traceback.print_exc()
     finally:
         os._exit(CALLER_GONE)
+
+
+def _become(connection: Connection, log_files: Sequence[int]) -> None:
+    start: ServiceStart = connection.recv()
+    _take_over(start, log_files)
+    ends = EndsWithParent(connection)
+    os.register_at_fork(before=ends.before, after_in_child=ends.after)
+    module, kind = start.service.split(":")
+    try:
+        service = getattr(import_module(module), kind)()
+    except Exception as error:
+        connection.send(readable(error))
+        raise
+    folder = own_folder()
+    os.environ[VLLM_SOCKETS] = str(folder)
+    uvloop.run(_serve(connection, service, folder))
 
 
 def _take_over(start: ServiceStart, log_files: Sequence[int]) -> None:
@@ -124,21 +121,13 @@ def _take_over(start: ServiceStart, log_files: Sequence[int]) -> None:
         sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
-def _made(name: str) -> Any:
-    module, kind = name.split(":")
-    try:
-        return getattr(import_module(module), kind)()
-    except Exception as error:  # noqa: BLE001 - whatever it is, the actor's calls tell it
-        return Unusable(error)
-
-
-async def _serve(sock: socket.socket, service: Any, folder: Path) -> None:
+async def _serve(connection: Connection, service: Service, folder: Path) -> None:
     def leave() -> None:
         shutil.rmtree(folder, ignore_errors=True)  # whoever would remove it otherwise may be gone as well
         os._exit(CALLER_GONE)
 
     process = replace(this_process(), folder=str(folder))
-    CallServer(sock, service, on_gone=leave).start(asyncio.get_running_loop(), process)
+    CallServer(connection, service, on_gone=leave).start(asyncio.get_running_loop(), process)
     await asyncio.Event().wait()
 
 
