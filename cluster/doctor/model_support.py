@@ -14,7 +14,7 @@ from ridgeline.engine.connector.transferable_models import why_unsupported
 
 def model_conflicts(config: RidgelineConfig, model: ModelFacts) -> list[str]:
     """Return one sentence for each reason why this model cannot be served so; none if nothing is known about it."""
-    return [*_unsupported(config, model), *_unequal_ranks(config, model), *head_conflicts(config, model)]
+    return [*_unsupported(config, model), *_unequal_ranks(config, model), *_head_conflicts(config, model)]
 
 
 def _unsupported(config: RidgelineConfig, model: ModelFacts) -> list[str]:
@@ -41,7 +41,7 @@ def _unequal_ranks(config: RidgelineConfig, model: ModelFacts) -> list[str]:
     ]
 
 
-def head_conflicts(config: RidgelineConfig, model: ModelFacts) -> list[str]:
+def _head_conflicts(config: RidgelineConfig, model: ModelFacts) -> list[str]:
     """Return one sentence for each pool of this mode whose ranks cannot hold whole heads.
 
     None if the heads are unknown.
