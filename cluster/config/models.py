@@ -4,12 +4,13 @@ Why: one typed, frozen object travels from the command line to every actor, so n
 variables of its own. `ridgeline.cluster.config.loader` fills it from YAML and flags.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from ridgeline.cluster.config.autoscale import AutoscaleConfig
+from ridgeline.cluster.config.autoscale import AutoscaleConfig, PoolBounds
 from ridgeline.cluster.node_address import network_of
 from ridgeline.contracts.rpc.tls import TlsFiles
 from ridgeline.contracts.section import GIB, MIB, Bytes, Resources, Section
@@ -117,7 +118,7 @@ class RayConfig(Section):
 
 
 class PoolConfig(Section):
-    """One pool of identical workers, each with one engine. With GPUs other defaults apply: see `gpu_defaults`."""
+    """One pool of identical workers, each with one engine. With GPUs other defaults apply: see `loader`."""
 
     workers: int = Field(ge=1, description="engines in this pool")
     cores_per_worker: int = Field(default=1, ge=1, description="CPU cores each engine is pinned to")
@@ -622,6 +623,69 @@ def _file_conflicts(config: RidgelineConfig) -> list[str]:
         for setting, path in named.items()
         if isinstance(path, str) and path and not Path(path).is_file()
     ]
+
+
+def autoscale_conflicts(config: RidgelineConfig) -> list[str]:
+    """Find settings of `autoscale` that are impossible in this mode and those that it may change to.
+
+    One sentence each, naming the fix; none while nothing is to be scaled.
+    """
+    autoscale, turn_off = config.autoscale, "or set autoscale.mode to none"
+    if autoscale.mode == "none":
+        return []
+    said = {pool: each for pool, each in autoscale.by_pool().items() if each != PoolBounds()}
+    workers = {pool: settings.workers for pool, settings in config.active_pools().items()}
+    others = {} if config.fixed_mode else {pool: settings.workers for pool, settings in config.all_pools().items()}
+    found = list(_threshold_conflicts(autoscale))
+    if not said.keys() & workers.keys():
+        pool = next(iter(workers))
+        found.append(
+            f"autoscale.mode is {autoscale.mode} and no pool of mode {config.mode} has bounds: set "
+            f"autoscale.{pool}.min_workers and autoscale.{pool}.max_workers, {turn_off}."
+        )
+    for pool, each in said.items():
+        there = workers.get(pool) or others.get(pool)
+        if there is None:
+            found.append(
+                f"autoscale.{pool} bounds a pool that mode {config.mode} does not have, in which fixed_mode keeps it: "
+                f"set bounds for {' or '.join(workers)} instead, {turn_off}."
+            )
+        else:
+            found += _bounds_conflicts(pool, each, there, config.sections_of(pool))
+    return found
+
+
+def _threshold_conflicts(autoscale: AutoscaleConfig) -> Iterator[str]:
+    if autoscale.down_use >= autoscale.up_use:
+        yield (
+            f"autoscale.down_use ({autoscale.down_use:g}) must be below autoscale.up_use ({autoscale.up_use:g}), or a "
+            "pool would grow and shrink by turns: lower down_use, to less than half of up_use if there are few workers."
+        )
+    if autoscale.down_after_s < autoscale.up_after_s:
+        yield (
+            f"autoscale.down_after_s ({autoscale.down_after_s:g}) is shorter than autoscale.up_after_s "
+            f"({autoscale.up_after_s:g}), so that workers would leave sooner than they come: set it to at least "
+            f"{autoscale.up_after_s:g}."
+        )
+
+
+def _bounds_conflicts(pool: Pool, said: PoolBounds, workers: int, sections: tuple[str, ...]) -> Iterator[str]:
+    at = f"autoscale.{pool}"
+    numbers = " and ".join(f"{section}.workers" for section in sections)
+    if said.min_workers is None or said.max_workers is None:
+        missing = "min_workers" if said.min_workers is None else "max_workers"
+        yield f"{at}.{missing} must be set as well: a pool is changed within two bounds, or not at all."
+    elif said.min_workers > said.max_workers:
+        yield (
+            f"{at}.min_workers ({said.min_workers}) is above {at}.max_workers ({said.max_workers}): swap them, or "
+            "raise max_workers."
+        )
+    elif not said.min_workers <= workers <= said.max_workers:
+        yield (
+            f"{numbers} ({workers}{' together' * (len(sections) > 1)}) is not within {at}.min_workers "
+            f"({said.min_workers}) and max_workers ({said.max_workers}): start with a number between them, or change "
+            "the bounds."
+        )
 
 
 def _round_up(value: int, multiple: int) -> int:
