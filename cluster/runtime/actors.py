@@ -10,8 +10,7 @@ import asyncio
 import math
 import os
 import signal
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,10 +28,6 @@ from ridgeline.roofline.process_cores import usable_cores
 
 WITHOUT_SERVICE = 143
 """Exit status of an actor that gets SIGTERM while it has no service: 128 + 15."""
-HOLD_S = 2.0
-"""How long a question after an actor's health may wait for news; unasked, an actor could not say that it is well."""
-LOOK_EVERY_S = 0.5
-"""How often an actor asks its service meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -143,12 +138,8 @@ class ServiceActor:
         finally:
             await client.close()
 
-    async def failure(self, known: Health | None = None) -> Health:
-        """Report whether the service must be replaced, and why; as long as that is `known`, wait `HOLD_S` for news."""
-        return await other_than(known, self._health)
-
-    async def _health(self) -> Health:
-        """Ask the service how it is; an actor without one has taken the place of one that died."""
+    async def failure(self) -> Health:
+        """Report whether the service must be replaced, and why: an actor without one has replaced one that died."""
         if self._client is None:
             return "actor_died"
         try:
@@ -170,34 +161,16 @@ class ServiceActor:
         os.kill(self._client.process.pid, signal.SIGTERM)
 
 
-async def other_than(
-    known: Health | None,
-    health: Callable[[], Awaitable[Health]],
-    *,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-) -> Health:
-    """Return the health as soon as it is another than `known`, or after `HOLD_S`."""
-    give_up_s = clock() + HOLD_S
-    while (now := await health()) == known and clock() < give_up_s:
-        await sleep(LOOK_EVERY_S)
-    return now
-
-
 def _place() -> NodePlace:
-    context = ray.get_runtime_context()
-    cores = tuple(usable_cores())
-    me = this_process()
-    host = ray.util.get_node_ip_address()
-    taken = taken_cores(cores)
+    context, cores, me = ray.get_runtime_context(), tuple(usable_cores()), this_process()
     return NodePlace(
         node_id=context.get_node_id(),
-        host=host,
+        host=ray.util.get_node_ip_address(),
         cores=cores,
         pid=me.pid,
         machine=this_machine(),
         started_s=me.started_s,
         cpu_flags=read_cpu_flags(),
         labels=dict(context.get_node_labels()),
-        taken=taken,
+        taken=taken_cores(cores),
     )

@@ -23,6 +23,8 @@ from ridgeline.cluster.runtime.supervision.restart_budget import LONGEST_REST_S,
 from ridgeline.contracts.vocabulary import Health, Pool, RestartReason
 
 POLL_S = 0.5
+LOOK_S = 1.0
+"""How often everybody is asked how it is. The routers themselves see at once that a worker has ended."""
 LONGEST_ROUTER_REST_S = 30.0
 """Nothing is served while all routers or the dispatcher are away, and to start one takes seconds."""
 FORGOTTEN_WITHIN_S = 2.0
@@ -70,7 +72,7 @@ class Supervised(Protocol):
 
     @property
     def name(self) -> str: ...
-    async def failure(self, known: Health | None = None) -> Health: ...
+    async def failure(self) -> Health: ...
     async def end(self) -> None: ...
 
 
@@ -120,8 +122,8 @@ class Supervisor:
         """By router, set while it serves."""
         for serves in self._serves.values():
             serves.set()
-        self._partitioned = {name: asyncio.Event() for name in (*self._routers, *self._workers)}
-        """Set for those that answer here, and to or from whom a router has had no connection for too long."""
+        self._cut_off = ""
+        """Who answers here, and has had no connection to a router for too long: of several, whose turn it is."""
         self._unreached: dict[str, set[str]] = {}
         """By router that answers, the names of those that it does not reach."""
         self._suspects: frozenset[str] = frozenset()
@@ -168,7 +170,6 @@ class Supervisor:
     async def add(self, worker: SupervisedWorker, address: str) -> None:
         """Register a worker that was started now, and supervise it from then on. Raises DeploymentFailed."""
         self._workers[worker.name] = worker
-        self._partitioned[worker.name] = asyncio.Event()
         try:
             await self._register(worker, address, "ordered")
         except BaseException:  # also when the operation is given up meanwhile
@@ -261,15 +262,10 @@ class Supervisor:
             ordered.set_exception(error)
 
     async def _until_lost(self, one: Supervised) -> Health:
-        """Ask until it must be replaced or has left; one that dies while it drains has left.
-
-        After the first answer it is asked for news: it answers when there is some, and every few seconds to show that
-        it still can. A call that its process does not survive fails at once.
-        """
+        """Ask until it must be replaced or has left; one that dies while it drains has left."""
         drains = False
-        health: Health | None = None
         while True:
-            health = await self._health(one, health)
+            health = await one.failure()
             if health == "draining" and not drains:
                 self._say(f"{one.name} drains")
             drains = drains or health == "draining"
@@ -277,26 +273,13 @@ class Supervisor:
                 return "drained" if drains else health
             if one.name in self._routers:
                 await self._look_who_is_partitioned(self._routers[one.name])
-            if self._partitioned[one.name].is_set():
-                self._partitioned[one.name].clear()
+            if one.name == self._cut_off:
+                self._cut_off = ""
                 self._mended_s[one.name] = self._clock()
                 if not drains:
                     self._mending = one.name
                     return "cut_off"
-            await self._sleep(POLL_S)
-
-    async def _health(self, one: Supervised, known: Health | None) -> Health:
-        """Ask for its health, without waiting for news from one that turns out to be partitioned."""
-        if self._partitioned[one.name].is_set():
-            return await one.failure()
-        asking = asyncio.ensure_future(one.failure(known))
-        partitioned = asyncio.ensure_future(self._partitioned[one.name].wait())
-        try:
-            await asyncio.wait((asking, partitioned), return_when=asyncio.FIRST_COMPLETED)
-            return asking.result() if asking.done() else known or ""
-        finally:
-            asking.cancel()
-            partitioned.cancel()
+            await self._sleep(LOOK_S)
 
     async def _look_who_is_partitioned(self, router: SupervisedRouter) -> None:
         """Ask a router which workers it does not reach, and judge by what all routers have said."""
@@ -321,12 +304,7 @@ class Supervisor:
         verdict = judge(self._unreached, self._addresses)
         self._tell_suspects(verdict)
         names = () if self._mends() else verdict.workers | verdict.deaf
-        chosen = min(names, key=lambda name: (self._mended_s.get(name, 0.0), name), default="")
-        for name, partitioned in self._partitioned.items():
-            if name == chosen:
-                partitioned.set()
-            else:
-                partitioned.clear()
+        self._cut_off = min(names, key=lambda name: (self._mended_s.get(name, 0.0), name), default="")
 
     def _mends(self) -> bool:
         """Whether one that was partitioned is being started again.
@@ -450,7 +428,7 @@ class Supervisor:
         """Forget a worker that has left, or was never taken in, here and in all routers; returns what tells these."""
         self._not_there(name)
         self._is_back(name)
-        del self._workers[name], self._partitioned[name]
+        del self._workers[name]
         self._mended_s.pop(name, None)
         self._minding.pop(name, None)
         self._restarts.pop(name, None)

@@ -8,8 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 from ridgeline.cluster.config.autoscale import AutoscaleConfig
-from ridgeline.cluster.runtime.autoscale.policy import Decision, Memory, decide
-from ridgeline.cluster.runtime.autoscale.use import Reading
+from ridgeline.cluster.runtime.autoscale.policy import Decision, Memory, Reading, decide
 from ridgeline.cluster.runtime.handles.actor import DeploymentFailed
 from ridgeline.cluster.runtime.operation_runner import OperationRunner
 from ridgeline.cluster.runtime.supervisor import Say

@@ -170,24 +170,24 @@ class ActorHandle:
             message = str(cause) if isinstance(cause, ServiceError) else f"{type(cause).__name__}: {cause}"
             raise _KINDS.get(type(cause), DeploymentFailed)(f"{self.name} could not {method}: {message}") from error
 
-    async def failure(self, known: Health | None = None) -> Health:
-        """Ask whether the actor's process must be replaced, and why. While that is `known`, the answer takes `HOLD_S`.
+    async def failure(self) -> Health:
+        """Ask whether the actor's process must be replaced, and why.
 
         While Ray starts another process in place of a dead one, calls fail; the new process then reports it.
         """
         for _ in range(HEALTH_QUESTIONS):
             try:
-                return await answered(self._health(known), ANSWER_WITHIN_S / HEALTH_QUESTIONS)
+                return await answered(self._health(), ANSWER_WITHIN_S / HEALTH_QUESTIONS)
             except TimeoutError:
-                known = None
+                pass
             except RayError:
                 return "actor_died"
         return "unreachable"
 
-    async def _health(self, known: Health | None) -> Health:
+    async def _health(self) -> Health:
         while True:
             with suppress(ActorUnavailableError):
-                health: Health = await self._actor.failure.remote(known)
+                health: Health = await self._actor.failure.remote()
                 return health
             await asyncio.sleep(RETRY_S)
 

@@ -5,8 +5,7 @@ import random
 import pytest
 
 from ridgeline.cluster.config.autoscale import AutoscaleConfig
-from ridgeline.cluster.runtime.autoscale.policy import Memory, decide
-from ridgeline.cluster.runtime.autoscale.use import Reading
+from ridgeline.cluster.runtime.autoscale.policy import Memory, Reading, decide
 from ridgeline.router.observe.fleet_use import FleetUse
 from ridgeline.router.observe.metrics import Within
 from tests.unit.cluster.runtime.autoscale.uses import a_fleet_use
