@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import ray
@@ -59,29 +59,19 @@ class Row:
     start_s: float
 
 
+@dataclass
 class Deployment:
     """Running actors; made by `deploy`."""
 
-    def __init__(
-        self,
-        url: str,
-        rows: list[Row],
-        kv_pairs: list[KvPair],
-        routers: list[RouterHandle],
-        supervisor: Supervisor,
-        operations: OperationRunner,
-        autoscaler: Autoscaler,
-        warnings: Sequence[str] = (),
-    ) -> None:
-        """`warnings` are what operators should mend in their settings."""
-        self.url = url
-        self.rows = rows
-        self.kv_pairs = kv_pairs
-        self.warnings = list(warnings)
-        self._routers = routers
-        self._supervisor = supervisor
-        self._operations = operations
-        self._autoscaler = autoscaler
+    url: str
+    rows: list[Row]
+    kv_pairs: list[KvPair]
+    routers: list[RouterHandle]
+    supervisor: Supervisor
+    operations: OperationRunner
+    autoscaler: Autoscaler
+    warnings: list[str] = field(default_factory=list)
+    """What operators should mend in their settings."""
 
     async def watch(self, say: Say, on_away: Callable[[Mapping[str, str]], None] = lambda _: None) -> None:
         """Bring back what dies, carry out operations, give some if pools follow their load, and report all of it.
@@ -91,9 +81,9 @@ class Deployment:
         """
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._supervisor.run(say, on_away), name="supervisor")
-                group.create_task(self._operations.run(say), name="operations")
-                group.create_task(self._autoscaler.run(say), name="autoscaler")
+                group.create_task(self.supervisor.run(say, on_away), name="supervisor")
+                group.create_task(self.operations.run(say), name="operations")
+                group.create_task(self.autoscaler.run(say), name="autoscaler")
         except* DeploymentFailed as failures:
             raise failures.exceptions[0] from None
 
@@ -102,7 +92,7 @@ class Deployment:
 
         None if no router answers, within `DRAIN_ANSWER_S` more: they hang or are being started again.
         """
-        left = await asyncio.gather(*(_left_after_drain(router, timeout_s) for router in self._routers))
+        left = await asyncio.gather(*(_left_after_drain(router, timeout_s) for router in self.routers))
         known = [number for number in left if number is not None]
         return sum(known) if known else None
 

@@ -10,12 +10,12 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from ridgeline.cluster.runtime.handles.actor import DeploymentFailed
+from ridgeline.cluster.runtime.handles.routing import RouterHandle
 from ridgeline.cluster.runtime.plan import PlacementError
 from ridgeline.cluster.runtime.supervisor import Say
-from ridgeline.router.front.operations import Asked, Operation, OperationState, Progress
+from ridgeline.router.front.operations import Operation, OperationState, Progress
 
 ASK_S = 5.0
 """How long a router is asked for operations at a time."""
@@ -30,19 +30,12 @@ class OperationFailed(Exception):
     """The operation, or the rest of it, cannot be carried out; the message says why."""
 
 
-class AskedRouter(Protocol):
-    """A router, as far as operations go."""
-
-    async def take_operation(self, within_s: float, cancelling: str) -> Asked: ...
-    async def report(self, progress: Progress) -> None: ...
-
-
 class OperationRunner:
     """Where all operations come together."""
 
     def __init__(
         self,
-        routers: Sequence[AskedRouter],
+        routers: Sequence[RouterHandle],
         carry_out: CarryOut,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -79,7 +72,7 @@ class OperationRunner:
                 group.create_task(self._tell(router, news), name="tell-operations")
             group.create_task(self._one_at_a_time(), name="operations")
 
-    async def _take(self, router: AskedRouter, news: asyncio.Event) -> None:
+    async def _take(self, router: RouterHandle, news: asyncio.Event) -> None:
         cancelling = ""
         while True:
             try:
@@ -94,7 +87,7 @@ class OperationRunner:
             if self._task is not None and self._is_running(cancelling) and not self._task.cancelling():
                 self._task.cancel()  # what it began is cleaned up once, without haste
 
-    async def _tell(self, router: AskedRouter, news: asyncio.Event) -> None:
+    async def _tell(self, router: RouterHandle, news: asyncio.Event) -> None:
         while True:
             await news.wait()
             news.clear()

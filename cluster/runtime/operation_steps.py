@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from ridgeline.cluster.runtime.handles.actor import DeploymentFailed, NoPlace, NotReached
+from ridgeline.cluster.runtime.handles.routing import RoutingHandle
+from ridgeline.cluster.runtime.handles.worker import WorkerHandle
 from ridgeline.cluster.runtime.operation_runner import Note, OperationFailed
 from ridgeline.cluster.runtime.plan import PlacementError
 from ridgeline.cluster.runtime.supervisor import Supervisor
@@ -31,33 +33,14 @@ more where the disk is slow, since it imports vLLM."""
 T = TypeVar("T")
 
 
-class LeadingRouter(Protocol):
-    """The process that knows all workers' pools and states: the dispatcher, or the only router."""
-
-    async def members(self, started_for: dict[str, Pool]) -> Members: ...
-    async def drain_worker(self, worker_id: str, timeout_s: float, incarnation: str) -> None: ...
-
-
-class NewWorker(Protocol):
-    """A worker that can be started now."""
-
-    @property
-    def name(self) -> str: ...
-    async def start(self) -> str:
-        """Start it and return its address. Raises NoPlace, PlacementError, DeploymentFailed."""
-        ...
-
-    async def retire(self) -> None: ...
-
-
 class OperationSteps:
     """Carries out one operation at a time. `lead` knows the workers' pools: the dispatcher, or the only router."""
 
     def __init__(
         self,
-        lead: LeadingRouter,
+        lead: RoutingHandle,
         supervisor: Supervisor,
-        make_worker: Callable[[str, Pool], NewWorker],
+        make_worker: Callable[[str, Pool], WorkerHandle],
         start_within_s: float,
         lease_s: float,
         clock: Callable[[], float] = time.monotonic,
@@ -102,7 +85,7 @@ class OperationSteps:
 
     async def _members(self, operation: Operation) -> dict[str, Member]:
         """Return all workers. Raises OperationFailed if the server does not serve in the operation's mode any more."""
-        members = await self._asked(lambda: self._lead.members(self._supervisor.started_for))
+        members: Members = await self._asked(lambda: self._lead.members(self._supervisor.started_for))
         if operation.mode not in (None, members.mode):
             raise OperationFailed(
                 f"it is for mode {operation.mode}, and the server serves {members.mode} now: nothing more is changed; "
@@ -138,7 +121,7 @@ class OperationSteps:
         new = [self._make_worker(self._name(), pool) for pool, number in missing.items() for _ in range(number)]
         failures: list[Exception] = []
 
-        async def one(worker: NewWorker) -> None:
+        async def one(worker: WorkerHandle) -> None:
             try:
                 await self._start(operation, worker, note)
             except (DeploymentFailed, OperationFailed, PlacementError) as error:  # the others are started all the same
@@ -155,14 +138,14 @@ class OperationSteps:
         self._next += 1
         return f"worker-{self._next - 1}"
 
-    async def _start(self, operation: Operation, worker: NewWorker, note: Note) -> None:
+    async def _start(self, operation: Operation, worker: WorkerHandle, note: Note) -> None:
         began_s = self._clock()
         note(f"{worker.name}: starting")
         try:
             async with asyncio.timeout(self._start_within_s):
                 address = await worker.start()
                 await self._members(operation)  # it has no place in another mode
-                await self._supervisor.add(worker, address)  # type: ignore[arg-type]
+                await self._supervisor.add(worker, address)
         except TimeoutError as error:
             await worker.retire()
             raise OperationFailed(
@@ -225,7 +208,8 @@ class OperationSteps:
             raise OperationFailed(f"{name} still has not left; GET /ridgeline/workers says what it holds") from error
 
     async def _known(self) -> Members:
-        return await self._lead.members({})
+        members: Members = await self._lead.members({})
+        return members
 
     # --- all again
 

@@ -14,10 +14,12 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol, TypeVar
+from typing import TypeVar
 
 from ridgeline.cluster.config.models import SupervisionConfig
-from ridgeline.cluster.runtime.handles.actor import DeploymentFailed, NoPlace
+from ridgeline.cluster.runtime.handles.actor import ActorHandle, DeploymentFailed, NoPlace
+from ridgeline.cluster.runtime.handles.routing import Routing
+from ridgeline.cluster.runtime.handles.worker import WorkerHandle
 from ridgeline.cluster.runtime.supervision.registration import Registration
 from ridgeline.cluster.runtime.supervision.restart_budget import LONGEST_REST_S, WINDOW_S, RestartBudget
 from ridgeline.contracts.vocabulary import Health, Pool, RestartReason
@@ -67,44 +69,13 @@ def judge(unreached: Mapping[str, set[str]], workers: Collection[str]) -> Partit
     return Partitions(partitioned, deaf, suspects)
 
 
-class Supervised(Protocol):
-    """Something that can be lost and started again."""
-
-    @property
-    def name(self) -> str: ...
-    async def failure(self) -> Health: ...
-    async def end(self) -> None: ...
-
-
-class SupervisedWorker(Supervised, Protocol):
-    """A worker, whichever process runs it."""
-
-    @property
-    def pool(self) -> Pool: ...
-    async def start_again(self) -> str: ...
-    async def ending(self) -> str: ...
-    async def retire(self) -> None: ...
-
-
-class SupervisedRouter(Supervised, Protocol):
-    """A router or the dispatcher, whichever process runs it; all of them know all workers."""
-
-    @property
-    def kind(self) -> Literal["router", "dispatcher"]: ...
-    async def start_again(self, addresses: list[str]) -> None: ...
-    async def replace_worker(self, address: str, reason: RestartReason | None) -> None: ...
-    async def remove_worker(self, worker_id: str) -> None: ...
-    async def unreached(self, for_s: float) -> list[str]: ...
-    async def note_away(self, away: Mapping[str, str]) -> None: ...
-
-
 class Supervisor:
     """Supervises one deployment."""
 
     def __init__(
         self,
-        workers: Sequence[SupervisedWorker],
-        routers: Sequence[SupervisedRouter],
+        workers: Sequence[WorkerHandle],
+        routers: Sequence[Routing],
         addresses: dict[str, str],
         settings: SupervisionConfig,
         *,
@@ -167,7 +138,7 @@ class Supervisor:
         """Those that are started again once they have drained."""
         return set(self._restarts)
 
-    async def add(self, worker: SupervisedWorker, address: str) -> None:
+    async def add(self, worker: WorkerHandle, address: str) -> None:
         """Register a worker that was started now, and supervise it from then on. Raises DeploymentFailed."""
         self._workers[worker.name] = worker
         try:
@@ -177,7 +148,7 @@ class Supervisor:
             raise
         self._watch(worker)
 
-    def _watch(self, worker: SupervisedWorker) -> None:
+    def _watch(self, worker: WorkerHandle) -> None:
         self._minding[worker.name] = self._group.create_task(self._mind(worker), name=f"mind-{worker.name}")
 
     async def dismiss(self, name: str) -> None:
@@ -229,7 +200,7 @@ class Supervisor:
 
     # --- workers
 
-    async def _mind(self, worker: SupervisedWorker) -> None:
+    async def _mind(self, worker: WorkerHandle) -> None:
         budget = RestartBudget(self._settings.max_restarts, self._clock)
         while True:
             health = await self._until_lost(worker)
@@ -248,7 +219,7 @@ class Supervisor:
             self._say(f"{worker.name}: back after {self._clock() - began_s:.0f} s")
             self._tell_who_ordered(worker.name, None)
 
-    async def _what_happened(self, worker: SupervisedWorker, why: RestartReason) -> str:
+    async def _what_happened(self, worker: WorkerHandle, why: RestartReason) -> str:
         ending = await worker.ending() if why == "engine_died" else ""
         return ending or _WHAT_HAPPENED[why]
 
@@ -261,7 +232,7 @@ class Supervisor:
         else:
             ordered.set_exception(error)
 
-    async def _until_lost(self, one: Supervised) -> Health:
+    async def _until_lost(self, one: ActorHandle) -> Health:
         """Ask until it must be replaced or has left; one that dies while it drains has left."""
         drains = False
         while True:
@@ -281,7 +252,7 @@ class Supervisor:
                     return "cut_off"
             await self._sleep(LOOK_S)
 
-    async def _look_who_is_partitioned(self, router: SupervisedRouter) -> None:
+    async def _look_who_is_partitioned(self, router: Routing) -> None:
         """Ask a router which workers it does not reach, and judge by what all routers have said."""
         try:
             addresses = await router.unreached(self._settings.unreachable_timeout_s)
@@ -326,7 +297,7 @@ class Supervisor:
             self._say(f"{name} reaches what the others reach again")
         self._suspects = verdict.suspects
 
-    async def _bring_back(self, worker: SupervisedWorker, why: RestartReason, budget: RestartBudget) -> None:
+    async def _bring_back(self, worker: WorkerHandle, why: RestartReason, budget: RestartBudget) -> None:
         """Start the worker until it runs and can be given work."""
         free = why == "ordered"  # what an operator wants does not count as a loss
         while True:
@@ -366,7 +337,7 @@ class Supervisor:
         if sentence != former:
             self._on_away(dict(self._away))
 
-    async def _placed(self, one: Supervised, start: Callable[[], Awaitable[T]]) -> T:
+    async def _placed(self, one: ActorHandle, start: Callable[[], Awaitable[T]]) -> T:
         """Start the worker as soon as there is a place for it: having none, after its node was lost, is no crash."""
         reported = False
         while True:
@@ -379,7 +350,7 @@ class Supervisor:
                 self._mended(one.name)
                 await self._sleep(POLL_S)
 
-    async def _register(self, worker: SupervisedWorker, address: str, why: RestartReason) -> Health:
+    async def _register(self, worker: WorkerHandle, address: str, why: RestartReason) -> Health:
         """Enter its address, and return "" when it can be given work. Raises DeploymentFailed if a router refuses it.
 
         The address comes first: a router that is gone may be waiting for one to start again with. Routers that do not
@@ -405,7 +376,7 @@ class Supervisor:
             name, address, why, routers=self._routers, serves=self._serves, say=self._say, sleep=self._sleep
         )
 
-    def _begin_to_register(self, name: str, registration: Registration, routers: Sequence[SupervisedRouter]) -> None:
+    def _begin_to_register(self, name: str, registration: Registration, routers: Sequence[Routing]) -> None:
         tasks = [self._group.create_task(registration.to(router), name=f"register-{name}") for router in routers]
         unfinished = [task for task in self._registered.get(name, ()) if not task.done()]
         self._registered[name] = unfinished + tasks
@@ -437,7 +408,7 @@ class Supervisor:
             for router in self._routers.values()
         ]
 
-    async def _dismiss(self, worker: SupervisedWorker, sentence: str) -> None:
+    async def _dismiss(self, worker: WorkerHandle, sentence: str) -> None:
         """Take note that a worker has left for good. Raises DeploymentFailed if it was the last one."""
         self._say(sentence)
         if telling := self._forget(worker.name):  # others let go of its KV cache, before it is freed
@@ -446,7 +417,7 @@ class Supervisor:
         if not self._workers:  # else any other worker can serve whole requests
             raise DeploymentFailed(f"{sentence}; it was the last worker")
 
-    async def _tell(self, router: SupervisedRouter, tell: Callable[[], Awaitable[None]]) -> None:
+    async def _tell(self, router: Routing, tell: Callable[[], Awaitable[None]]) -> None:
         """Tell a router as soon as it serves and answers; telling it twice does no harm."""
         while router.name in self._routers:
             if self._serves[router.name].is_set():
@@ -459,7 +430,7 @@ class Supervisor:
 
     # --- routers
 
-    async def _mind_router(self, router: SupervisedRouter) -> None:
+    async def _mind_router(self, router: Routing) -> None:
         budget = RestartBudget(self._settings.max_restarts, self._clock, longest_rest_s=LONGEST_ROUTER_REST_S)
         while True:
             why = await self._until_lost(router)
@@ -475,7 +446,7 @@ class Supervisor:
             await self._register_missed(router)
             self._say(f"{router.name}: back after {self._clock() - began_s:.0f} s")
 
-    async def _register_missed(self, router: SupervisedRouter) -> None:
+    async def _register_missed(self, router: Routing) -> None:
         """Register the workers that it did not reach when it started, until it does."""
         try:
             missed = await router.unreached(0.0)
@@ -485,7 +456,7 @@ class Supervisor:
             if address in missed:
                 self._begin_to_register(name, self._registration(name, address, None), [router])
 
-    async def _router_back(self, router: SupervisedRouter, budget: RestartBudget) -> None:
+    async def _router_back(self, router: Routing, budget: RestartBudget) -> None:
         """Start it until it serves."""
         while True:
             await router.end()
@@ -496,7 +467,7 @@ class Supervisor:
             except DeploymentFailed as error:
                 self._say(f"{router.name} could not be brought back: {error}")
 
-    async def _router_again(self, router: SupervisedRouter) -> None:
+    async def _router_again(self, router: Routing) -> None:
         """Start it once there is a worker, with the addresses of all there are."""
         while not (there := [self._addresses[name] for name in self._workers if name in self._addresses]):
             await self._sleep(POLL_S)

@@ -190,3 +190,7 @@ class RouterHandle(RoutingHandle):
 
     within = _relayed("within")
     report = _relayed("report")
+
+
+Routing = RouterHandle | DispatcherHandle
+"""What knows all workers."""
