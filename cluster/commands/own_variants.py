@@ -77,11 +77,8 @@ async def _variants(
     )
     for variant in switched:
         if (why_not := await variant.obstacle()) is not None:
-            console.print(
-                f"variants need a start each, {variant.mode} cannot be switched to: {why_not}",
-                highlight=False,
-                markup=False,
-            )
+            told = f"variants need a start each, {variant.mode} cannot be switched to: {why_not}"
+            console.print(told, highlight=False, markup=False)
             return url, restarted
     return url, switched
 
@@ -180,24 +177,18 @@ def equal_hardware(config: RidgelineConfig) -> str | None:
                 f"the two modes must run on equal hardware: prefill and decode have {disaggregated} {unit}, colocated "
                 f"has {colocated}: change pools.colocated.workers or {per_worker}"
             )
-    return _equal_kv_cache(pools.colocated, split)
-
-
-def _equal_kv_cache(replica: PoolConfig, split: tuple[PoolConfig, ...]) -> str | None:
-    """Compare bytes; a cache that takes what the weights leave free has no number before it starts."""
-    pools = (replica, *split)
-    sized = [pool.kv_cache_memory_bytes for pool in pools if pool.kv_cache_memory_bytes is not None]
-    if sized and len(sized) < len(pools):
+    cached = (pools.colocated, *split)
+    sized = [pool for pool in cached if pool.kv_cache_memory_bytes is not None]
+    if sized and len(sized) < len(cached):  # a cache that takes what the weights leave free has no number yet
         return (
             "the two modes must have equal KV caches: kv_cache_memory_bytes is set for some pools and null, which "
             "takes all that is free, for others: set it for pools.prefill, pools.decode and pools.colocated, or for "
             "none of them"
         )
-    disaggregated = sum(pool.workers * (pool.kv_cache_memory_bytes or 0) for pool in split)
-    colocated = replica.workers * (replica.kv_cache_memory_bytes or 0)
-    if disaggregated != colocated:
+    whole, *parts = (pool.workers * (pool.kv_cache_memory_bytes or 0) for pool in cached)
+    if sum(parts) != whole:
         return (
-            f"the two modes must have equal KV caches: prefill and decode have {disaggregated / MIB:,.0f} MiB "
-            f"together, colocated has {colocated / MIB:,.0f} MiB: change kv_cache_memory_bytes of a pool"
+            f"the two modes must have equal KV caches: prefill and decode have {sum(parts) / MIB:,.0f} MiB "
+            f"together, colocated has {whole / MIB:,.0f} MiB: change kv_cache_memory_bytes of a pool"
         )
     return None

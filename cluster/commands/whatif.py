@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+import numpy as np
 import yaml
 from rich.console import Console
 from rich.table import Table
@@ -162,13 +163,10 @@ def table(known: Recorded, found: Sequence[PolicyRow]) -> Table:
 
 
 def _share(flags: Iterable[bool]) -> float:
-    each = [*flags]
-    return sum(each) / len(each)
+    return float(np.mean([*flags]))
 
 
 def _percentiles(values: Iterable[float]) -> tuple[float, float]:
     """Return the median and the 90th percentile; nan of nothing."""
-    ordered = sorted(values)
-    if not ordered:
-        return math.nan, math.nan
-    return ordered[len(ordered) // 2], ordered[min(len(ordered) - 1, 9 * len(ordered) // 10)]
+    each = [*values]
+    return tuple(np.percentile(each, (50, 90), method="higher").tolist()) if each else (math.nan, math.nan)
