@@ -18,11 +18,10 @@ import ray
 
 from ridgeline.cluster.runtime.actors import NodePlace
 from ridgeline.cluster.runtime.autoscale.loop import Autoscaler
+from ridgeline.cluster.runtime.fleet_operations import OperationRunner, OperationSteps
 from ridgeline.cluster.runtime.handles.actor import DeploymentFailed, NoPlace
 from ridgeline.cluster.runtime.handles.routing import DispatcherHandle, RouterHandle
 from ridgeline.cluster.runtime.handles.worker import WorkerHandle
-from ridgeline.cluster.runtime.operation_runner import OperationRunner
-from ridgeline.cluster.runtime.operation_steps import OperationSteps
 from ridgeline.cluster.runtime.plan import CoreTable, PlacementError, Plan, dtype_of_nodes
 from ridgeline.cluster.runtime.services import WorkerReady
 from ridgeline.cluster.runtime.supervisor import Say, Supervisor

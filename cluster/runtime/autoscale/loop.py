@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from ridgeline.cluster.config.autoscale import AutoscaleConfig
 from ridgeline.cluster.runtime.autoscale.policy import Decision, Memory, Reading, decide
+from ridgeline.cluster.runtime.fleet_operations import OperationRunner
 from ridgeline.cluster.runtime.handles.actor import DeploymentFailed
 from ridgeline.cluster.runtime.handles.routing import RouterHandle, RoutingHandle
-from ridgeline.cluster.runtime.operation_runner import OperationRunner
 from ridgeline.cluster.runtime.supervisor import Say, Supervisor
 from ridgeline.contracts.vocabulary import Mode, Pool
 from ridgeline.router.fleet.request_route import pools_of

@@ -8,9 +8,8 @@ import pytest
 
 from ridgeline.cluster.config.autoscale import AutoscaleConfig
 from ridgeline.cluster.runtime.autoscale.loop import Autoscaler
+from ridgeline.cluster.runtime.fleet_operations import OperationRunner, OperationSteps
 from ridgeline.cluster.runtime.handles.actor import ActorGone
-from ridgeline.cluster.runtime.operation_runner import OperationRunner
-from ridgeline.cluster.runtime.operation_steps import OperationSteps
 from ridgeline.cluster.runtime.services import RouterService
 from ridgeline.router.front.operations import Operations, new_operation
 from ridgeline.router.observe.fleet_use import FleetUse, WorkerUse

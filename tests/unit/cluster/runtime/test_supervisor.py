@@ -8,9 +8,8 @@ import pytest
 
 from ridgeline.cluster.config.models import SupervisionConfig
 from ridgeline.cluster.runtime.handles.actor import ActorGone, DeploymentFailed, NoPlace, NotReached, WorkerRefused
-from ridgeline.cluster.runtime.supervision.registration import MAX_REGISTRATIONS, Registration
-from ridgeline.cluster.runtime.supervision.restart_budget import RestartBudget
-from ridgeline.cluster.runtime.supervisor import LOOK_S, POLL_S, Supervisor
+from ridgeline.cluster.runtime.registration import MAX_REGISTRATIONS, Registration
+from ridgeline.cluster.runtime.supervisor import LOOK_S, POLL_S, RestartBudget, Supervisor
 from tests.support.clock import FakeClock
 from tests.support.symptoms import is_quoted
 

@@ -6,9 +6,8 @@ import contextlib
 import pytest
 
 from ridgeline.cluster.commands.operators import wanted_workers
+from ridgeline.cluster.runtime.fleet_operations import LEAD_BACK_WITHIN_S, OperationRunner, OperationSteps
 from ridgeline.cluster.runtime.handles.actor import ActorGone, DeploymentFailed
-from ridgeline.cluster.runtime.operation_runner import OperationRunner
-from ridgeline.cluster.runtime.operation_steps import LEAD_BACK_WITHIN_S, OperationSteps
 from ridgeline.router.front.operations import NotTaken, OperationRuns, Operations, Progress, new_operation
 from tests.support.clock import FakeClock
 from tests.support.operated_fleet import OperatedFleet, OperatedWorker
@@ -308,7 +307,7 @@ async def test_a_worker_that_has_loaded_when_the_mode_is_another_one_is_not_adde
 
 @pytest.mark.parametrize(("lease_s", "state"), [(2 * PATIENCE_S, "done"), (0.0, "failed")])
 async def test_a_worker_whose_kv_is_needed_for_a_long_lease_is_waited_for(monkeypatch, lease_s, state):
-    monkeypatch.setattr("ridgeline.cluster.runtime.operation_steps.BEYOND_LEASE_S", 0.0)
+    monkeypatch.setattr("ridgeline.cluster.runtime.fleet_operations.BEYOND_LEASE_S", 0.0)
     fleet = OperatedFleet(start=TWO)
     fleet.may_leave.clear()
     async with serving(fleet, lease_s=lease_s) as (router,):
@@ -320,7 +319,7 @@ async def test_a_worker_whose_kv_is_needed_for_a_long_lease_is_waited_for(monkey
 
 
 async def test_an_operation_whose_worker_waits_for_a_node_fails_in_the_end_and_later_ones_go_on(monkeypatch):
-    monkeypatch.setattr("ridgeline.cluster.runtime.operation_steps.BEYOND_LEASE_S", 0.0)
+    monkeypatch.setattr("ridgeline.cluster.runtime.fleet_operations.BEYOND_LEASE_S", 0.0)
     fleet = OperatedFleet(start=PAIR)
     fleet.may_leave.clear()  # it drains, and its node is gone: it never comes back
     async with serving(fleet, start_within_s=0.01, lease_s=0.0) as (router,):
