@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import inspect
 import json
 import logging
 import math
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 from urllib.parse import urlsplit
 
 import typer
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from rich.console import Console
 from rich.markup import escape
 
-from ridgeline.cluster.commands.plan_options import with_plan
 from ridgeline.cluster.config.api_keys import ApiKeyError
 from ridgeline.cluster.config.loader import ConfigError, LoadedConfig, explain, load_config
 from ridgeline.cluster.deployments import background
@@ -31,7 +32,7 @@ from ridgeline.cluster.model_store import DEFAULT_MODEL_NAME, ModelError, prepar
 from ridgeline.cluster.user_folders import NoHome, cache_folder
 from ridgeline.contracts.vocabulary import Mode
 from ridgeline.loadtest.errors import LoadTestError
-from ridgeline.loadtest.plan import ComparePlan, ReplayPlan
+from ridgeline.loadtest.plan import ComparePlan, NumberOrAuto, ReplayPlan
 from ridgeline.roofline.errors import RooflineError
 
 SERVING_MODULES = frozenset(
@@ -160,6 +161,69 @@ def run(work: Coroutine[Any, Any, None]) -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it prints a line per request
     with failures_told():
         asyncio.run(work)
+
+
+def with_plan(kind: type[ReplayPlan]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command with a parameter `plan` an option for each field instead, and call it with the checked plan.
+
+    Fields that are fixed have none.
+    """
+    offered = [name for name in kind.model_fields if name not in kind.fixed]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        def call(context: typer.Context, **values: Any) -> None:
+            chosen = {name: values.pop(name) for name in offered}
+            command(**values, plan=_checked(kind, _given(context, chosen)))
+
+        hints = get_type_hints(command, include_extras=True)
+        own = [
+            one.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+            for name, one in inspect.signature(command).parameters.items()
+            if name != "plan"
+        ]
+        context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+        parameters = [context, *own, *(_option(kind, field) for field in offered)]
+        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        call.__annotations__ = {one.name: one.annotation for one in parameters}
+        call.__name__, call.__doc__ = command.__name__, command.__doc__
+        return call
+
+    return decorate
+
+
+def _option(kind: type[ReplayPlan], name: str) -> inspect.Parameter:
+    """Return the option of a field.
+
+    A number or the word auto is text to typer, and only the plan tells them apart.
+    """
+    field = kind.model_fields[name]
+    annotation: Any = str | None if field.annotation == NumberOrAuto else field.annotation
+    metavar = "NUMBER|auto" if field.annotation == NumberOrAuto else None
+    help_text = (field.description or "").replace("\n", " ")
+    option = typer.Option(help=help_text, metavar=metavar, show_default=name not in kind.follow)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=Annotated[annotation, option]
+    )
+
+
+def _given(context: typer.Context, chosen: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what was not on the command line, so that the plan can tell a default from a choice."""
+    sources = {name: context.get_parameter_source(name) for name in chosen}
+    return {name: chosen[name] for name, source in sources.items() if source and source.name != "DEFAULT"}
+
+
+def _checked(kind: type[ReplayPlan], given: dict[str, Any]) -> ReplayPlan:
+    try:
+        return kind(**given)
+    except ValidationError as error:
+        fail([_sentence(str(one["loc"][0]) if one["loc"] else "plan", one) for one in error.errors()], 2)
+        raise
+
+
+def _sentence(field: str, error: ErrorDetails) -> str:
+    if error["type"] == "value_error":
+        return f"{field}: {error['msg'].removeprefix('Value error, ')}"
+    return f"{field}: {error['msg'].removeprefix('Input ')}, not {error['input']}"
 
 
 @app.command()
@@ -466,7 +530,7 @@ def inspect_trace(
 
 
 @app.command()
-@with_plan(ReplayPlan, partial(fail, status=2))
+@with_plan(ReplayPlan)
 def replay(
     plan: ReplayPlan,
     url: UrlOption = LOCAL_URL,
@@ -482,7 +546,7 @@ def replay(
 
 
 @app.command()
-@with_plan(ComparePlan, partial(fail, status=2))
+@with_plan(ComparePlan)
 def compare(
     plan: ComparePlan,
     out: Annotated[

@@ -68,8 +68,7 @@ def _until_ready(place: DeploymentFolder, process: subprocess.Popen[bytes], cons
     with place.open_log("r") as lines:
         while True:
             ended, state = process.poll() is not None, place.state()
-            for line in lines:  # those that had come by then, since the last time
-                console.out(line, highlight=False, end="")
+            console.out(lines.read(), highlight=False, end="")  # what had come by then, since the last time
             if ended:
                 raise NotRunning(f"it ended with status {process.returncode} before it was ready; see {place.log}")
             if state is not None and state.pid == process.pid and state.phase == "ready":
@@ -148,8 +147,7 @@ def logs(name: str, *, follow: bool, console: Console) -> None:
     with place.open_log("r") as lines:
         while True:
             alive = follow and place.state() is not None
-            for line in lines:
-                console.out(line, highlight=False, end="")
+            console.out(lines.read(), highlight=False, end="")
             if not alive:
                 return
             time.sleep(LOOK_EVERY_S)

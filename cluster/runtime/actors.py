@@ -38,21 +38,16 @@ class NodePlace:
     host: str
     cores: tuple[int, ...]
     """Those that the actor may run on."""
-    pid: int
+    process: ProcessId
+    """The actor's."""
     machine: str
     """Whose cores these are: nodes of one machine share them."""
-    started_s: float = 0.0
     cpu_flags: frozenset[str] = frozenset()
     """What the processor can do, as the kernel calls it."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """The node's labels in Ray."""
     taken: frozenset[int] = frozenset()
     """The cores that workers have already, of this deployment or of another one."""
-
-    @property
-    def process(self) -> ProcessId:
-        """The actor's process."""
-        return ProcessId(self.pid, self.started_s)
 
 
 def engine_environment(
@@ -162,14 +157,13 @@ class ServiceActor:
 
 
 def _place() -> NodePlace:
-    context, cores, me = ray.get_runtime_context(), tuple(usable_cores()), this_process()
+    context, cores = ray.get_runtime_context(), tuple(usable_cores())
     return NodePlace(
         node_id=context.get_node_id(),
         host=ray.util.get_node_ip_address(),
         cores=cores,
-        pid=me.pid,
+        process=this_process(),
         machine=this_machine(),
-        started_s=me.started_s,
         cpu_flags=read_cpu_flags(),
         labels=dict(context.get_node_labels()),
         taken=taken_cores(cores),

@@ -127,7 +127,7 @@ class ActorHandle:
         while True:
             with suppress(ActorUnavailableError):
                 place: NodePlace = await self._actor.place.remote()
-                if former is None or (place.node_id, place.pid) != (former.node_id, former.pid):
+                if former is None or (place.node_id, place.process.pid) != (former.node_id, former.process.pid):
                     return place
             await asyncio.sleep(RETRY_S)
 

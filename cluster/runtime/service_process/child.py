@@ -1,13 +1,16 @@
 """What the process of a service does: take over its actor's environment, make the service and answer calls.
 
-It is forked, or a program that takes the number of a connected socket.
+It is forked by a parent that has imported what services need, or a program that takes the number of a connected socket.
+That parent is this program too, with the number of a listening socket and the modules' names.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import os
+import select
 import shutil
 import signal
 import socket
@@ -131,8 +134,37 @@ async def _serve(connection: Connection, service: Service, folder: Path) -> None
     await asyncio.Event().wait()
 
 
+def fork_for_each(listener: socket.socket, modules: Sequence[str]) -> None:
+    """Import what services need, then fork one for each connection; who connects meanwhile has only to wait.
+
+    It makes no thread, no event loop and no CUDA context, so that its children can. What they have from it they share
+    in memory. It returns when its standard input ends.
+
+    What cannot be imported ends this: a module fails in another way when it is imported again, and a service that is
+    started afresh meets, and tells, the first one.
+    """
+    gc.disable()  # it would look at the modules' objects again and again: a third of the CPU time of importing them
+    for module in modules:
+        import_module(module)
+    gc.freeze()  # a child's garbage collector need not look at, and so copy, what it has from here
+    gc.enable()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel then collects children that have ended
+    while sys.stdin not in (ready := select.select([listener, sys.stdin], [], [])[0]):
+        if listener in ready:
+            connection, _ = listener.accept()
+            with connection, suppress(OSError):  # no memory for another process: the connection ends
+                if os.fork() == 0:
+                    listener.close()
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    run(connection)
+
+
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the command, which then asks
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
-    run(control)
+    if not sys.argv[2:]:
+        run(control)
+    fork_for_each(control, sys.argv[2:])
+    shutil.rmtree(Path(control.getsockname()).parent, ignore_errors=True)  # the driver may have been killed
+    os._exit(0)  # nothing here needs the seconds that Python takes to clear all this away

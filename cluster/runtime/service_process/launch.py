@@ -111,7 +111,7 @@ def preloaded_parent(modules: Sequence[str], environment: Mapping[str, str], mes
         listener.bind(path)
         listener.listen(128)
         parent = subprocess.Popen(
-            [*PYTHON, "-m", "ridgeline.cluster.runtime.service_process.preloaded", str(listener.fileno()), *modules],
+            [*PYTHON, "-m", "ridgeline.cluster.runtime.service_process.child", str(listener.fileno()), *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,  # what vLLM says when it is imported
             stderr=errors,

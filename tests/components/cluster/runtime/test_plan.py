@@ -21,6 +21,7 @@ from ridgeline.cluster.runtime.plan import (
     make_plan,
     routers_for,
 )
+from ridgeline.cluster.runtime.processes import ProcessId
 from ridgeline.cluster.runtime.roles import KEPT
 from ridgeline.router.settings import RouterStart
 from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
@@ -41,9 +42,7 @@ def assign_cores(workers, places, **options):
 
 def a_place(node="n1", cores=(0, 1, 2, 3), machine=None):
     """A place on a machine of its own, unless one is given."""
-    return NodePlace(
-        node_id=node, host=f"host-{node}", cores=tuple(cores), pid=1, machine=machine or f"machine of {node}"
-    )
+    return NodePlace(node, f"host-{node}", tuple(cores), ProcessId(1, 0.0), machine or f"machine of {node}")
 
 
 @pytest.mark.parametrize(
