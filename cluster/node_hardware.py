@@ -25,18 +25,15 @@ def worker_hardware(dtype: str, cores: int, gpus: int, *, fp8: bool = False) -> 
     Measuring a CPU takes about 4 s the first time. `fp8` says that the model's matrices are multiplied in FP8.
     """
     try:
-        hardware = _gpu_peaks(dtype, fp8).times(gpus) if gpus else load_or_calibrate_host(cache_folder(), cores, dtype)
+        if gpus:
+            hardware = peaks_of(read_gpus(), dtype, fp8=fp8).times(gpus)
+        else:
+            hardware = load_or_calibrate_host(cache_folder(), cores, dtype)
+    except NoGpus as error:
+        return f"no peak FLOP/s and bandwidth are known, since {error}"
     except UnknownHardware as error:
         return str(error)
     return PoolHardware(hardware.name, hardware.peak_flops, hardware.peak_bytes_per_s, hardware.source)
-
-
-def _gpu_peaks(dtype: str, fp8: bool) -> Hardware:
-    try:
-        gpus = read_gpus()
-    except NoGpus as error:
-        raise UnknownHardware(f"no peak FLOP/s and bandwidth are known, since {error}") from error
-    return peaks_of(gpus, dtype, fp8=fp8)
 
 
 def peaks_of(gpus: Sequence[Gpu], dtype: str, *, fp8: bool = False) -> Hardware:

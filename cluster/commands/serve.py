@@ -79,7 +79,7 @@ class _Lossy:
 async def serve(config: RidgelineConfig, console: Console, *, detached: bool = False) -> None:
     """Serve until Ctrl-C, SIGTERM or the end of the terminal, then drain; a second one cuts the drain short.
 
-    Raises AlreadyRunning, Unfit, PlacementError, DeploymentFailed.
+    Raises ServingError.
     """
     console = Console(file=cast(IO[str], _Lossy(console.file)), width=console.width)
     with DeploymentFolder(config.name).held(detached=detached) as held:
@@ -194,7 +194,5 @@ def what_runs_where(deployment: Deployment) -> Table:
     """Build the table that `ridgeline serve` prints when everything is up."""
     table = Table("worker", "pool", "node", "cores", "pid", "engine pid", "data plane", "KV blocks", "start")
     for row in deployment.rows:
-        engines = ",".join(map(str, row.engine_pids))
-        places = (row.name, row.pool, row.node, row.cores, str(row.pid), engines)
-        table.add_row(*places, row.address, str(row.kv_blocks), f"{row.start_s:.0f} s")
+        table.add_row(*row)
     return table

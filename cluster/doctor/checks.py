@@ -27,7 +27,7 @@ from ridgeline.cluster.doctor.software import (
     torch_companions,
     transport_package,
 )
-from ridgeline.cluster.errors import Unfit
+from ridgeline.cluster.errors import ServingError
 from ridgeline.contracts.vocabulary import Pool
 
 __all__ = ["CheckResult", "checks", "failures", "node_checks", "refuse_unfit_machine", "report", "resolve_dtype"]
@@ -60,9 +60,9 @@ def checks(config: RidgelineConfig, facts: HostFacts | None = None) -> list[Chec
 
 
 def refuse_unfit_machine(config: RidgelineConfig) -> None:
-    """Raise Unfit before anything starts. A joined cluster's machines are checked by Ray's placement instead."""
+    """Raise ServingError before anything starts. A joined cluster's machines are checked by Ray's placement instead."""
     if config.ray.address is None and (sentences := failures(checks(config))):
-        raise Unfit(*sentences)
+        raise ServingError(*sentences)
 
 
 def node_checks(

@@ -70,24 +70,26 @@ def engine_environment(
         "PYTHONSAFEPATH": "1",  # a file of the working folder is nobody's module, in the processes below either
     }
     if on_cpu:
-        # Allows the in-process ("uni") executor: the multiprocess one spins at 100 % of a core while idle.
-        env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        env |= {"OMP_NUM_THREADS": str(cores // ranks)}
-        if not compiles:
-            # Small helpers of vLLM's sampler are compiled at their first use, even if the model is not: 20 s in the
-            # middle of serving, for everybody.
-            env |= {"TORCH_COMPILE_DISABLE": "1"}
-        # Huge pages for weights and KV: a decode step reads all weights once, and fewer TLB misses make that faster.
-        env |= {"THP_MEM_ALLOC_ENABLE": "1"}
-        # oneDNN keeps a compiled kernel, 240 KB here, for each number of tokens a step has ever had, up to 1,024 of
-        # them: 245 MB by which an engine's memory grows over thousands of prompts. vLLM keeps the last 32 of each
-        # layer by itself, so fewer here cost no time.
-        env |= {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
+        env |= {
+            # Allows the in-process ("uni") executor: the multiprocess one spins at 100 % of a core while idle.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": str(cores // ranks),
+            # Huge pages for weights and KV: a decode step reads all weights once, with fewer TLB misses then.
+            "THP_MEM_ALLOC_ENABLE": "1",
+            # oneDNN keeps a compiled kernel, 240 KB here, for each number of tokens a step has ever had, up to 1,024 of
+            # them: 245 MB by which an engine's memory grows over thousands of prompts. vLLM keeps the last 32 of each
+            # layer by itself, so fewer here cost no time.
+            "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+        }
     else:
-        # vLLM would fork, which has not been tried with CUDA.
-        env |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+        env["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # vLLM would fork, which has not been tried with CUDA
+    if on_cpu and not compiles:
+        # Small helpers of vLLM's sampler are compiled at their first use, even if the model is not: 20 s in the middle
+        # of serving, for everybody.
+        env["TORCH_COMPILE_DISABLE"] = "1"
     if mps_percent is not None:
-        env |= {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(mps_percent)}  # read when the process first uses the GPU
+        env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(mps_percent)  # read when the process first uses the GPU
     return env
 
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import ray
 
@@ -43,19 +43,18 @@ MEASURED_WITHIN_S = 30.0
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One line of the table of what runs where."""
 
     name: str
     pool: str
     node: str
     cores: str
-    pid: int
-    engine_pids: tuple[int, ...]
+    pid: str
+    engine_pids: str
     address: str
-    kv_blocks: int
-    start_s: float
+    kv_blocks: str
+    start: str
 
 
 @dataclass
@@ -152,10 +151,6 @@ class _RouterGroup:
         """The one that pairs workers and gives them roles."""
         return self.dispatcher or self.routers[0]
 
-    async def kv_pairs(self) -> list[KvPair]:
-        """Return what carries KV between which workers."""
-        return list(await self.lead.call("kv_pairs"))
-
 
 async def _start(
     plan: Plan, workers: list[WorkerHandle], group: _RouterGroup, cores: CoreTable, say: Say
@@ -191,11 +186,11 @@ async def _start(
             pool=handle.planned.pool,
             node=place.host,
             cores=",".join(map(str, worker.cores)) or f"{handle.gpus:g} GPU",
-            pid=worker.pid,
-            engine_pids=worker.engine_pids,
+            pid=str(worker.pid),
+            engine_pids=",".join(map(str, worker.engine_pids)),
             address=worker.address,
-            kv_blocks=worker.num_kv_blocks,
-            start_s=start_s,
+            kv_blocks=str(worker.num_kv_blocks),
+            start=f"{start_s:.0f} s",
         )
         for handle, place, (worker, start_s) in zip(workers, places, ready, strict=True)
     ]
@@ -210,7 +205,8 @@ async def _start(
     steps = OperationSteps(group.lead, supervisor, another, start_within_s, plan.config.transfer.lease_s)
     operations = OperationRunner(group.routers, steps.carry_out)
     autoscaler = Autoscaler(plan.config.autoscale, group.lead, group.routers, supervisor, operations)
-    pairs, warnings = await group.kv_pairs(), await limits_too_short(plan.config.router.slo, group.routers[0], say)
+    pairs = list(await group.lead.call("kv_pairs"))  # what carries KV between which workers
+    warnings = await limits_too_short(plan.config.router.slo, group.routers[0], say)
     return Deployment(url, rows, pairs, group.routers, supervisor, operations, autoscaler, warnings)
 
 

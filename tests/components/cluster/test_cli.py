@@ -22,7 +22,7 @@ from ridgeline.cluster.commands.own_variants import devices_of, equal_hardware, 
 from ridgeline.cluster.commands.setup import versions
 from ridgeline.cluster.config.models import RidgelineConfig
 from ridgeline.cluster.doctor.checks import CheckResult
-from ridgeline.cluster.errors import Unfit
+from ridgeline.cluster.errors import ServingError
 from ridgeline.loadtest.plan import MODES, ComparePlan, ReplayPlan
 from ridgeline.loadtest.run.calibration import Load, Workers
 from ridgeline.loadtest.run_folder import RunFolder, Settled
@@ -186,7 +186,7 @@ def test_every_problem_is_told_one_a_line():
 )
 def test_an_unfit_machine_is_told_every_fix_and_nothing_starts(run_ridgeline, monkeypatch, tmp_path, command, module):
     def unfit(config):
-        raise Unfit("Free some memory.", "Use another port [8001].")
+        raise ServingError("Free some memory.", "Use another port [8001].")
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
