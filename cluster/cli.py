@@ -28,8 +28,8 @@ from ridgeline.cluster.deployments import background
 from ridgeline.cluster.deployments.background import DETACHED
 from ridgeline.cluster.doctor import checks as doctor_checks
 from ridgeline.cluster.errors import ServingError
+from ridgeline.cluster.folders import NoHome, cache_folder
 from ridgeline.cluster.model_store import DEFAULT_MODEL_NAME, ModelError, prepare_model
-from ridgeline.cluster.user_folders import NoHome, cache_folder
 from ridgeline.contracts.vocabulary import Mode
 from ridgeline.loadtest.errors import LoadTestError
 from ridgeline.loadtest.plan import ComparePlan, NumberOrAuto, ReplayPlan

@@ -19,7 +19,7 @@ from typing import IO, Any, Literal
 import msgspec
 
 from ridgeline.cluster.errors import ServingError
-from ridgeline.cluster.user_folders import state_folder
+from ridgeline.cluster.folders import state_folder
 from ridgeline.contracts.handoff import UNREADABLE
 
 Phase = Literal["starting", "ready", "draining"]

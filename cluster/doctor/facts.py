@@ -22,10 +22,9 @@ from typing import Any
 import psutil
 
 from ridgeline.cluster.config.models import RidgelineConfig
+from ridgeline.cluster.folders import RayFolder, cache_folder, ray_folder, state_folder, why_unwritable
 from ridgeline.cluster.model_store import ModelError, ModelState, model_state, prepare_model
 from ridgeline.cluster.node_gpus import Gpu, NoGpus, mps_problem, read_gpus
-from ridgeline.cluster.socket_folders import RayFolder, ray_folder
-from ridgeline.cluster.user_folders import cache_folder, state_folder, why_unwritable
 from ridgeline.kv_transfer.names import NIXL_PACKAGES
 from ridgeline.roofline.process_cores import usable_cores
 

@@ -14,8 +14,7 @@ from typing import Final
 from ridgeline.cluster.config.models import GPU_SHARERS, PoolConfig, RidgelineConfig
 from ridgeline.cluster.doctor.facts import HostFacts
 from ridgeline.cluster.doctor.software import CheckResult, judged
-from ridgeline.cluster.node_gpus import Gpu
-from ridgeline.cluster.node_hardware import UnknownHardware, peaks_of
+from ridgeline.cluster.node_gpus import Gpu, UnknownHardware, peaks_of
 from ridgeline.contracts.vocabulary import Pool
 
 GIB: Final = 1024**3

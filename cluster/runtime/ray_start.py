@@ -19,6 +19,7 @@ from ray.exceptions import RayError
 from ray.job_config import JobConfig
 
 from ridgeline.cluster.config.models import OBJECT_STORE_BYTES, RidgelineConfig
+from ridgeline.cluster.folders import ray_folder, remove_ended_sessions, session_kept
 from ridgeline.cluster.runtime.actors import engine_environment
 from ridgeline.cluster.runtime.environment import apart_from_the_shell
 from ridgeline.cluster.runtime.handles.actor import LOOPBACK, DeploymentFailed
@@ -26,7 +27,6 @@ from ridgeline.cluster.runtime.ray_workarounds.fewer_processes import fewer_proc
 from ridgeline.cluster.runtime.ray_workarounds.ray_messages import ray_messages_in_a_file
 from ridgeline.cluster.runtime.service_process.launch import PRELOADED, preloaded_parent
 from ridgeline.cluster.runtime.services import IMPORTED
-from ridgeline.cluster.socket_folders import ray_folder, remove_ended_sessions, session_kept
 from ridgeline.roofline.process_cores import usable_cores
 
 STARTS = 2

@@ -26,9 +26,9 @@ from pathlib import Path
 import uvloop
 from setproctitle import setproctitle
 
+from ridgeline.cluster.folders import own_folder
 from ridgeline.cluster.runtime.processes import this_process
 from ridgeline.cluster.runtime.service_process.calls import CallServer, Service, readable
-from ridgeline.cluster.socket_folders import own_folder
 
 PR_SET_PDEATHSIG = 1
 """Of prctl(2): the signal that a process gets when its parent ends."""

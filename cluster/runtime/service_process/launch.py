@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from ridgeline.cluster.folders import own_folder
 from ridgeline.cluster.runtime.environment import search_path
 from ridgeline.cluster.runtime.service_process.calls import Collect, ServiceClient, ServiceGone, encode
 from ridgeline.cluster.runtime.service_process.child import ServiceStart
-from ridgeline.cluster.socket_folders import own_folder
 
 PRELOADED = "RIDGELINE_PRELOADED"
 """Variable with the path of the parent's socket; set by us for actors, no setting."""

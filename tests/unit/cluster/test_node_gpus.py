@@ -4,8 +4,16 @@ import dataclasses
 
 import pytest
 
-from ridgeline.cluster.node_gpus import FIELDS, Gpu, NoGpus, mps_problem, read_gpus
-from ridgeline.cluster.node_hardware import UnknownHardware, peaks_of, worker_hardware
+from ridgeline.cluster.node_gpus import (
+    FIELDS,
+    Gpu,
+    NoGpus,
+    UnknownHardware,
+    mps_problem,
+    peaks_of,
+    read_gpus,
+    worker_hardware,
+)
 from ridgeline.cluster.runtime.deployment import known_peaks
 from ridgeline.roofline.hardware import hardware_of_gpu
 from ridgeline.router.settings import PoolHardware

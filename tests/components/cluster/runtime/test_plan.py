@@ -23,7 +23,6 @@ from ridgeline.cluster.runtime.plan import (
 )
 from ridgeline.cluster.runtime.processes import ProcessId
 from ridgeline.cluster.runtime.roles import KEPT
-from ridgeline.router.settings import RouterStart
 from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
 from tests.support.symptoms import is_quoted
 
@@ -388,4 +387,4 @@ async def test_each_process_of_a_router_is_told_its_name_and_which_start_it_is(p
     await router.prepare()
     router.follow(plan)
     await router.prepare()
-    assert [settings.start for settings in told] == [RouterStart("router-1", 1), RouterStart("router-1", 2)]
+    assert [(one.start.name, one.start.number) for one in told] == [("router-1", 1), ("router-1", 2)]

@@ -12,7 +12,7 @@ from ridgeline.cluster.config.loader import load_config
 from ridgeline.cluster.config.models import RidgelineConfig
 from ridgeline.cluster.doctor.checks import checks, failures, node_checks, report, resolve_dtype
 from ridgeline.cluster.doctor.facts import HostFacts, ModelFacts, read_cpu_flags, read_host_facts, read_model_facts
-from ridgeline.cluster.socket_folders import RayFolder
+from ridgeline.cluster.folders import RayFolder
 from tests.support.symptoms import is_quoted
 
 GIB = 1024**3
