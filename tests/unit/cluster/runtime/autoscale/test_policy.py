@@ -6,9 +6,8 @@ import pytest
 
 from ridgeline.cluster.config.autoscale import AutoscaleConfig
 from ridgeline.cluster.runtime.autoscale.policy import Memory, Reading, decide
-from ridgeline.router.observe.fleet_use import FleetUse
+from ridgeline.router.observe.fleet_use import FleetUse, WorkerUse
 from ridgeline.router.observe.metrics import Within
-from tests.unit.cluster.runtime.autoscale.uses import a_fleet_use
 
 EVERY_S = 15.0
 
@@ -19,6 +18,31 @@ def settings(**changes):
     return AutoscaleConfig.model_validate(
         {"mode": "act", "prefill": bounds, "decode": bounds, "colocated": bounds, **changes}
     )
+
+
+def a_fleet_use(waiting=None, prompt_steps_s=0.0, lost=(), blocks=0.0, **pools):
+    """Workers of each pool: how many, and which fraction of their places is taken.
+
+    `prompt_steps_s` is what every engine has spent in steps with prompts; `blocks` the fraction of KV blocks in use.
+    """
+    workers = []
+    for pool, (number, taken) in pools.items():
+        for _ in range(number):
+            name = f"worker-{len(workers)}"
+            workers.append(
+                WorkerUse(
+                    worker_id=name,
+                    incarnation="1",
+                    pool=pool,
+                    usable=name not in lost,
+                    prompt_steps_s=prompt_steps_s,
+                    running=round(taken * 100),
+                    places=100,
+                    kv_blocks_used=round(blocks * 1000),
+                    kv_blocks=1000,
+                )
+            )
+    return FleetUse(tuple(workers), waiting or {})
 
 
 class Story:
