@@ -72,19 +72,14 @@ class DeploymentFolder:
         """The file with the output of the last one that was detached."""
         return self.folder / _LOG
 
-    def make_folder(self) -> None:
-        """Make the folder if it is not there. Raises NoFolder."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise self._unusable(error) from error
-
     def open_log(self, mode: Literal["r", "w"]) -> IO[str]:
         """Open the log; what is no text in it is replaced. Raises NoFolder."""
         return self._opened(self.log, mode)
 
     def _opened(self, path: Path, mode: Literal["r", "w", "a"]) -> IO[str]:
         try:
+            if mode != "r":
+                self.folder.mkdir(parents=True, exist_ok=True)
             return path.open(mode, encoding="utf-8", errors="replace")
         except OSError as error:
             raise self._unusable(error) from error
@@ -101,7 +96,6 @@ class DeploymentFolder:
 
         Raises AlreadyRunning, or NoFolder.
         """
-        self.make_folder()
         with self._opened(self.folder / _DETACHING, "a") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -115,7 +109,6 @@ class DeploymentFolder:
     @contextmanager
     def held(self, *, detached: bool = False) -> Iterator[HeldName]:
         """Hold the name while the block runs. Raises AlreadyRunning if another process holds it, or NoFolder."""
-        self.make_folder()
         with self._opened(self.folder / _LOCK, "a") as lock:
             self._take(lock)
             began = time.strftime("%Y-%m-%d %H:%M:%S %z")

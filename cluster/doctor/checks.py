@@ -16,6 +16,7 @@ from ridgeline.cluster.doctor.gpus import gpu_count, gpu_devices, gpu_software, 
 from ridgeline.cluster.doctor.model_support import model_conflicts
 from ridgeline.cluster.doctor.software import (
     CheckResult,
+    gib,
     home,
     judged,
     model,
@@ -28,12 +29,11 @@ from ridgeline.cluster.doctor.software import (
     transport_package,
 )
 from ridgeline.cluster.errors import ServingError
+from ridgeline.contracts.section import GIB, MIB
 from ridgeline.contracts.vocabulary import Pool
 
 __all__ = ["CheckResult", "checks", "failures", "node_checks", "refuse_unfit_machine", "report", "resolve_dtype"]
 
-GIB = 1024**3
-MIB = 1024**2
 ENGINE_OVERHEAD_BYTES = int(1.2 * GIB)  # code, tokenizer and activations of one rank, about
 GPU_RANK_HOST_BYTES = 4 * GIB
 """Host memory of a process that uses a GPU: CUDA's context, compiled kernels, page-locked buffers; not measured yet."""
@@ -149,7 +149,7 @@ def _memory(config: RidgelineConfig, host: HostFacts, pools: Pools) -> Iterator[
     beside = RAY_AND_ROUTER_BYTES + OBJECT_STORE_BYTES if config.ray.address is None else 0
     needed = engines + beside
     unknown = "" if host.model.parameters or config.uses_gpus() else " without the weights, whose size is not known yet"
-    detail = f"{_gib(needed)} needed{unknown}, {_gib(host.memory_available_bytes)} available"
+    detail = f"{gib(needed)} needed{unknown}, {gib(host.memory_available_bytes)} available"
     fix = f"{detail}: lower kv_cache_memory_bytes or workers in {sections_of(config, pools)}, or free memory."
     yield judged("memory", needed <= host.memory_available_bytes, detail, fix)
 
@@ -231,7 +231,3 @@ def _kv_cache_fits(config: RidgelineConfig, name: Pool, cache_bytes: int, token_
 
 def _value_bytes(config: RidgelineConfig, host: HostFacts) -> int:
     return 4 if resolve_dtype(config, host.cpu_flags) == "float32" else 2
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / GIB:.1f} GiB"

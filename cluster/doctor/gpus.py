@@ -13,11 +13,10 @@ from typing import Final
 
 from ridgeline.cluster.config.models import GPU_SHARERS, PoolConfig, RidgelineConfig
 from ridgeline.cluster.doctor.facts import HostFacts
-from ridgeline.cluster.doctor.software import CheckResult, judged
+from ridgeline.cluster.doctor.software import CheckResult, gib, judged
 from ridgeline.cluster.node_gpus import Gpu, UnknownHardware, peaks_of
 from ridgeline.contracts.vocabulary import Pool
 
-GIB: Final = 1024**3
 LEAST_DRIVER: Final = 580
 """The driver that CUDA 13 needs, with which the pinned vLLM and torch are built; older ones need NVIDIA's cuda-compat
 libraries (data-centre GPUs only)."""
@@ -147,26 +146,22 @@ def _memory(config: RidgelineConfig, host: HostFacts, name: Pool, pool: PoolConf
     part = float(config.args_of(name).get("gpu_memory_utilization", DEFAULT_UTILIZATION))
     engines = GPU_SHARERS if config.ray.share_gpus else 1
     needed = engines * part * gpu.memory_bytes
-    fix, detail = "", f"{_gib(gpu.free_bytes)} free of {_gib(gpu.memory_bytes)}, {_gib(needed)} wanted"
+    fix, detail = "", f"{gib(gpu.free_bytes)} free of {gib(gpu.memory_bytes)}, {gib(needed)} wanted"
     # The size of the files with weights, which quantised ones keep in memory; 0 if it is not known.
     weights = (host.model.parameters or 0) * (4 if config.model.dtype == "float32" else 2) / pool.ranks
     cache = (pool.kv_cache_memory_bytes or 0) / pool.ranks
     if gpu.free_bytes < needed:
         fix = (
-            f"GPU {gpu.index} has {_gib(gpu.free_bytes)} free, and {'an engine' if engines == 1 else 'two engines'} of "
-            f"{name} {'wants' if engines == 1 else 'want'} {_gib(needed)} "
+            f"GPU {gpu.index} has {gib(gpu.free_bytes)} free, and {'an engine' if engines == 1 else 'two engines'} of "
+            f"{name} {'wants' if engines == 1 else 'want'} {gib(needed)} "
             f"({part:g} of its memory): end what uses it (nvidia-smi lists it), or lower "
             f"{config.section_of(name)}.engine_args.gpu_memory_utilization."
         )
     elif weights + cache > gpu.memory_bytes:
-        what = f"weights of {_gib(weights)}" + (f" and a KV cache of {_gib(cache)}" if cache else "")
+        what = f"weights of {gib(weights)}" + (f" and a KV cache of {gib(cache)}" if cache else "")
         fix = (
-            f"A GPU of {name} would hold {what}, and has {_gib(gpu.memory_bytes)}: raise "
+            f"A GPU of {name} would hold {what}, and has {gib(gpu.memory_bytes)}: raise "
             f"{config.section_of(name)}.gpus_per_worker (one rank on each), lower kv_cache_memory_bytes, or serve a "
             "smaller model."
         )
     yield CheckResult(f"gpu memory, {name}", not fix, detail, fix)
-
-
-def _gib(size_bytes: float) -> str:
-    return f"{size_bytes / GIB:.1f} GiB"

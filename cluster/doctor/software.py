@@ -12,6 +12,7 @@ from ridgeline.cluster.config.models import RidgelineConfig
 from ridgeline.cluster.doctor.facts import HostFacts
 from ridgeline.contracts.rpc.address import join_host_port
 from ridgeline.contracts.rpc.tls import TlsFileError
+from ridgeline.contracts.section import GIB
 from ridgeline.kv_transfer.names import NIXL_PACKAGES
 
 FEWEST_OPEN_FILES = 1024
@@ -42,6 +43,10 @@ class CheckResult:
 def judged(name: str, ok: bool, detail: str, fix: str) -> CheckResult:
     """Return a result whose fix counts only if it is not ok."""
     return CheckResult(name, ok, detail, "" if ok else fix)
+
+
+def gib(size_bytes: float) -> str:
+    return f"{size_bytes / GIB:.1f} GiB"
 
 
 def packages(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
