@@ -173,7 +173,10 @@ def with_plan(kind: type[ReplayPlan]) -> Callable[[Callable[..., None]], Callabl
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         def call(context: typer.Context, **values: Any) -> None:
             chosen = {name: values.pop(name) for name in offered}
-            command(**values, plan=_checked(kind, _given(context, chosen)))
+            sources = {name: context.get_parameter_source(name) for name in offered}
+            # Without what was not on the command line, so that the plan can tell a default from a choice.
+            given = {name: chosen[name] for name, source in sources.items() if source and source.name != "DEFAULT"}
+            command(**values, plan=_checked(kind, given))
 
         hints = get_type_hints(command, include_extras=True)
         own = [
@@ -204,12 +207,6 @@ def _option(kind: type[ReplayPlan], name: str) -> inspect.Parameter:
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=Annotated[annotation, option]
     )
-
-
-def _given(context: typer.Context, chosen: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what was not on the command line, so that the plan can tell a default from a choice."""
-    sources = {name: context.get_parameter_source(name) for name in chosen}
-    return {name: chosen[name] for name, source in sources.items() if source and source.name != "DEFAULT"}
 
 
 def _checked(kind: type[ReplayPlan], given: dict[str, Any]) -> ReplayPlan:
@@ -576,7 +573,7 @@ def compare(
     from ridgeline.cluster.commands.own_variants import refusals
 
     loaded = load(config, settings, both_modes=True)
-    if found := refusals(loaded.config, plan):
+    if found := list(refusals(loaded.config, plan)):
         fail(found, 2)
     run(compare_command(loaded.config, plan, out, console))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -135,33 +135,31 @@ def devices_of(config: RidgelineConfig, mode: Mode) -> Devices:
     return Devices("GPU" if on_gpus else "core", count, by_pool)
 
 
-def refusals(config: RidgelineConfig, plan: ComparePlan) -> list[str]:
-    """Return why this comparison would fail or say nothing, a sentence with its fix each; empty if it would not."""
-    found = []
+def refusals(config: RidgelineConfig, plan: ComparePlan) -> Iterator[str]:
+    """Yield why this comparison would fail or say nothing, a sentence with its fix each."""
     served = config.model.served_names
     if plan.served_model_name not in (None, *served):
-        found.append(
+        yield (
             f"--served-model-name {plan.served_model_name}: this configuration serves {', '.join(served)}: leave it "
             "out, or set model.served_model_name"
         )
     if config.ray.share_cores:
-        found.append(
+        yield (
             "ray.share_cores lets engines take turns on the same cores, so no timing would hold: set it to false and "
             "give the pools no more cores than there are"
         )
     if config.ray.share_gpus:
-        found.append(
+        yield (
             "ray.share_gpus lets two engines take turns on one GPU, so no timing would hold: leave it out, with a GPU "
             "for each worker"
         )
     if config.transfer.faults:
-        found.append(
+        yield (
             f"transfer.faults ({config.transfer.faults}) makes fetches fail on purpose, which only the disaggregated "
             "mode pays for: leave it out"
         )
     if len(set(plan.modes)) > 1 and (unequal := equal_hardware(config)) is not None:
-        found.append(unequal)
-    return found
+        yield unequal
 
 
 def equal_hardware(config: RidgelineConfig) -> str | None:
