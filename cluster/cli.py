@@ -4,35 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import inspect
 import json
 import logging
 import math
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
+from urllib.parse import urlsplit
 
 import typer
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from rich.console import Console
 from rich.markup import escape
 
-from ridgeline.cluster.commands.plan_options import with_plan
-from ridgeline.cluster.commands.server_url import server_url
 from ridgeline.cluster.config.api_keys import ApiKeyError
 from ridgeline.cluster.config.loader import ConfigError, LoadedConfig, explain, load_config
 from ridgeline.cluster.deployments import background
 from ridgeline.cluster.deployments.background import DETACHED
-from ridgeline.cluster.deployments.names import AlreadyRunning, NoFolder
 from ridgeline.cluster.doctor import checks as doctor_checks
 from ridgeline.cluster.errors import ServingError
-from ridgeline.cluster.model_store import ModelError, prepare_model
-from ridgeline.cluster.user_folders import NoHome
+from ridgeline.cluster.folders import NoHome, cache_folder
+from ridgeline.cluster.model_store import DEFAULT_MODEL_NAME, ModelError, prepare_model
 from ridgeline.contracts.vocabulary import Mode
 from ridgeline.loadtest.errors import LoadTestError
-from ridgeline.loadtest.plan import ComparePlan, ReplayPlan
+from ridgeline.loadtest.plan import ComparePlan, NumberOrAuto, ReplayPlan
 from ridgeline.roofline.errors import RooflineError
 
 SERVING_MODULES = frozenset(
@@ -60,14 +60,20 @@ ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="YAML 
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="override one setting: section.key=value")]
 ModelOption = Annotated[str | None, typer.Option(help="directory, hub name or smollm2-135m")]
 LOCAL_URL = "http://127.0.0.1:8000"
-AdminKeyOption = Annotated[
-    Path | None,
-    typer.Option(
-        envvar="RIDGELINE_ADMIN_KEY_FILE", help="the server's security.admin_keys_file; its first key is sent"
-    ),
-]
-UrlOption = Annotated[str, typer.Option(parser=server_url, metavar="URL", help="a running server")]
-PortOption = Annotated[int | None, typer.Option(help="HTTP port")]
+
+
+def _server_url(text: str) -> str:
+    """Strip a slash or /v1 from the end of the URL. Raises typer.BadParameter, which ends the command."""
+    try:
+        parts = urlsplit(text)
+        _ = parts.port
+    except ValueError:
+        parts = urlsplit("")
+    if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
+        raise typer.BadParameter(
+            f"{text!r} is no URL of a server: write it as http://127.0.0.1:8000, an IPv6 address as http://[::1]:8000"
+        )
+    return text.rstrip("/").removesuffix("/v1")
 
 
 def _finite(seconds: float) -> float:
@@ -76,6 +82,21 @@ def _finite(seconds: float) -> float:
     return seconds
 
 
+AdminKeyOption = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="RIDGELINE_ADMIN_KEY_FILE", help="the server's security.admin_keys_file; its first key is sent"
+    ),
+]
+UrlOption = Annotated[str, typer.Option(parser=_server_url, metavar="URL", help="a running server")]
+TimeoutOption = Annotated[
+    float,
+    typer.Option(
+        help="seconds that requests running on a leaving worker get; then they go on elsewhere",
+        min=0,
+        callback=_finite,
+    ),
+]
 NameOption = Annotated[str, typer.Option(help="the deployment's name, as in `ridgeline status`")]
 DEFAULT_NAME = "ridgeline"
 
@@ -123,25 +144,83 @@ def load(config: Path | None, settings: list[str] | None, *, both_modes: bool = 
         raise
 
 
-def run(work: Coroutine[Any, Any, None]) -> None:
-    """Run a command's coroutine; known failures become sentences, everything else a traceback."""
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it prints a line per request
-    try:
-        with known_failures():
-            asyncio.run(work)
-    except ServingError as error:
-        fail(error.sentences)
-    except (ModelError, LoadTestError, ApiKeyError) as error:
-        fail([str(error)])
-
-
 @contextmanager
-def known_failures() -> Iterator[None]:
-    """Turn what can be wrong with deployments of this machine into a sentence."""
+def failures_told(*more: type[Exception]) -> Iterator[None]:
+    """Turn known failures, and some `more`, into sentences and end the command; everything else is a traceback."""
+    known: tuple[type[Exception], ...] = (ModelError, LoadTestError, ApiKeyError, RooflineError, *more)
     try:
         yield
-    except (AlreadyRunning, NoFolder, background.NotRunning) as error:
+    except ServingError as error:
+        fail(error.sentences)
+    except known as error:
         fail([str(error)])
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    """Run a command's coroutine."""
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it prints a line per request
+    with failures_told():
+        asyncio.run(work)
+
+
+def with_plan(kind: type[ReplayPlan]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command with a parameter `plan` an option for each field instead, and call it with the checked plan.
+
+    Fields that are fixed have none.
+    """
+    offered = [name for name in kind.model_fields if name not in kind.fixed]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        def call(context: typer.Context, **values: Any) -> None:
+            chosen = {name: values.pop(name) for name in offered}
+            sources = {name: context.get_parameter_source(name) for name in offered}
+            # Without what was not on the command line, so that the plan can tell a default from a choice.
+            given = {name: chosen[name] for name, source in sources.items() if source and source.name != "DEFAULT"}
+            command(**values, plan=_checked(kind, given))
+
+        hints = get_type_hints(command, include_extras=True)
+        own = [
+            one.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+            for name, one in inspect.signature(command).parameters.items()
+            if name != "plan"
+        ]
+        context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+        parameters = [context, *own, *(_option(kind, field) for field in offered)]
+        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        call.__annotations__ = {one.name: one.annotation for one in parameters}
+        call.__name__, call.__doc__ = command.__name__, command.__doc__
+        return call
+
+    return decorate
+
+
+def _option(kind: type[ReplayPlan], name: str) -> inspect.Parameter:
+    """Return the option of a field.
+
+    A number or the word auto is text to typer, and only the plan tells them apart.
+    """
+    field = kind.model_fields[name]
+    annotation: Any = str | None if field.annotation == NumberOrAuto else field.annotation
+    metavar = "NUMBER|auto" if field.annotation == NumberOrAuto else None
+    help_text = (field.description or "").replace("\n", " ")
+    option = typer.Option(help=help_text, metavar=metavar, show_default=name not in kind.follow)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=Annotated[annotation, option]
+    )
+
+
+def _checked(kind: type[ReplayPlan], given: dict[str, Any]) -> ReplayPlan:
+    try:
+        return kind(**given)
+    except ValidationError as error:
+        fail([_sentence(str(one["loc"][0]) if one["loc"] else "plan", one) for one in error.errors()], 2)
+        raise
+
+
+def _sentence(field: str, error: ErrorDetails) -> str:
+    if error["type"] == "value_error":
+        return f"{field}: {error['msg'].removeprefix('Value error, ')}"
+    return f"{field}: {error['msg'].removeprefix('Input ')}, not {error['input']}"
 
 
 @app.command()
@@ -151,7 +230,7 @@ def serve(
         Mode | None, typer.Option(help="disaggregated: two pools; colocated: whole replicas; adaptive: by request")
     ] = None,
     model: ModelOption = None,
-    port: PortOption = None,
+    port: Annotated[int | None, typer.Option(help="HTTP port")] = None,
     host: Annotated[str | None, typer.Option(help="HTTP address")] = None,
     address: Annotated[str | None, typer.Option(help="existing Ray cluster: auto or host:port")] = None,
     prefill: Annotated[int | None, typer.Option(help="number of prefill workers")] = None,
@@ -182,7 +261,7 @@ def serve(
         return
     if detach:
         arguments = [word for word in sys.argv[2:] if word != "--detach"]  # after `ridgeline serve`
-        with known_failures():
+        with failures_told():
             background.detach(loaded.config.name, arguments, console)
         return
     from ridgeline.cluster.commands.serve import serve as serve_until_stopped
@@ -202,7 +281,7 @@ def stop(
     now: Annotated[bool, typer.Option("--now", help="do not wait for running requests")] = False,
 ) -> None:
     """Have a deployment of this machine finish its requests and end."""
-    with known_failures():
+    with failures_told():
         background.stop(name, now=now, console=console)
 
 
@@ -212,7 +291,7 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="go on until the deployment ends")] = False,
 ) -> None:
     """Print what a detached deployment has printed."""
-    with known_failures():
+    with failures_told():
         background.logs(name, follow=follow, console=console)
 
 
@@ -228,10 +307,8 @@ def doctor(config: ConfigOption = None, settings: SetOption = None) -> None:
 @app.command()
 def model(path: Annotated[str, typer.Argument(help="directory, hub name or smollm2-135m")] = "smollm2-135m") -> None:
     """Prepare a model and print where it is."""
-    try:
+    with failures_told():
         console.print(str(prepare_model(path, lambda text: console.print(text))))
-    except ModelError as error:
-        fail([str(error)])
 
 
 @app.command()
@@ -252,12 +329,27 @@ def roofline(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Print shapes, arithmetic intensities, ridge and floors of a model on a device."""
-    from ridgeline.cluster.commands.roofline import show
+    from ridgeline.cluster.config.models import RidgelineConfig
+    from ridgeline.roofline.analysis import roofline_table
+    from ridgeline.roofline.calibration import load_or_calibrate_host
+    from ridgeline.roofline.hardware import hardware_by_name
+    from ridgeline.roofline.model_shape import load_model_shape
+    from ridgeline.roofline.quantisation import dtype_bytes
+    from ridgeline.roofline.render import render, to_json
 
-    try:
-        show(console, str(model), hardware, dtype, cores, as_json=as_json)
-    except (RooflineError, ModelError) as error:
-        fail([str(error)])
+    here = hardware == "host"
+    with failures_told():
+        path = str(prepare_model(model)) if model == DEFAULT_MODEL_NAME else model
+        if dtype == "auto":
+            dtype = doctor_checks.resolve_dtype(RidgelineConfig()) if here else "bfloat16"
+        element_bytes = dtype_bytes(dtype)
+        shape = load_model_shape(path, weight_bytes_per_param=element_bytes, kv_bytes_per_element=element_bytes)
+        device = load_or_calibrate_host(cache_folder(), cores, dtype) if here else hardware_by_name(hardware)
+        rows = roofline_table(shape, device)
+    if as_json:
+        console.out(to_json(shape, device, rows), highlight=False)
+    else:
+        console.print(render(shape, device, rows))
 
 
 @bench.command()
@@ -274,17 +366,15 @@ def transfer(
     json_file: Annotated[Path | None, typer.Option("--json", help="file for all figures and rounds")] = None,
 ) -> None:
     """Move KV blocks between two processes by each transport: GB/s, latency and CPU time, compared with memcpy."""
-    from ridgeline.cluster.commands.bench import BadBench, MeasureError, MeasureSettings, bench_transfer
+    from ridgeline.cluster.commands.bench import MeasureError, MeasureSettings, bench_transfer, problems_of
 
     settings = MeasureSettings(tokens, layers, block_bytes, rounds)
     if transports:
         settings = dataclasses.replace(settings, transports=tuple(dict.fromkeys(transports)))
-    try:
+    if problems := problems_of(settings, json_file):
+        fail(problems, 2)
+    with failures_told(MeasureError):
         bench_transfer(settings, json_file, console)
-    except BadBench as error:
-        fail(error.sentences, 2)
-    except MeasureError as error:
-        fail([str(error)])
 
 
 @app.command()
@@ -306,17 +396,14 @@ def top(
 def drain(
     worker: Annotated[str, typer.Argument(help="the worker that is to leave, as in the table of serve: worker-1")],
     url: UrlOption = LOCAL_URL,
-    timeout_s: Annotated[
-        float,
-        typer.Option(help="seconds that its running requests get; then they go on elsewhere", min=0, callback=_finite),
-    ] = 30.0,
+    timeout_s: TimeoutOption = 30.0,
     force: Annotated[
         bool, typer.Option("--force", help="drain even the last worker of its pool; needs an admin key")
     ] = False,
     admin_key_file: AdminKeyOption = None,
 ) -> None:
     """Let one worker finish what it does and leave for good."""
-    from ridgeline.cluster.commands.operators.drain import drain as drain_worker
+    from ridgeline.cluster.commands.operators import drain as drain_worker
 
     run(drain_worker(url, worker, timeout_s, force=force, admin_key_file=admin_key_file, console=console))
 
@@ -330,7 +417,7 @@ def mode(
     admin_key_file: AdminKeyOption = None,
 ) -> None:
     """Print the mode of a running server, or change it while it serves; no request is lost."""
-    from ridgeline.cluster.commands.operators.mode import mode as tell_or_change
+    from ridgeline.cluster.commands.operators import mode as tell_or_change
 
     run(tell_or_change(url, wanted, admin_key_file=admin_key_file, console=console))
 
@@ -342,7 +429,7 @@ def decisions(
     admin_key_file: AdminKeyOption = None,
 ) -> None:
     """Explain the latest choices of workers in mode adaptive: reason, alternatives, what was predicted and seen."""
-    from ridgeline.cluster.commands.operators.decisions import decisions as explain
+    from ridgeline.cluster.commands.decisions import decisions as explain
 
     run(explain(url, last, admin_key_file=admin_key_file, console=console))
 
@@ -356,7 +443,7 @@ def record(
     admin_key_file: AdminKeyOption = None,
 ) -> None:
     """Record what a running server's scheduler sees and decides, without any text, for `ridgeline whatif`."""
-    from ridgeline.cluster.commands.operators.record import record as record_into
+    from ridgeline.cluster.commands.operators import record as record_into
     from ridgeline.contracts.section import MIB
 
     try:
@@ -377,14 +464,11 @@ def whatif(
     tpot_ms: Annotated[float | None, typer.Option(help="TPOT SLO of every request", min=0.1)] = None,
 ) -> None:
     """Simulate what other policies, SLOs or numbers of workers would have made of recorded requests."""
-    from ridgeline.cluster.commands.whatif import WhatIf
     from ridgeline.cluster.commands.whatif import whatif as simulate
 
     slos = [None if value is None else value / 1e3 for value in (ttft_ms, tpot_ms)]
-    try:
-        simulate(file, WhatIf(tuple(policy or ()), tuple(workers or ()), *slos), console)
-    except LoadTestError as error:
-        fail([str(error)])
+    with failures_told():
+        simulate(file, console, policy or (), workers or (), *slos)
 
 
 @app.command()
@@ -394,49 +478,35 @@ def scale(
     ] = None,
     url: UrlOption = LOCAL_URL,
     cancel: Annotated[bool, typer.Option("--cancel", help="cancel the scale or restart that is under way")] = False,
-    timeout_s: Annotated[
-        float,
-        typer.Option(
-            help="seconds that requests running on a leaving worker get; then they go on elsewhere",
-            min=0,
-            callback=_finite,
-        ),
-    ] = 30.0,
+    timeout_s: TimeoutOption = 30.0,
     admin_key_file: AdminKeyOption = None,
 ) -> None:
     """Give pools of a running server more workers or fewer; no request is lost.
 
     With --cancel, serving workers stay. A worker that drains already leaves, or comes back from a restart.
     """
-    from ridgeline.cluster.commands.operators.scale import cancel as cancel_operation
-    from ridgeline.cluster.commands.operators.scale import scale as scale_workers
-    from ridgeline.cluster.commands.operators.scale import wanted_workers
+    from ridgeline.cluster.commands import operators
 
     if cancel == bool(workers):
         fail(["say how many workers pools shall have, such as prefill=2, or --cancel"], status=2)
     if cancel:
-        run(cancel_operation(url, admin_key_file=admin_key_file, console=console))
+        run(operators.cancel(url, admin_key_file=admin_key_file, console=console))
         return
     try:
-        wanted = wanted_workers(workers or [])
+        wanted = operators.wanted_workers(workers or [])
     except ValueError as error:
         fail([str(error)], status=2)
-    run(scale_workers(url, wanted, timeout_s, admin_key_file=admin_key_file, console=console))
+    run(operators.scale(url, wanted, timeout_s, admin_key_file=admin_key_file, console=console))
 
 
 @app.command()
 def restart(
     url: UrlOption = LOCAL_URL,
-    timeout_s: Annotated[
-        float,
-        typer.Option(
-            help="seconds that requests running on a worker get; then they go on elsewhere", min=0, callback=_finite
-        ),
-    ] = 30.0,
+    timeout_s: TimeoutOption = 30.0,
     admin_key_file: AdminKeyOption = None,
 ) -> None:
     """Start every worker of a running server again, one after the other; no request is lost."""
-    from ridgeline.cluster.commands.operators.scale import restart as restart_workers
+    from ridgeline.cluster.commands.operators import restart as restart_workers
 
     run(restart_workers(url, timeout_s, admin_key_file=admin_key_file, console=console))
 
@@ -452,14 +522,12 @@ def inspect_trace(
     """Say what a trace is: format, dropped rows, lengths, arrivals, burstiness, prefix reuse. Sends nothing."""
     from ridgeline.cluster.commands.inspect_trace import inspect_file
 
-    try:
+    with failures_told():
         inspect_file(file, tokenizer, limit, console)
-    except LoadTestError as error:
-        fail([str(error)])
 
 
 @app.command()
-@with_plan(ReplayPlan, partial(fail, status=2))
+@with_plan(ReplayPlan)
 def replay(
     plan: ReplayPlan,
     url: UrlOption = LOCAL_URL,
@@ -475,7 +543,7 @@ def replay(
 
 
 @app.command()
-@with_plan(ComparePlan, partial(fail, status=2))
+@with_plan(ComparePlan)
 def compare(
     plan: ComparePlan,
     out: Annotated[
@@ -505,7 +573,7 @@ def compare(
     from ridgeline.cluster.commands.own_variants import refusals
 
     loaded = load(config, settings, both_modes=True)
-    if found := refusals(loaded.config, plan):
+    if found := list(refusals(loaded.config, plan)):
         fail(found, 2)
     run(compare_command(loaded.config, plan, out, console))
 
@@ -521,10 +589,8 @@ def report(
     """Write report.html of a finished comparison again, or export its rounds."""
     from ridgeline.cluster.commands.loadtest import report_command
 
-    try:
+    with failures_told():
         report_command(folder, console, export)
-    except LoadTestError as error:
-        fail([str(error)])
 
 
 if __name__ == "__main__":

@@ -9,7 +9,3 @@ class ServingError(RuntimeError):
     def __init__(self, *sentences: str) -> None:
         super().__init__(*sentences)
         self.sentences = list(sentences)
-
-
-class Unfit(ServingError):
-    """This machine cannot run the configuration."""

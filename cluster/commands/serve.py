@@ -79,7 +79,7 @@ class _Lossy:
 async def serve(config: RidgelineConfig, console: Console, *, detached: bool = False) -> None:
     """Serve until Ctrl-C, SIGTERM or the end of the terminal, then drain; a second one cuts the drain short.
 
-    Raises AlreadyRunning, Unfit, PlacementError, DeploymentFailed.
+    Raises ServingError.
     """
     console = Console(file=cast(IO[str], _Lossy(console.file)), width=console.width)
     with DeploymentFolder(config.name).held(detached=detached) as held:
@@ -124,18 +124,15 @@ async def _run(
     async with started(config, console) as deployment:
         ready.set()
         console.print(what_runs_where(deployment))
-        for pair in deployment.kv_pairs:
-            console.print(
-                f"KV {pair.prefill} (prefill) -> {pair.decode} (decode): {pair.transport}"
-                + (f" ({pair.why})" if pair.why else "")
-            )
+        kv = how_kv_goes(deployment.kv_pairs)
+        for sentence in kv:
+            console.print(sentence, highlight=False, markup=False)
         for warning in deployment.warnings:
             console.print(f"[yellow]{escape(warning)}[/]", highlight=False)
         console.print(f"[bold green]ready[/]: {deployment.url}/v1   metrics: {deployment.url}/metrics   Ctrl-C stops")
-        kv = how_kv_goes(deployment.kv_pairs)
         held.tell(phase="ready", url=deployment.url, warnings=deployment.warnings, kv=kv)
         watching = asyncio.create_task(
-            deployment.watch(partial(say_with_time, console), lambda away: held.tell(phase="ready", away=dict(away)))
+            deployment.watch(partial(say_with_time, console), lambda away: held.tell(away=dict(away)))
         )
         stopped = asyncio.create_task(signals.stop.wait())
         await asyncio.wait([watching, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -143,7 +140,7 @@ async def _run(
         if watching.done():
             watching.result()  # raises what failed
         watching.cancel()
-        held.tell(phase="draining")
+        held.tell(phase="draining", away={})
         await _drain(deployment, config.server.drain_timeout_s, console, signals.hurry)
 
 
@@ -197,16 +194,5 @@ def what_runs_where(deployment: Deployment) -> Table:
     """Build the table that `ridgeline serve` prints when everything is up."""
     table = Table("worker", "pool", "node", "cores", "pid", "engine pid", "data plane", "KV blocks", "start")
     for row in deployment.rows:
-        engines = ",".join(map(str, row.engine_pids))
-        table.add_row(
-            row.name,
-            row.pool,
-            row.node,
-            row.cores,
-            str(row.pid),
-            engines,
-            row.address,
-            str(row.kv_blocks),
-            f"{row.start_s:.0f} s",
-        )
+        table.add_row(*row)
     return table

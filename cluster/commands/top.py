@@ -48,20 +48,15 @@ async def _read(client: httpx.AsyncClient) -> Scrape:
 def _table(delta: MetricsDelta) -> Table:
     table = Table(*_COLUMNS, title=f"last {delta.wall_s:.1f} s", title_justify="left")
     for pool, figures in describe_pools(delta).items():
-        level = {name: delta.level_sum(f"ridgeline_{name}", pool=pool) for name in _SUMMED}
+        summed = (delta.level_sum(f"ridgeline_{name}", pool=pool) for name in _SUMMED)
         tokens_per_s = delta.total("ridgeline_tokens_total", pool=pool) / delta.wall_s
         table.add_row(
             pool,
-            _number(delta.level("ridgeline_workers", pool=pool)),
-            _number(level["running"]),
-            _number(level["waiting"]),
-            _number(level["kv_blocks_free"]),
+            *map(_number, (delta.level("ridgeline_workers", pool=pool), *summed)),
             _percent(figures["busy_fraction"]),
             f"{tokens_per_s:.0f}",
-            _number(figures["arithmetic_intensity"], 1),
-            _number(figures["ridge"], 1),
-            _percent(figures["mfu"]),
-            _percent(figures["mbu"]),
+            *(_number(figures[name], 1) for name in ("arithmetic_intensity", "ridge")),
+            *(_percent(figures[name]) for name in ("mfu", "mbu")),
         )
     return table
 

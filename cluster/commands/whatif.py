@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+import numpy as np
 import yaml
 from rich.console import Console
 from rich.table import Table
@@ -26,17 +27,6 @@ PURE: Final = ("colocated", "disaggregated")
 MOST_SHOWN_DIFFERENCES: Final = 5
 
 
-class WhatIf(msgspec.Struct, frozen=True):
-    """What is asked."""
-
-    policies: tuple[str, ...]
-    """Empty: the pure modes, mode adaptive, and the divisions of the fleet."""
-    workers: tuple[int, ...]
-    """Empty: as many as were recorded."""
-    ttft_slo_s: float | None = None
-    tpot_slo_s: float | None = None
-
-
 class PolicyRow(msgspec.Struct, frozen=True):
     """What became of the requests, seen or simulated."""
 
@@ -47,15 +37,27 @@ class PolicyRow(msgspec.Struct, frozen=True):
     tpot_s: tuple[float, ...]
 
 
-def whatif(file: Path, asked: WhatIf, console: Console) -> None:
+def whatif(
+    file: Path,
+    console: Console,
+    policies: Sequence[str],
+    workers: Sequence[int],
+    ttft_slo_s: float | None = None,
+    tpot_slo_s: float | None = None,
+) -> None:
     """Print what was seen, whether its decisions come out the same again, and what other policies would have done.
 
-    Raises LoadTestError for a file that cannot be read and for a policy that is not there.
+    Without `policies`: the pure modes, mode adaptive, and the divisions of the fleet; without `workers`: as many as
+    were recorded. Raises LoadTestError for a file that cannot be read and for a policy that is not there.
     """
     try:
         known = recorded(_events(file))
         _print_replay(file, console)
-        console.print(table(known, list(rows(known, asked))))
+        found = [_seen(known, ttft_slo_s, tpot_slo_s)]
+        for number in workers or (len(known.fleet.workers),):
+            fleet = fleet_of(known.fleet, number)
+            found += (_simulated(known, name, fleet, ttft_slo_s, tpot_slo_s) for name in policies or _usual(number))
+        console.print(table(known, found))
     except OSError as error:
         raise LoadTestError(f"{file} cannot be read: {error.strerror}") from error
     except (BadRecording, ValueError) as error:
@@ -79,16 +81,6 @@ def _print_replay(file: Path, console: Console) -> None:
         console.print(
             f"  after {one.at_s:.1f} s: {one.recorded} then, {one.replayed} now", highlight=False, markup=False
         )
-
-
-def rows(known: Recorded, asked: WhatIf) -> Iterator[PolicyRow]:
-    """Yield what was seen, and each policy's simulated result. Raises ValueError for a policy that is not there."""
-    slos = asked.ttft_slo_s, asked.tpot_slo_s
-    yield _seen(known, *slos)
-    for workers in asked.workers or (len(known.fleet.workers),):
-        fleet = fleet_of(known.fleet, workers)
-        for name in asked.policies or _usual(workers):
-            yield _simulated(known, name, fleet, *slos)
 
 
 def _usual(workers: int) -> tuple[str, ...]:
@@ -171,13 +163,10 @@ def table(known: Recorded, found: Sequence[PolicyRow]) -> Table:
 
 
 def _share(flags: Iterable[bool]) -> float:
-    each = [*flags]
-    return sum(each) / len(each)
+    return float(np.mean([*flags]))
 
 
 def _percentiles(values: Iterable[float]) -> tuple[float, float]:
     """Return the median and the 90th percentile; nan of nothing."""
-    ordered = sorted(values)
-    if not ordered:
-        return math.nan, math.nan
-    return ordered[len(ordered) // 2], ordered[min(len(ordered) - 1, 9 * len(ordered) // 10)]
+    each = [*values]
+    return tuple(np.percentile(each, (50, 90), method="higher").tolist()) if each else (math.nan, math.nan)

@@ -46,27 +46,18 @@ def key_hashes(
 ) -> KeyHashes:
     """Read the keys of clients, of operators and of those that read /metrics.
 
-    Raises ApiKeyError, also for a key that is in both: a client's key never gives access to an operator's path.
+    Raises ApiKeyError, also for a key that is in both: a client's key never gives access to an operator's path. A file
+    or a variable that is set and holds no key is an error: it was meant to close the server.
     """
-    clients = api_key_hashes(api_keys_file, environment)
-    admins = frozenset() if admin_keys_file is None else frozenset(_file_hashes(_ADMINS, admin_keys_file))
+    clients, admins, metrics = (
+        frozenset() if path is None else _hashes(path, _lines(setting, path))
+        for setting, path in ((_CLIENTS, api_keys_file), (_ADMINS, admin_keys_file), (_METRICS, metrics_keys_file))
+    )
+    if given := environment.get(KEYS_VARIABLE):
+        clients |= _hashes(KEYS_VARIABLE, given.split(","))
     if clients & admins:
         raise ApiKeyError(f"a key of {_ADMINS} {admin_keys_file} is a client's key too: {MAKE_ONE} for operators only.")
-    metrics = frozenset() if metrics_keys_file is None else frozenset(_file_hashes(_METRICS, metrics_keys_file))
     return KeyHashes(clients, admins, metrics)
-
-
-def api_key_hashes(api_keys_file: str | None, environment: Mapping[str, str] = os.environ) -> frozenset[bytes]:
-    """Hash every client's key; empty if neither file nor variable is set, which opens the server to everybody.
-
-    Raises ApiKeyError. A file or a variable that is set and holds no key is an error: it was meant to close the server.
-    """
-    hashes: set[bytes] = set()
-    if api_keys_file is not None:
-        hashes |= set(_file_hashes(_CLIENTS, api_keys_file))
-    if KEYS_VARIABLE in environment and environment[KEYS_VARIABLE] != "":
-        hashes |= set(_hashes(KEYS_VARIABLE, environment[KEYS_VARIABLE].split(",")))
-    return frozenset(hashes)
 
 
 def first_admin_key(path: str) -> str:
@@ -74,10 +65,6 @@ def first_admin_key(path: str) -> str:
     for key in _keys(path, _lines("--admin-key-file", path)):
         return key.decode("ascii")
     raise ApiKeyError(f"--admin-key-file {path} holds no key: name the file that security.admin_keys_file names.")
-
-
-def _file_hashes(setting: str, path: str) -> list[bytes]:
-    return _hashes(path, _lines(setting, path))
 
 
 def _lines(setting: str, path: str) -> list[str]:
@@ -91,8 +78,8 @@ def _lines(setting: str, path: str) -> list[str]:
         raise ApiKeyError(f"{setting} {path} is not text: write one key a line; {MAKE_ONE}.") from error
 
 
-def _hashes(where: str, texts: list[str]) -> list[bytes]:
-    hashes = [hash_key(key) for key in _keys(where, texts)]
+def _hashes(where: str, texts: list[str]) -> frozenset[bytes]:
+    hashes = frozenset(hash_key(key) for key in _keys(where, texts))
     if not hashes:
         raise ApiKeyError(f"{where} holds no API key: add one ({MAKE_ONE}), or leave the setting out.")
     return hashes

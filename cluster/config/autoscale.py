@@ -1,20 +1,19 @@
 """The section `autoscale`: whether the number of workers follows the load, within which bounds, and how soon.
 
-Part of `ridgeline.cluster.config.models`; `ridgeline.cluster.config.loader` checks it against the other sections.
+Part of `ridgeline.cluster.config.models`, which checks it against the other sections.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from pydantic import Field
 
 from ridgeline.contracts.section import Section
-from ridgeline.contracts.vocabulary import Mode, Pool
+from ridgeline.contracts.vocabulary import Pool
 
 MOST_WORKERS = 1000
-TURN_OFF = "or set autoscale.mode to none"
 
 
 class WorkerBounds(NamedTuple):
@@ -98,70 +97,3 @@ class AutoscaleConfig(Section):
             for pool, said in self.by_pool().items()
             if said.min_workers is not None and said.max_workers is not None
         }
-
-
-def autoscale_conflicts(
-    autoscale: AutoscaleConfig,
-    mode: Mode,
-    workers: Mapping[Pool, int],
-    other_modes: Mapping[Pool, int],
-    sections_of: Callable[[Pool], tuple[str, ...]],
-) -> list[str]:
-    """Find settings that are impossible together in this mode, whose pools start with so many `workers`.
-
-    `other_modes` has the pools of modes that it may change to, and `sections_of` says where their workers are set. One
-    sentence each, naming the fix; none while nothing is to be scaled.
-    """
-    if autoscale.mode == "none":
-        return []
-    said = {pool: each for pool, each in autoscale.by_pool().items() if each != PoolBounds()}
-    found = list(_threshold_conflicts(autoscale))
-    if not said.keys() & workers.keys():
-        pool = next(iter(workers))
-        found.append(
-            f"autoscale.mode is {autoscale.mode} and no pool of mode {mode} has bounds: set "
-            f"autoscale.{pool}.min_workers and autoscale.{pool}.max_workers, {TURN_OFF}."
-        )
-    for pool, each in said.items():
-        there = workers.get(pool) or other_modes.get(pool)
-        if there is None:
-            found.append(
-                f"autoscale.{pool} bounds a pool that mode {mode} does not have, in which fixed_mode keeps it: set "
-                f"bounds for {' or '.join(workers)} instead, {TURN_OFF}."
-            )
-        else:
-            found += _bounds_conflicts(pool, each, there, sections_of(pool))
-    return found
-
-
-def _threshold_conflicts(autoscale: AutoscaleConfig) -> Iterator[str]:
-    if autoscale.down_use >= autoscale.up_use:
-        yield (
-            f"autoscale.down_use ({autoscale.down_use:g}) must be below autoscale.up_use ({autoscale.up_use:g}), or a "
-            "pool would grow and shrink by turns: lower down_use, to less than half of up_use if there are few workers."
-        )
-    if autoscale.down_after_s < autoscale.up_after_s:
-        yield (
-            f"autoscale.down_after_s ({autoscale.down_after_s:g}) is shorter than autoscale.up_after_s "
-            f"({autoscale.up_after_s:g}), so that workers would leave sooner than they come: set it to at least "
-            f"{autoscale.up_after_s:g}."
-        )
-
-
-def _bounds_conflicts(pool: Pool, said: PoolBounds, workers: int, sections: tuple[str, ...]) -> Iterator[str]:
-    at = f"autoscale.{pool}"
-    numbers = " and ".join(f"{section}.workers" for section in sections)
-    if said.min_workers is None or said.max_workers is None:
-        missing = "min_workers" if said.min_workers is None else "max_workers"
-        yield f"{at}.{missing} must be set as well: a pool is changed within two bounds, or not at all."
-    elif said.min_workers > said.max_workers:
-        yield (
-            f"{at}.min_workers ({said.min_workers}) is above {at}.max_workers ({said.max_workers}): swap them, or "
-            "raise max_workers."
-        )
-    elif not said.min_workers <= workers <= said.max_workers:
-        yield (
-            f"{numbers} ({workers}{' together' * (len(sections) > 1)}) is not within {at}.min_workers "
-            f"({said.min_workers}) and max_workers ({said.max_workers}): start with a number between them, or change "
-            "the bounds."
-        )

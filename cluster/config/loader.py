@@ -10,21 +10,42 @@ import difflib
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Final, get_args
 
 import yaml
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from rich.table import Table
 
-from ridgeline.cluster.config.autoscale import autoscale_conflicts
-from ridgeline.cluster.config.gpu_defaults import GPU_ORIGIN, fill_adaptive, gpu_defaults
-from ridgeline.cluster.config.models import RidgelineConfig, conflicts
+from ridgeline.cluster.config.models import RidgelineConfig, autoscale_conflicts, conflicts
 from ridgeline.contracts.section import Section
-from ridgeline.contracts.vocabulary import Mode, Pool
+from ridgeline.contracts.vocabulary import Mode
 
 DEFAULT_ORIGIN = "default"
 FLAG_ORIGIN = "flag"
+GPU_ORIGIN = "default on GPUs"
+_GPU_POOLS: Final[Mapping[str, Mapping[str, Any]]] = {
+    # Prompts fill steps by themselves: more sequences than a step has room for would only hold KV.
+    "prefill": {"max_num_seqs": 64, "max_num_batched_tokens": 8192, "kv_cache_memory_bytes": None},
+    # What is recomputed here stalls the others for one chunk; more sequences share each read of the weights.
+    "decode": {"max_num_seqs": 512, "max_num_batched_tokens": 2048, "kv_cache_memory_bytes": None},
+    # As vLLM's own server on a GPU of 70 GiB or more, with as many sequences as half of the decode pool's.
+    "colocated": {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "kv_cache_memory_bytes": None},
+}
+"""Each pool's settings where its `gpus_per_worker` is above 0, for those that nobody has set.
+
+The other defaults are those of a CPU core, which a step of 512 tokens keeps busy for two seconds. A GPU's ridge is at
+hundreds of tokens of a step (H100: 295 in bfloat16), its memory is for KV, and its engine compiles at start.
+"""
+_GPU_SHARED: Final[dict[str, Any]] = {
+    # A download of hundreds of gigabytes, torch.compile and the capture of graphs are part of a start.
+    "supervision.start_timeout_s": 3600.0,
+    # A kernel that is compiled or tuned at its first use takes tens of seconds in the middle of serving.
+    "supervision.stall_timeout_s": 180.0,
+}
+"""Settings of the deployment where any pool has GPUs."""
+_WHOLE_NUMBER: Final = TypeAdapter(int)
 
 
 class ConfigError(ValueError):
@@ -72,28 +93,17 @@ def load_config(
             continue
         if _assign(values, assignment.path, assignment.value):
             origins[leaf] = assignment.origin
-    for setting, default in gpu_defaults(values):
-        if origins[setting] == DEFAULT_ORIGIN:
-            _assign(values, setting, default)
-            origins[setting] = GPU_ORIGIN
-    fill_adaptive(values)
+    _fill_in_gpu_defaults(values, origins)
     config = _validate(values, origins, problems)
     if config is not None:
         modes = get_args(Mode) if both_modes else (config.mode,)
         found = (sentence for mode in modes for sentence in conflicts(config.model_copy(update={"mode": mode})))
         problems += dict.fromkeys(found)
         if not both_modes:  # a comparison leaves its pools as they are
-            problems += autoscale_conflicts(config.autoscale, config.mode, *_workers(config), config.sections_of)
+            problems += autoscale_conflicts(config)
     if config is None or problems:
         raise ConfigError(problems)
     return LoadedConfig(config=config, origins=origins)
-
-
-def _workers(config: RidgelineConfig) -> tuple[dict[Pool, int], dict[Pool, int]]:
-    """Return the number of workers of each pool of this mode, and of each pool of the modes that it may change to."""
-    now = {pool: settings.workers for pool, settings in config.active_pools().items()}
-    others = {} if config.fixed_mode else {pool: settings.workers for pool, settings in config.all_pools().items()}
-    return now, others
 
 
 def explain(loaded: LoadedConfig) -> Table:
@@ -102,10 +112,9 @@ def explain(loaded: LoadedConfig) -> Table:
     table.add_column("setting", no_wrap=True)
     table.add_column("value", overflow="fold")
     table.add_column("from", overflow="fold")
-    values = loaded.config.model_dump()
     for path, origin in loaded.origins.items():
         style = "dim" if origin in (DEFAULT_ORIGIN, GPU_ORIGIN) else None
-        table.add_row(path, _shown(path, _look_up(values, path)), origin, style=style)
+        table.add_row(path, _shown(path, attrgetter(path)(loaded.config)), origin, style=style)
     return table
 
 
@@ -134,21 +143,47 @@ def _leaf_of(path: str) -> str | None:
     return next((table for table in _TABLES if path.startswith(f"{table}.")), None)
 
 
-def read_yaml(path: Path) -> yaml.Node | None:
-    """Return the tree of a YAML file, with the line of each key; None if it is empty. Raises ConfigError."""
+def _read_file(path: Path, problems: list[str]) -> list[_Assignment]:
     try:
-        root: yaml.Node | None = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        if root is None:
+            return []
+        problems += (
+            f"{path}:{line}: {name} is already set in line {first}: remove one of them."
+            for name, line, first in _given_twice(root)
+        )
+        return list(_walk(root, "", path, problems))
     except OSError as error:
-        raise ConfigError([f"{path}: cannot be read ({error.strerror}); name an existing YAML file."]) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError([f"{path}: is not UTF-8 text; name a YAML file."]) from error
-    except yaml.YAMLError as error:
-        raise ConfigError([invalid_yaml(path, error)]) from error
-    return root
+        problems.append(f"{path}: cannot be read ({error.strerror}); name an existing YAML file.")
+    except UnicodeDecodeError:
+        problems.append(f"{path}: is not UTF-8 text; name a YAML file.")
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        problems.append(f"{path}{line}: is not valid YAML: {error.problem}.")
+    except yaml.YAMLError as error:  # a character that YAML forbids has no line
+        problems.append(f"{path}: is not valid YAML: {' '.join(str(error).split())}.")
+    return []
 
 
-def value_of(node: yaml.Node) -> Any:
+def _given_twice(
+    node: yaml.Node, prefix: str = "", above: tuple[yaml.Node, ...] = ()
+) -> Iterator[tuple[str, int, int]]:
+    """Yield each key that its mapping already has, which YAML would silently replace, its line and the first one's."""
+    if not isinstance(node, yaml.MappingNode) or node in above:
+        return
+    first_lines: dict[str, int] = {}
+    for key, value in node.value:
+        name, line = f"{prefix}{key.value}", key.start_mark.line + 1
+        if name in first_lines:
+            yield name, line, first_lines[name]
+        first_lines.setdefault(name, line)
+        yield from _given_twice(value, f"{name}.", (*above, node))
+
+
+def _value_of(node: yaml.Node | None) -> Any:
     """Return what a tree says, as yaml.safe_load would. Raises yaml.YAMLError."""
+    if node is None:
+        return None
     whole = deepcopy(node)  # to merge (`<<`) changes it
     try:
         return yaml.SafeLoader("").construct_object(whole, deep=True)
@@ -157,69 +192,25 @@ def value_of(node: yaml.Node) -> Any:
         raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from error
 
 
-def given_twice(node: yaml.Node, above: tuple[yaml.Node, ...] = ()) -> Iterator[tuple[str, int]]:
-    """Yield each key that its mapping already has, which YAML would silently replace, with its line."""
-    if not isinstance(node, yaml.MappingNode) or node in above:
-        return
-    seen = set()
-    for key, value in node.value:
-        if isinstance(key, yaml.ScalarNode):
-            if key.value in seen:
-                yield key.value, key.start_mark.line + 1
-            seen.add(key.value)
-        yield from given_twice(value, (*above, node))
-
-
-def _read_file(path: Path, problems: list[str]) -> list[_Assignment]:
-    try:
-        root = read_yaml(path)
-        return [] if root is None else list(_walk(root, "", path, problems))
-    except ConfigError as error:
-        problems += error.problems
-    except yaml.YAMLError as error:  # in a value, such as a tag that nobody knows
-        problems.append(invalid_yaml(path, error))
-    return []
-
-
-def invalid_yaml(path: Path, error: yaml.YAMLError) -> str:
-    """Say why a file is not YAML, and in which line if that is known."""
-    if not isinstance(error, yaml.MarkedYAMLError):  # a character that YAML forbids has no line
-        return f"{path}: is not valid YAML: {' '.join(str(error).split())}."
-    line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-    return f"{path}{line}: is not valid YAML: {error.problem}."
-
-
 def _walk(node: yaml.Node, prefix: str, file: Path, problems: list[str]) -> Iterator[_Assignment]:
     """Turn a YAML tree into assignments, each with the line of its key."""
     if not isinstance(node, yaml.MappingNode):
-        if value_of(node) is not None:  # an empty section keeps its defaults
-            where = f"{file}:{node.start_mark.line + 1}"
-            problems.append(
-                f"{where}: {prefix.rstrip('.') or 'the file'} is a section: write `key: value` lines in it."
-            )
+        if _value_of(node) is not None:  # an empty section keeps its defaults
+            where = f"{file}:{node.start_mark.line + 1}: {prefix.rstrip('.') or 'the file'}"
+            problems.append(f"{where} is a section: write `key: value` lines in it.")
         return
-    first_lines: dict[str, int] = {}
     for key_node, value_node in node.value:
-        line = key_node.start_mark.line + 1
         path = f"{prefix}{key_node.value}"
-        if path in first_lines:
-            problems.append(f"{file}:{line}: {path} is already set in line {first_lines[path]}: remove one of them.")
-        first_lines.setdefault(path, line)
         if path in _SECTIONS:
             yield from _walk(value_node, f"{path}.", file, problems)
         else:
-            problems += (
-                f"{file}:{again}: {name} is already set in {path}: remove one of them."
-                for name, again in given_twice(value_node)
-            )
-            yield _Assignment(path, value_of(value_node), f"{file}:{line}")
+            yield _Assignment(path, _value_of(value_node), f"{file}:{key_node.start_mark.line + 1}")
 
 
 def _read_overrides(overrides: Mapping[str, str], problems: list[str]) -> Iterator[_Assignment]:
     for path, text in overrides.items():
         try:
-            root = yaml.compose(text, Loader=yaml.SafeLoader)
-            yield _Assignment(path, None if root is None else value_of(root), FLAG_ORIGIN)
+            yield _Assignment(path, _value_of(yaml.compose(text, Loader=yaml.SafeLoader)), FLAG_ORIGIN)
         except yaml.YAMLError:
             problems.append(f"{FLAG_ORIGIN}: {path}: {text!r} is not a valid value; quote it as in YAML.")
 
@@ -230,22 +221,16 @@ def _not_a_setting(assignment: _Assignment) -> str:
     if path in _SECTIONS:
         return f"{start} is a section: set one of {', '.join(_children(path))}."
     parent, _, name = path.rpartition(".")
-    near = difflib.get_close_matches(name, [_last(child) for child in _children(parent)], n=1)
+    near = [leaf for leaf in _LEAVES if leaf.rpartition(".")[2] == name] or difflib.get_close_matches(
+        path, _LEAVES, n=1
+    )
     if near:
-        return f"{start} is not a setting: did you mean {parent + '.' if parent else ''}{near[0]}?"
-    elsewhere = difflib.get_close_matches(path, _LEAVES, n=1) or [leaf for leaf in _LEAVES if _last(leaf) == name]
-    if elsewhere:
-        return f"{start} is not a setting: did you mean {' or '.join(elsewhere)}?"
-    known = _children(parent) or _children("")
-    return f"{start} is not a setting: the nearest are {', '.join(known)}."
+        return f"{start} is not a setting: did you mean {' or '.join(near)}?"
+    return f"{start} is not a setting: the nearest are {', '.join(_children(parent) or _children(''))}."
 
 
 def _children(section: str) -> list[str]:
     return [path for path, _ in _fields(RidgelineConfig) if path.rpartition(".")[0] == section]
-
-
-def _last(path: str) -> str:
-    return path.rpartition(".")[2]
 
 
 def _assign(values: dict[str, Any], path: str, value: Any) -> bool:
@@ -265,11 +250,25 @@ def _assign(values: dict[str, Any], path: str, value: Any) -> bool:
     return True
 
 
-def _look_up(values: Mapping[str, Any], path: str) -> Any:
-    found: Any = values
-    for name in path.split("."):
-        found = found[name]
-    return found
+def _fill_in_gpu_defaults(values: dict[str, Any], origins: dict[str, str]) -> None:
+    """Set what nobody has set where pools have GPUs; none of it has been checked yet."""
+    with_gpus = [name for name in _GPU_POOLS if _has_gpus(values["pools"][name].get("gpus_per_worker"))]
+    found = {f"pools.{name}.{setting}": value for name in with_gpus for setting, value in _GPU_POOLS[name].items()}
+    adaptive = values["pools"]["adaptive"]  # one setting
+    on_gpus = isinstance(adaptive, dict) and _has_gpus(adaptive.get("gpus_per_worker"))
+    if on_gpus:
+        adaptive.setdefault("kv_cache_memory_bytes", None)
+    for setting, value in (found | (_GPU_SHARED if with_gpus or on_gpus else {})).items():
+        if origins[setting] == DEFAULT_ORIGIN:
+            _assign(values, setting, value)
+            origins[setting] = GPU_ORIGIN
+
+
+def _has_gpus(number: object) -> bool:
+    try:
+        return _WHOLE_NUMBER.validate_python(number) > 0  # as the setting is read: 1.0 and "1" are 1
+    except ValidationError:
+        return False
 
 
 def _validate(values: dict[str, Any], origins: Mapping[str, str], problems: list[str]) -> RidgelineConfig | None:

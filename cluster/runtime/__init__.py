@@ -10,9 +10,8 @@ service_process/   those processes: how they start, and calls to them
 handlers.py        which handler runs which leg
 handles/           actors by name, whichever process fills them
 supervisor.py      brings back what dies
-supervision/       by what it decides who is lost, and when to try again
-operation_runner.py  takes operations from the routers, one at a time, and tells how they go on
-operation_steps.py  carries them out: more workers, fewer, all started again
+registration.py    makes a worker known to all routers, at the same time
+fleet_operations.py  operations of the routers, one at a time: more workers, fewer, all started again
 autoscale/         begins operations when the load asks for them
 processes.py       processes of a node and their end
 environment.py     variables of a shell that must not reach a server

@@ -10,8 +10,7 @@ import asyncio
 import math
 import os
 import signal
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,10 +28,6 @@ from ridgeline.roofline.process_cores import usable_cores
 
 WITHOUT_SERVICE = 143
 """Exit status of an actor that gets SIGTERM while it has no service: 128 + 15."""
-HOLD_S = 2.0
-"""How long a question after an actor's health may wait for news; unasked, an actor could not say that it is well."""
-LOOK_EVERY_S = 0.5
-"""How often an actor asks its service meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -43,21 +38,16 @@ class NodePlace:
     host: str
     cores: tuple[int, ...]
     """Those that the actor may run on."""
-    pid: int
+    process: ProcessId
+    """The actor's."""
     machine: str
     """Whose cores these are: nodes of one machine share them."""
-    started_s: float = 0.0
     cpu_flags: frozenset[str] = frozenset()
     """What the processor can do, as the kernel calls it."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """The node's labels in Ray."""
     taken: frozenset[int] = frozenset()
     """The cores that workers have already, of this deployment or of another one."""
-
-    @property
-    def process(self) -> ProcessId:
-        """The actor's process."""
-        return ProcessId(self.pid, self.started_s)
 
 
 def engine_environment(
@@ -80,24 +70,26 @@ def engine_environment(
         "PYTHONSAFEPATH": "1",  # a file of the working folder is nobody's module, in the processes below either
     }
     if on_cpu:
-        # Allows the in-process ("uni") executor: the multiprocess one spins at 100 % of a core while idle.
-        env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        env |= {"OMP_NUM_THREADS": str(cores // ranks)}
-        if not compiles:
-            # Small helpers of vLLM's sampler are compiled at their first use, even if the model is not: 20 s in the
-            # middle of serving, for everybody.
-            env |= {"TORCH_COMPILE_DISABLE": "1"}
-        # Huge pages for weights and KV: a decode step reads all weights once, and fewer TLB misses make that faster.
-        env |= {"THP_MEM_ALLOC_ENABLE": "1"}
-        # oneDNN keeps a compiled kernel, 240 KB here, for each number of tokens a step has ever had, up to 1,024 of
-        # them: 245 MB by which an engine's memory grows over thousands of prompts. vLLM keeps the last 32 of each
-        # layer by itself, so fewer here cost no time.
-        env |= {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
+        env |= {
+            # Allows the in-process ("uni") executor: the multiprocess one spins at 100 % of a core while idle.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": str(cores // ranks),
+            # Huge pages for weights and KV: a decode step reads all weights once, with fewer TLB misses then.
+            "THP_MEM_ALLOC_ENABLE": "1",
+            # oneDNN keeps a compiled kernel, 240 KB here, for each number of tokens a step has ever had, up to 1,024 of
+            # them: 245 MB by which an engine's memory grows over thousands of prompts. vLLM keeps the last 32 of each
+            # layer by itself, so fewer here cost no time.
+            "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+        }
     else:
-        # vLLM would fork, which has not been tried with CUDA.
-        env |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+        env["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # vLLM would fork, which has not been tried with CUDA
+    if on_cpu and not compiles:
+        # Small helpers of vLLM's sampler are compiled at their first use, even if the model is not: 20 s in the middle
+        # of serving, for everybody.
+        env["TORCH_COMPILE_DISABLE"] = "1"
     if mps_percent is not None:
-        env |= {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(mps_percent)}  # read when the process first uses the GPU
+        env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(mps_percent)  # read when the process first uses the GPU
     return env
 
 
@@ -143,12 +135,8 @@ class ServiceActor:
         finally:
             await client.close()
 
-    async def failure(self, known: Health | None = None) -> Health:
-        """Report whether the service must be replaced, and why; as long as that is `known`, wait `HOLD_S` for news."""
-        return await other_than(known, self._health)
-
-    async def _health(self) -> Health:
-        """Ask the service how it is; an actor without one has taken the place of one that died."""
+    async def failure(self) -> Health:
+        """Report whether the service must be replaced, and why: an actor without one has replaced one that died."""
         if self._client is None:
             return "actor_died"
         try:
@@ -170,34 +158,15 @@ class ServiceActor:
         os.kill(self._client.process.pid, signal.SIGTERM)
 
 
-async def other_than(
-    known: Health | None,
-    health: Callable[[], Awaitable[Health]],
-    *,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-) -> Health:
-    """Return the health as soon as it is another than `known`, or after `HOLD_S`."""
-    give_up_s = clock() + HOLD_S
-    while (now := await health()) == known and clock() < give_up_s:
-        await sleep(LOOK_EVERY_S)
-    return now
-
-
 def _place() -> NodePlace:
-    context = ray.get_runtime_context()
-    cores = tuple(usable_cores())
-    me = this_process()
-    host = ray.util.get_node_ip_address()
-    taken = taken_cores(cores)
+    context, cores = ray.get_runtime_context(), tuple(usable_cores())
     return NodePlace(
         node_id=context.get_node_id(),
-        host=host,
+        host=ray.util.get_node_ip_address(),
         cores=cores,
-        pid=me.pid,
+        process=this_process(),
         machine=this_machine(),
-        started_s=me.started_s,
         cpu_flags=read_cpu_flags(),
         labels=dict(context.get_node_labels()),
-        taken=taken,
+        taken=taken_cores(cores),
     )

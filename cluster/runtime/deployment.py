@@ -9,20 +9,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeVar
 
 import ray
 
 from ridgeline.cluster.runtime.actors import NodePlace
 from ridgeline.cluster.runtime.autoscale.loop import Autoscaler
+from ridgeline.cluster.runtime.fleet_operations import OperationRunner, OperationSteps
 from ridgeline.cluster.runtime.handles.actor import DeploymentFailed, NoPlace
 from ridgeline.cluster.runtime.handles.routing import DispatcherHandle, RouterHandle
 from ridgeline.cluster.runtime.handles.worker import WorkerHandle
-from ridgeline.cluster.runtime.operation_runner import OperationRunner
-from ridgeline.cluster.runtime.operation_steps import OperationSteps
 from ridgeline.cluster.runtime.plan import CoreTable, PlacementError, Plan, dtype_of_nodes
 from ridgeline.cluster.runtime.services import WorkerReady
 from ridgeline.cluster.runtime.supervisor import Say, Supervisor
@@ -44,44 +43,33 @@ MEASURED_WITHIN_S = 30.0
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One line of the table of what runs where."""
 
     name: str
     pool: str
     node: str
     cores: str
-    pid: int
-    engine_pids: tuple[int, ...]
+    pid: str
+    engine_pids: str
     address: str
-    kv_blocks: int
-    start_s: float
+    kv_blocks: str
+    start: str
 
 
+@dataclass
 class Deployment:
     """Running actors; made by `deploy`."""
 
-    def __init__(
-        self,
-        url: str,
-        rows: list[Row],
-        kv_pairs: list[KvPair],
-        routers: list[RouterHandle],
-        supervisor: Supervisor,
-        operations: OperationRunner,
-        autoscaler: Autoscaler,
-        warnings: Sequence[str] = (),
-    ) -> None:
-        """`warnings` are what operators should mend in their settings."""
-        self.url = url
-        self.rows = rows
-        self.kv_pairs = kv_pairs
-        self.warnings = list(warnings)
-        self._routers = routers
-        self._supervisor = supervisor
-        self._operations = operations
-        self._autoscaler = autoscaler
+    url: str
+    rows: list[Row]
+    kv_pairs: list[KvPair]
+    routers: list[RouterHandle]
+    supervisor: Supervisor
+    operations: OperationRunner
+    autoscaler: Autoscaler
+    warnings: list[str] = field(default_factory=list)
+    """What operators should mend in their settings."""
 
     async def watch(self, say: Say, on_away: Callable[[Mapping[str, str]], None] = lambda _: None) -> None:
         """Bring back what dies, carry out operations, give some if pools follow their load, and report all of it.
@@ -91,9 +79,9 @@ class Deployment:
         """
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._supervisor.run(say, on_away), name="supervisor")
-                group.create_task(self._operations.run(say), name="operations")
-                group.create_task(self._autoscaler.run(say), name="autoscaler")
+                group.create_task(self.supervisor.run(say, on_away), name="supervisor")
+                group.create_task(self.operations.run(say), name="operations")
+                group.create_task(self.autoscaler.run(say), name="autoscaler")
         except* DeploymentFailed as failures:
             raise failures.exceptions[0] from None
 
@@ -102,7 +90,7 @@ class Deployment:
 
         None if no router answers, within `DRAIN_ANSWER_S` more: they hang or are being started again.
         """
-        left = await asyncio.gather(*(_left_after_drain(router, timeout_s) for router in self._routers))
+        left = await asyncio.gather(*(_left_after_drain(router, timeout_s) for router in self.routers))
         known = [number for number in left if number is not None]
         return sum(known) if known else None
 
@@ -163,10 +151,6 @@ class _RouterGroup:
         """The one that pairs workers and gives them roles."""
         return self.dispatcher or self.routers[0]
 
-    async def kv_pairs(self) -> list[KvPair]:
-        """Return what carries KV between which workers."""
-        return list(await self.lead.call("kv_pairs"))
-
 
 async def _start(
     plan: Plan, workers: list[WorkerHandle], group: _RouterGroup, cores: CoreTable, say: Say
@@ -202,11 +186,11 @@ async def _start(
             pool=handle.planned.pool,
             node=place.host,
             cores=",".join(map(str, worker.cores)) or f"{handle.gpus:g} GPU",
-            pid=worker.pid,
-            engine_pids=worker.engine_pids,
+            pid=str(worker.pid),
+            engine_pids=",".join(map(str, worker.engine_pids)),
             address=worker.address,
-            kv_blocks=worker.num_kv_blocks,
-            start_s=start_s,
+            kv_blocks=str(worker.num_kv_blocks),
+            start=f"{start_s:.0f} s",
         )
         for handle, place, (worker, start_s) in zip(workers, places, ready, strict=True)
     ]
@@ -221,7 +205,8 @@ async def _start(
     steps = OperationSteps(group.lead, supervisor, another, start_within_s, plan.config.transfer.lease_s)
     operations = OperationRunner(group.routers, steps.carry_out)
     autoscaler = Autoscaler(plan.config.autoscale, group.lead, group.routers, supervisor, operations)
-    pairs, warnings = await group.kv_pairs(), await limits_too_short(plan.config.router.slo, group.routers[0], say)
+    pairs = list(await group.lead.call("kv_pairs"))  # what carries KV between which workers
+    warnings = await limits_too_short(plan.config.router.slo, group.routers[0], say)
     return Deployment(url, rows, pairs, group.routers, supervisor, operations, autoscaler, warnings)
 
 

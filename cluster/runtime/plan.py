@@ -16,7 +16,7 @@ from ridgeline.cluster.doctor.model_support import model_conflicts
 from ridgeline.cluster.errors import ServingError
 from ridgeline.cluster.model_store import ModelError, prepare_model
 from ridgeline.cluster.runtime.actors import NodePlace
-from ridgeline.cluster.runtime.roles import ModeRoles, limits_for_all, mode_roles, worker_ids
+from ridgeline.cluster.runtime.roles import ModeRoles, limits_for_all, mode_roles, places_of
 from ridgeline.contracts.vocabulary import Pool
 from ridgeline.engine import passed_args
 from ridgeline.engine.config import EngineConfig
@@ -165,11 +165,10 @@ def make_plan(config: RidgelineConfig) -> Plan:
     if impossible:
         raise ModelError("\n".join(impossible))
     dtype = resolve_dtype(config)
-    places = [(name, pool) for name, pool in config.active_pools().items() for _ in range(pool.workers)]
     roles = mode_roles(config, facts)
     workers = tuple(
         PlannedWorker(worker_id, name, _start_settings(config, roles, pool), config.section_of(name))
-        for worker_id, (name, pool) in zip(worker_ids(len(places)), places, strict=True)
+        for worker_id, (name, pool) in places_of(config).items()
     )
     return Plan(
         config=config,

@@ -49,17 +49,15 @@ def semaphores_of(pids: Sequence[int]) -> tuple[str, ...]:
 
 def _maps(pid: int) -> list[str]:
     """Return what a process has mapped; nothing if it has ended, as helpers of an engine's start do."""
-    try:
+    with suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines()
-    except (FileNotFoundError, ProcessLookupError):
-        return []
+    return []
 
 
 def _inode(path: Path) -> int | None:
-    try:
+    with suppress(FileNotFoundError):
         return path.stat().st_ino
-    except FileNotFoundError:
-        return None
+    return None
 
 
 def end_processes(processes: Sequence[ProcessId], files: Sequence[str] = ()) -> list[int]:

@@ -19,6 +19,7 @@ from ray.exceptions import RayError
 from ray.job_config import JobConfig
 
 from ridgeline.cluster.config.models import OBJECT_STORE_BYTES, RidgelineConfig
+from ridgeline.cluster.folders import ray_folder, remove_ended_sessions, session_kept
 from ridgeline.cluster.runtime.actors import engine_environment
 from ridgeline.cluster.runtime.environment import apart_from_the_shell
 from ridgeline.cluster.runtime.handles.actor import LOOPBACK, DeploymentFailed
@@ -26,7 +27,6 @@ from ridgeline.cluster.runtime.ray_workarounds.fewer_processes import fewer_proc
 from ridgeline.cluster.runtime.ray_workarounds.ray_messages import ray_messages_in_a_file
 from ridgeline.cluster.runtime.service_process.launch import PRELOADED, preloaded_parent
 from ridgeline.cluster.runtime.services import IMPORTED
-from ridgeline.cluster.socket_folders import ray_folder, remove_ended_sessions, session_kept
 from ridgeline.roofline.process_cores import usable_cores
 
 STARTS = 2
@@ -162,45 +162,29 @@ def start_ray(**options: Any) -> None:
     Raises DeploymentFailed if it does not come up again.
     """
     _keep_on_loopback()
-    first = ""
-    for start in range(1, STARTS + 1):
-        with _processes_forgotten():
-            failed = _start_once(options)
-        if failed is None:
-            return
-        first = first or failed
-        if start == STARTS:
-            raise DeploymentFailed(
-                f"Ray did not come up on this machine, {STARTS} times: {first} Its logs are in {ray_folder().logs}: "
-                "see them, and whether memory or disk is full"
-            )
-        logger.warning("Ray did not come up: %s Starting it once more", failed)
-
-
-def _start_once(options: dict[str, Any]) -> str | None:
-    """Return why it did not come up, and then nothing of it is left; None if it did."""
-    earlier = set(psutil.Process().children())
-    try:
-        with fewer_processes():
-            ray.init(_system_config=dict(SYSTEM_CONFIG), **options)
-    except Exception as error:
-        if type(error) is not Exception:
-            raise
-        _end(set(psutil.Process().children()) - earlier)
-        return str(error)
-    return None
-
-
-@contextmanager
-def _processes_forgotten() -> Iterator[None]:
-    """Let Python forget, without a warning, the ended processes of a start that came to nothing.
-
-    `_end` has waited for them by their pid, and Ray's own objects for them are lost with its exception.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "subprocess .* is still running", ResourceWarning)
-        yield
-        gc.collect()
+    failures: list[str] = []
+    while len(failures) < STARTS:
+        with warnings.catch_warnings():  # of processes that are ended by pid, whose objects go with Ray's exception
+            warnings.filterwarnings("ignore", "subprocess .* is still running", ResourceWarning)
+            earlier = set(psutil.Process().children())
+            try:
+                with fewer_processes():
+                    ray.init(_system_config=dict(SYSTEM_CONFIG), **options)
+                return
+            except Exception as error:
+                if type(error) is not Exception:
+                    raise
+                failures.append(str(error))
+            left = set(psutil.Process().children()) - earlier
+            for process in left:
+                process.kill()
+            psutil.wait_procs(list(left), timeout=END_WITHIN_S)
+            gc.collect()
+        logger.warning("Ray did not come up: %s", failures[-1])
+    raise DeploymentFailed(
+        f"Ray did not come up on this machine, {STARTS} times: {failures[0]} Its logs are in {ray_folder().logs}: see "
+        "them, and whether memory or disk is full"
+    )
 
 
 def _keep_on_loopback() -> None:
@@ -211,9 +195,3 @@ def _keep_on_loopback() -> None:
     """
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
     ray_constants.ENABLE_RAY_CLUSTER = False
-
-
-def _end(processes: set[psutil.Process]) -> None:
-    for process in processes:
-        process.kill()
-    psutil.wait_procs(list(processes), timeout=END_WITHIN_S)

@@ -42,9 +42,10 @@ class ModeRoles:
     why_not: Mapping[Mode, str] = field(default_factory=dict)
 
 
-def worker_ids(number: int) -> list[str]:
-    """Return the ids of a deployment's workers: the same ones in every mode."""
-    return [f"worker-{index}" for index in range(number)]
+def places_of(config: RidgelineConfig) -> dict[str, tuple[Pool, PoolConfig]]:
+    """Return the pool of each worker: the ids are the same ones in every mode."""
+    places = [(name, pool) for name, pool in config.active_pools().items() for _ in range(pool.workers)]
+    return {f"worker-{number}": place for number, place in enumerate(places)}
 
 
 def mode_roles(config: RidgelineConfig, model: ModelFacts) -> ModeRoles:
@@ -57,7 +58,10 @@ def mode_roles(config: RidgelineConfig, model: ModelFacts) -> ModeRoles:
     if len(in_mode) == 1:
         return ModeRoles(why_not=why_not)
     return ModeRoles(
-        by_mode={mode: _roles(one) for mode, one in in_mode.items()},
+        by_mode={
+            mode: {worker_id: _role(mode, *place) for worker_id, place in places_of(one).items()}
+            for mode, one in in_mode.items()
+        },
         of_new={mode: _roles_of_new(one) for mode, one in in_mode.items()},
         why_not=why_not,
     )
@@ -76,7 +80,7 @@ def limits_for_all(pools: Sequence[PoolConfig], start: PoolConfig) -> PoolConfig
 def _obstacle(config: RidgelineConfig, other: RidgelineConfig, model: ModelFacts) -> str | None:
     if config.fixed_mode:
         return "fixed_mode is set: leave it out, and start again"
-    here, there = _places(config), _places(other)
+    here, there = places_of(config).values(), places_of(other).values()
     if len(here) != len(there):
         return (
             f"it takes as many workers in both modes, and {_number(config)}, {_number(other)}: make them equal, and "
@@ -108,18 +112,6 @@ def _number(config: RidgelineConfig) -> str:
 
 def _kept(pool: PoolConfig, setting: str) -> object:
     return pool.ranks if setting == "tensor_parallel_size" else getattr(pool, setting)
-
-
-def _places(config: RidgelineConfig) -> list[tuple[Pool, PoolConfig]]:
-    return [(name, pool) for name, pool in config.active_pools().items() for _ in range(pool.workers)]
-
-
-def _roles(config: RidgelineConfig) -> dict[str, Role]:
-    places = _places(config)
-    return {
-        worker_id: _role(config.mode, name, pool)
-        for worker_id, (name, pool) in zip(worker_ids(len(places)), places, strict=True)
-    }
 
 
 def _roles_of_new(config: RidgelineConfig) -> dict[Pool, Role]:

@@ -108,7 +108,7 @@ class WorkerService(_Service):
 
     async def hardware(self, dtype: str, cores: int, gpus: int, fp8: bool) -> PoolHardware | str:
         """Return the peaks of a worker on this node, or why none are known; measures a CPU if nobody has yet."""
-        from ridgeline.cluster.node_hardware import worker_hardware
+        from ridgeline.cluster.node_gpus import worker_hardware
 
         return worker_hardware(dtype, cores, gpus, fp8=fp8)
 

@@ -11,28 +11,37 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol, TypeVar
+from typing import TypeVar
 
 from ridgeline.cluster.config.models import SupervisionConfig
-from ridgeline.cluster.runtime.handles.actor import CoresBusy, DeploymentFailed, NoPlace
-from ridgeline.cluster.runtime.supervision.reach import Partitions, judge
-from ridgeline.cluster.runtime.supervision.registration import Registration
-from ridgeline.cluster.runtime.supervision.restart_budget import LONGEST_REST_S, WINDOW_S, RestartBudget
+from ridgeline.cluster.runtime.handles.actor import ActorHandle, DeploymentFailed, NoPlace
+from ridgeline.cluster.runtime.handles.routing import Routing
+from ridgeline.cluster.runtime.handles.worker import WorkerHandle
+from ridgeline.cluster.runtime.registration import Registration
 from ridgeline.contracts.vocabulary import Health, Pool, RestartReason
 
 POLL_S = 0.5
+LOOK_S = 1.0
+"""How often everybody is asked how it is. The routers themselves see at once that a worker has ended."""
 LONGEST_ROUTER_REST_S = 30.0
 """Nothing is served while all routers or the dispatcher are away, and to start one takes seconds."""
-TOGETHER_S = 3.0
-"""Actors that fall silent at the same moment are found so within this time of each other: each is asked anew half a
-second after its last answer, which may take two."""
 FORGOTTEN_WITHIN_S = 2.0
 """How long a worker that has drained still lives for others to let go of its KV cache: a few steps of theirs."""
-CORES_FREE_WITHIN_S = 60.0
-"""How long cores that are taken may be those of a worker's former process: several times as long as the end of one is
-waited for (`ridgeline.cluster.node_cores.HOLD_WITHIN_S`). After that they are another worker's."""
+FIRST_REST_S = 30.0
+WINDOW_S = 300.0
+"""Of service, in which `supervision.max_restarts` are counted."""
+LONGEST_REST_S = 300.0
+"""Something that cannot run is tried again every five minutes at the least, as Kubernetes restarts a container that
+crashes in a loop (CrashLoopBackOff): seldom enough to harm nobody, and soon enough after its cause is gone."""
+
+ENOUGH_RESTS = 8
+"""After fewer, the longest one is reached."""
+SEVERAL = 2
+"""One worker that only one router does not reach may be either's fault; so many are that router's."""
 Say = Callable[[str], None]
 T = TypeVar("T")
 _WHAT_HAPPENED: dict[RestartReason, str] = {
@@ -45,35 +54,77 @@ _WHAT_HAPPENED: dict[RestartReason, str] = {
 }
 
 
-class Supervised(Protocol):
-    """Something that can be lost and started again."""
+@dataclass(frozen=True)
+class Partitions:
+    """Who is partitioned, and who is only suspected."""
+
+    workers: frozenset[str] = frozenset()
+    """Those that most of the routers do not reach."""
+    deaf: frozenset[str] = frozenset()
+    """Routers that reach none of several workers."""
+    suspects: frozenset[str] = frozenset()
+    """Routers that do not reach several workers which most of the others do. They serve with those that they reach: to
+    start such a router again would end its streams and mend no route."""
+
+
+def judge(unreached: Mapping[str, set[str]], workers: Collection[str]) -> Partitions:
+    """Judge by the workers that each router does not reach; `unreached` has the routers that have answered."""
+    several = len(workers) >= SEVERAL
+    deaf = frozenset(router for router, names in unreached.items() if several and names.issuperset(workers))
+    votes = {router: names for router, names in unreached.items() if router not in deaf}
+    misses = {worker: sum(worker in names for names in votes.values()) for worker in workers}
+    partitioned = frozenset(worker for worker, number in misses.items() if 2 * number > len(votes))
+    suspects = frozenset(router for router, names in votes.items() if len(names - partitioned) >= SEVERAL)
+    return Partitions(partitioned, deaf, suspects)
+
+
+class RestartBudget:
+    """When one worker or router may be started again; it serves when this is made.
+
+    Time counts only while it serves: one that takes minutes to start and dies at its first request dies as often within
+    the window as one that starts at once.
+    """
+
+    def __init__(
+        self,
+        max_restarts: int,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        longest_rest_s: float = LONGEST_REST_S,
+    ) -> None:
+        self._longest_rest_s = longest_rest_s
+        self._max_restarts = max_restarts
+        self._clock = clock
+        self._starts_s: deque[float] = deque(maxlen=max_restarts + ENOUGH_RESTS)
+        """By the time it had served before each."""
+        self._served_s = 0.0
+        self._serves_since_s: float | None = clock()
+
+    def serves(self) -> None:
+        """Note that the worker serves again."""
+        self._serves_since_s = self._clock()
 
     @property
-    def name(self) -> str: ...
-    async def failure(self, known: Health | None = None) -> Health: ...
-    async def end(self) -> None: ...
+    def used_up(self) -> bool:
+        """Whether it was lost, or could not start, more often of late than `max_restarts`."""
+        return len(self._starts_s) > self._max_restarts
 
+    def next_delay_s(self) -> float:
+        """Note that the worker is lost, or could not start, and return how long to wait before the next start.
 
-class SupervisedWorker(Supervised, Protocol):
-    """A worker, whichever process runs it."""
-
-    @property
-    def pool(self) -> Pool: ...
-    async def start_again(self) -> str: ...
-    async def ending(self) -> str: ...
-    async def retire(self) -> None: ...
-
-
-class SupervisedRouter(Supervised, Protocol):
-    """A router or the dispatcher, whichever process runs it; all of them know all workers."""
-
-    @property
-    def kind(self) -> Literal["router", "dispatcher"]: ...
-    async def start_again(self, addresses: list[str]) -> None: ...
-    async def replace_worker(self, address: str, reason: RestartReason | None) -> None: ...
-    async def remove_worker(self, worker_id: str) -> None: ...
-    async def unreached(self, for_s: float) -> list[str]: ...
-    async def note_away(self, away: Mapping[str, str]) -> None: ...
+        0, 1, 2, 4, ... seconds; once it is used up, 30 s, 1 min, ... up to `longest_rest_s`.
+        """
+        if self._serves_since_s is not None:
+            self._served_s += self._clock() - self._serves_since_s
+            self._serves_since_s = None
+        now_s = self._served_s
+        while self._starts_s and now_s - self._starts_s[0] >= WINDOW_S:
+            self._starts_s.popleft()
+        already = len(self._starts_s)
+        self._starts_s.append(now_s)
+        if already >= self._max_restarts:
+            return min(FIRST_REST_S * 2.0 ** (already - self._max_restarts), self._longest_rest_s)
+        return 0.0 if already == 0 else min(2.0 ** (already - 1), FIRST_REST_S)
 
 
 class Supervisor:
@@ -81,8 +132,8 @@ class Supervisor:
 
     def __init__(
         self,
-        workers: Sequence[SupervisedWorker],
-        routers: Sequence[SupervisedRouter],
+        workers: Sequence[WorkerHandle],
+        routers: Sequence[Routing],
         addresses: dict[str, str],
         settings: SupervisionConfig,
         *,
@@ -100,8 +151,8 @@ class Supervisor:
         """By router, set while it serves."""
         for serves in self._serves.values():
             serves.set()
-        self._partitioned = {name: asyncio.Event() for name in (*self._routers, *self._workers)}
-        """Set for those that answer here, and to or from whom a router has had no connection for too long."""
+        self._cut_off = ""
+        """Who answers here, and has had no connection to a router for too long: of several, whose turn it is."""
         self._unreached: dict[str, set[str]] = {}
         """By router that answers, the names of those that it does not reach."""
         self._suspects: frozenset[str] = frozenset()
@@ -109,8 +160,6 @@ class Supervisor:
         """Who is being started again because it was partitioned: one at a time, since that mends no route."""
         self._mended_s: dict[str, float] = {}
         """When each was chosen for that the last time."""
-        self._silent: set[str] = set()
-        """Those that have just been found unreachable."""
         self._registered: dict[str, list[asyncio.Task[None]]] = {}
         """By worker, what makes it known to routers that do not have it yet."""
         self._away: dict[str, str] = {}
@@ -119,7 +168,7 @@ class Supervisor:
         """By router, what it was told of them."""
         self._on_away: Callable[[Mapping[str, str]], None] = lambda _: None
         self._say: Say = lambda _: None
-        self._group: asyncio.TaskGroup | None = None
+        self._group: asyncio.TaskGroup
         self._restarts: dict[str, asyncio.Future[None]] = {}
         """Workers that an operator wants started again once they have drained; done when they serve again."""
         self._returning: set[str] = set()
@@ -147,27 +196,24 @@ class Supervisor:
         """Those that are started again once they have drained."""
         return set(self._restarts)
 
-    async def add(self, worker: SupervisedWorker, address: str) -> None:
+    async def add(self, worker: WorkerHandle, address: str) -> None:
         """Register a worker that was started now, and supervise it from then on. Raises DeploymentFailed."""
-        assert self._group is not None
         self._workers[worker.name] = worker
-        self._partitioned[worker.name] = asyncio.Event()
         try:
             await self._register(worker, address, "ordered")
         except BaseException:  # also when the operation is given up meanwhile
             self._forget(worker.name)
             raise
-        self._watch(self._group, worker)
+        self._watch(worker)
 
-    def _watch(self, group: asyncio.TaskGroup, worker: SupervisedWorker) -> None:
-        self._minding[worker.name] = group.create_task(self._mind(worker), name=f"mind-{worker.name}")
+    def _watch(self, worker: WorkerHandle) -> None:
+        self._minding[worker.name] = self._group.create_task(self._mind(worker), name=f"mind-{worker.name}")
 
     async def dismiss(self, name: str) -> None:
         """Give up a worker that is lost or that nobody reaches, for good and without a drain.
 
         Raises DeploymentFailed if it was the last one. Once begun, it is done also if the caller is cancelled.
         """
-        assert self._group is not None
         if (minding := self._minding.pop(name, None)) is None:  # it has left meanwhile
             return
         minding.cancel()
@@ -206,14 +252,14 @@ class Supervisor:
                 for router in list(self._routers.values()):
                     group.create_task(self._mind_router(router), name=f"mind-{router.name}")
                 for worker in list(self._workers.values()):
-                    self._watch(group, worker)
+                    self._watch(worker)
         except* DeploymentFailed as failures:
             raise failures.exceptions[0] from None
 
     # --- workers
 
-    async def _mind(self, worker: SupervisedWorker) -> None:
-        budget = self._budget()
+    async def _mind(self, worker: WorkerHandle) -> None:
+        budget = RestartBudget(self._settings.max_restarts, self._clock)
         while True:
             health = await self._until_lost(worker)
             self._returning.add(worker.name)
@@ -231,7 +277,7 @@ class Supervisor:
             self._say(f"{worker.name}: back after {self._clock() - began_s:.0f} s")
             self._tell_who_ordered(worker.name, None)
 
-    async def _what_happened(self, worker: SupervisedWorker, why: RestartReason) -> str:
+    async def _what_happened(self, worker: WorkerHandle, why: RestartReason) -> str:
         ending = await worker.ending() if why == "engine_died" else ""
         return ending or _WHAT_HAPPENED[why]
 
@@ -244,60 +290,27 @@ class Supervisor:
         else:
             ordered.set_exception(error)
 
-    async def _until_lost(self, one: Supervised) -> Health:
-        """Ask until it must be replaced or has left; one that dies while it drains has left.
-
-        After the first answer it is asked for news: it answers when there is some, and every few seconds to show that
-        it still can. A call that its process does not survive fails at once.
-        """
+    async def _until_lost(self, one: ActorHandle) -> Health:
+        """Ask until it must be replaced or has left; one that dies while it drains has left."""
         drains = False
-        health: Health | None = None
         while True:
-            health = await self._health(one, health)
+            health = await one.failure()
             if health == "draining" and not drains:
                 self._say(f"{one.name} drains")
             drains = drains or health == "draining"
             if health not in ("", "draining"):
-                if drains or not await self._must_be_asked_again(one, health):
-                    return "drained" if drains else health
-                health = None
+                return "drained" if drains else health
             if one.name in self._routers:
                 await self._look_who_is_partitioned(self._routers[one.name])
-            if self._partitioned[one.name].is_set():
-                self._partitioned[one.name].clear()
+            if one.name == self._cut_off:
+                self._cut_off = ""
                 self._mended_s[one.name] = self._clock()
                 if not drains:
                     self._mending = one.name
                     return "cut_off"
-            await self._sleep(POLL_S)
+            await self._sleep(LOOK_S)
 
-    async def _must_be_asked_again(self, one: Supervised, health: Health) -> bool:
-        """Whether most fall silent at once, which is more likely our own fault: then a second answer decides."""
-        if health != "unreachable":
-            return False
-        self._silent.add(one.name)
-        try:
-            await self._sleep(TOGETHER_S)
-            if 2 * len(self._silent) <= len(self._partitioned):
-                return False
-            return await one.failure() != "unreachable"
-        finally:
-            self._silent.discard(one.name)
-
-    async def _health(self, one: Supervised, known: Health | None) -> Health:
-        """Ask for its health, without waiting for news from one that turns out to be partitioned."""
-        if self._partitioned[one.name].is_set():
-            return await one.failure()
-        asking = asyncio.ensure_future(one.failure(known))
-        partitioned = asyncio.ensure_future(self._partitioned[one.name].wait())
-        try:
-            await asyncio.wait((asking, partitioned), return_when=asyncio.FIRST_COMPLETED)
-            return asking.result() if asking.done() else known or ""
-        finally:
-            asking.cancel()
-            partitioned.cancel()
-
-    async def _look_who_is_partitioned(self, router: SupervisedRouter) -> None:
+    async def _look_who_is_partitioned(self, router: Routing) -> None:
         """Ask a router which workers it does not reach, and judge by what all routers have said."""
         try:
             addresses = await router.unreached(self._settings.unreachable_timeout_s)
@@ -320,12 +333,7 @@ class Supervisor:
         verdict = judge(self._unreached, self._addresses)
         self._tell_suspects(verdict)
         names = () if self._mends() else verdict.workers | verdict.deaf
-        chosen = min(names, key=lambda name: (self._mended_s.get(name, 0.0), name), default="")
-        for name, partitioned in self._partitioned.items():
-            if name == chosen:
-                partitioned.set()
-            else:
-                partitioned.clear()
+        self._cut_off = min(names, key=lambda name: (self._mended_s.get(name, 0.0), name), default="")
 
     def _mends(self) -> bool:
         """Whether one that was partitioned is being started again.
@@ -347,11 +355,9 @@ class Supervisor:
             self._say(f"{name} reaches what the others reach again")
         self._suspects = verdict.suspects
 
-    async def _bring_back(self, worker: SupervisedWorker, why: RestartReason, budget: RestartBudget) -> None:
+    async def _bring_back(self, worker: WorkerHandle, why: RestartReason, budget: RestartBudget) -> None:
         """Start the worker until it runs and can be given work."""
         free = why == "ordered"  # what an operator wants does not count as a loss
-        said = ""
-        busy_until_s: float | None = None
         while True:
             await worker.end()
             await self._rest(worker.name, budget, free=free)
@@ -360,18 +366,11 @@ class Supervisor:
                 address = await self._placed(worker, worker.start_again)
                 lost = await self._register(worker, address, why)
             except DeploymentFailed as error:
-                if not isinstance(error, CoresBusy):
-                    busy_until_s = None
-                elif busy_until_s is None:
-                    busy_until_s = self._clock() + CORES_FREE_WITHIN_S
-                free = busy_until_s is not None and self._clock() < busy_until_s
-                if not (free and said == str(error)):
-                    self._say(f"{worker.name} could not be brought back: {error}")
-                said = str(error)
+                self._say(f"{worker.name} could not be brought back: {error}")
                 continue
             if lost in ("", "drained"):  # the latter on its own: its supervision finds that
                 return
-            why, said, busy_until_s = lost, "", None
+            why = lost
             what = await self._what_happened(worker, why)
             self._say(f"{worker.name} is gone again before it could be given work ({what}); restarting")
 
@@ -396,7 +395,7 @@ class Supervisor:
         if sentence != former:
             self._on_away(dict(self._away))
 
-    async def _placed(self, one: Supervised, start: Callable[[], Awaitable[T]]) -> T:
+    async def _placed(self, one: ActorHandle, start: Callable[[], Awaitable[T]]) -> T:
         """Start the worker as soon as there is a place for it: having none, after its node was lost, is no crash."""
         reported = False
         while True:
@@ -409,7 +408,7 @@ class Supervisor:
                 self._mended(one.name)
                 await self._sleep(POLL_S)
 
-    async def _register(self, worker: SupervisedWorker, address: str, why: RestartReason) -> Health:
+    async def _register(self, worker: WorkerHandle, address: str, why: RestartReason) -> Health:
         """Enter its address, and return "" when it can be given work. Raises DeploymentFailed if a router refuses it.
 
         The address comes first: a router that is gone may be waiting for one to start again with. Routers that do not
@@ -422,7 +421,7 @@ class Supervisor:
             while not registration.enough:
                 await registration.changed(POLL_S)
                 registration.check()
-                if not registration.enough and (lost := await self._lost_meanwhile(worker)):
+                if not registration.enough and (lost := await worker.failure()) not in ("", "draining"):
                     self._not_there(worker.name)
                     return lost
         except DeploymentFailed:
@@ -430,18 +429,12 @@ class Supervisor:
             raise
         return ""
 
-    async def _lost_meanwhile(self, worker: SupervisedWorker) -> Health:
-        health = await worker.failure()
-        still = health in ("", "draining") or await self._must_be_asked_again(worker, health)
-        return "" if still else health
-
     def _registration(self, name: str, address: str, why: RestartReason | None) -> Registration:
         return Registration(
             name, address, why, routers=self._routers, serves=self._serves, say=self._say, sleep=self._sleep
         )
 
-    def _begin_to_register(self, name: str, registration: Registration, routers: Sequence[SupervisedRouter]) -> None:
-        assert self._group is not None
+    def _begin_to_register(self, name: str, registration: Registration, routers: Sequence[Routing]) -> None:
         tasks = [self._group.create_task(registration.to(router), name=f"register-{name}") for router in routers]
         unfinished = [task for task in self._registered.get(name, ()) if not task.done()]
         self._registered[name] = unfinished + tasks
@@ -462,10 +455,9 @@ class Supervisor:
 
     def _forget(self, name: str) -> list[asyncio.Task[None]]:
         """Forget a worker that has left, or was never taken in, here and in all routers; returns what tells these."""
-        assert self._group is not None
         self._not_there(name)
         self._is_back(name)
-        del self._workers[name], self._partitioned[name]
+        del self._workers[name]
         self._mended_s.pop(name, None)
         self._minding.pop(name, None)
         self._restarts.pop(name, None)
@@ -474,7 +466,7 @@ class Supervisor:
             for router in self._routers.values()
         ]
 
-    async def _dismiss(self, worker: SupervisedWorker, sentence: str) -> None:
+    async def _dismiss(self, worker: WorkerHandle, sentence: str) -> None:
         """Take note that a worker has left for good. Raises DeploymentFailed if it was the last one."""
         self._say(sentence)
         if telling := self._forget(worker.name):  # others let go of its KV cache, before it is freed
@@ -483,7 +475,7 @@ class Supervisor:
         if not self._workers:  # else any other worker can serve whole requests
             raise DeploymentFailed(f"{sentence}; it was the last worker")
 
-    async def _tell(self, router: SupervisedRouter, tell: Callable[[], Awaitable[None]]) -> None:
+    async def _tell(self, router: Routing, tell: Callable[[], Awaitable[None]]) -> None:
         """Tell a router as soon as it serves and answers; telling it twice does no harm."""
         while router.name in self._routers:
             if self._serves[router.name].is_set():
@@ -496,7 +488,7 @@ class Supervisor:
 
     # --- routers
 
-    async def _mind_router(self, router: SupervisedRouter) -> None:
+    async def _mind_router(self, router: Routing) -> None:
         budget = RestartBudget(self._settings.max_restarts, self._clock, longest_rest_s=LONGEST_ROUTER_REST_S)
         while True:
             why = await self._until_lost(router)
@@ -512,7 +504,7 @@ class Supervisor:
             await self._register_missed(router)
             self._say(f"{router.name}: back after {self._clock() - began_s:.0f} s")
 
-    async def _register_missed(self, router: SupervisedRouter) -> None:
+    async def _register_missed(self, router: Routing) -> None:
         """Register the workers that it did not reach when it started, until it does."""
         try:
             missed = await router.unreached(0.0)
@@ -522,7 +514,7 @@ class Supervisor:
             if address in missed:
                 self._begin_to_register(name, self._registration(name, address, None), [router])
 
-    async def _router_back(self, router: SupervisedRouter, budget: RestartBudget) -> None:
+    async def _router_back(self, router: Routing, budget: RestartBudget) -> None:
         """Start it until it serves."""
         while True:
             await router.end()
@@ -533,14 +525,8 @@ class Supervisor:
             except DeploymentFailed as error:
                 self._say(f"{router.name} could not be brought back: {error}")
 
-    async def _router_again(self, router: SupervisedRouter) -> None:
-        await router.start_again(await self._first_addresses())
-
-    async def _first_addresses(self) -> list[str]:
-        """Wait until there is a worker, and return the addresses of all there are."""
+    async def _router_again(self, router: Routing) -> None:
+        """Start it once there is a worker, with the addresses of all there are."""
         while not (there := [self._addresses[name] for name in self._workers if name in self._addresses]):
             await self._sleep(POLL_S)
-        return there
-
-    def _budget(self) -> RestartBudget:
-        return RestartBudget(self._settings.max_restarts, self._clock)
+        await router.start_again(there)

@@ -1,7 +1,7 @@
 """What operators want of running workers: another number of them, or a restart of all, one operation at a time.
 
 It is asked for over HTTP (`ridgeline.router.front.admin`) and carried out by the driver, whose
-`ridgeline.cluster.runtime.operation_runner` takes it from here and tells all routers how it goes on.
+`ridgeline.cluster.runtime.fleet_operations` takes it from here and tells all routers how it goes on.
 """
 
 from __future__ import annotations

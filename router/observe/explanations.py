@@ -1,7 +1,7 @@
 """The latest decisions of mode `adaptive`, each with what was predicted and what came of it.
 
 `ridgeline.router.observe.metrics` records them; `GET /ridgeline/decisions` (`ridgeline.router.front.admin`) shows them
-to operators, for whom `ridgeline.cluster.commands.operators.decisions` puts them into sentences.
+to operators, for whom `ridgeline.cluster.commands.decisions` puts them into sentences.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which workers there are, and how much of them is in use.
 
-`ridgeline.cluster.runtime.autoscale` and `ridgeline.cluster.runtime.operation_steps` ask a router that decides for it,
+`ridgeline.cluster.runtime.autoscale` and `ridgeline.cluster.runtime.fleet_operations` ask a router that decides for it,
 or the dispatcher.
 """
 

@@ -20,7 +20,7 @@ from tests.engines.serve_process import SHARED_PARENT, START_WITHIN_S
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = REPOSITORY / "deploy" / "local.yaml"
 LEASE_S = 30.0  # as in that file
-PARENT_MODULE = "ridgeline.cluster.runtime.service_process.preloaded"
+PARENT_MODULE = "ridgeline.cluster.runtime.service_process.child"
 SHORT_STEPS = {f"pools.{pool}.max_num_batched_tokens": "128" for pool in ("prefill", "decode")}
 """For short prompts: an engine warms up with a full step, which takes seconds with the shipped size."""
 TEXT = REPOSITORY / "loadtest" / "data" / "opticks.txt"

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from ridgeline.cluster.deployments.names import DeploymentFolder
-from ridgeline.cluster.user_folders import cache_folder, state_folder
+from ridgeline.cluster.folders import cache_folder, state_folder
 from tests.engines.serve_process import (
     GONE_WITHIN_S,
     REPOSITORY,

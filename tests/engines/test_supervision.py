@@ -21,7 +21,7 @@ import psutil
 import pytest
 from rich.console import Console
 
-from ridgeline.cluster.commands.operators.drain import drain
+from ridgeline.cluster.commands.operators import drain
 from ridgeline.cluster.config.models import SupervisionConfig
 from tests.engines.serve_process import GONE_WITHIN_S, REPOSITORY, RIDGELINE, body, still_there
 from tests.engines.served import SMALL_SPLIT, Deployed, Stream, deployed_by_serve

@@ -4,45 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Sequence
 
 from ridgeline.cluster.config.autoscale import AutoscaleConfig
-from ridgeline.cluster.runtime.autoscale.policy import Decision, Memory, decide
-from ridgeline.cluster.runtime.autoscale.use import Reading
+from ridgeline.cluster.runtime.autoscale.policy import Decision, Memory, Reading, decide
+from ridgeline.cluster.runtime.fleet_operations import OperationRunner
 from ridgeline.cluster.runtime.handles.actor import DeploymentFailed
-from ridgeline.cluster.runtime.operation_runner import OperationRunner
-from ridgeline.cluster.runtime.supervisor import Say
+from ridgeline.cluster.runtime.handles.routing import RouterHandle, RoutingHandle
+from ridgeline.cluster.runtime.supervisor import Say, Supervisor
 from ridgeline.contracts.vocabulary import Mode, Pool
 from ridgeline.router.fleet.request_route import pools_of
 from ridgeline.router.front.operations import new_operation
 from ridgeline.router.observe.fleet_use import FleetUse
 from ridgeline.router.observe.metrics import LimitedLatency, Within
-
-
-class FleetUseSource(Protocol):
-    """The process that decides about all workers: the dispatcher, or the only router."""
-
-    async def use(self) -> FleetUse: ...
-
-
-class CountingRouter(Protocol):
-    """A router, as far as it counts latencies."""
-
-    @property
-    def name(self) -> str: ...
-    async def within(self, limits_s: Mapping[LimitedLatency, float]) -> dict[LimitedLatency, Within]: ...
-
-
-class SupervisedWorkers(Protocol):
-    """Who knows which workers there are."""
-
-    @property
-    def workers(self) -> list[str]: ...
-    @property
-    def lost(self) -> set[str]:
-        """Those that do not run at the moment; a router that was started meanwhile does not know them."""
-        ...
 
 
 class Autoscaler:
@@ -51,9 +25,9 @@ class Autoscaler:
     def __init__(
         self,
         settings: AutoscaleConfig,
-        lead: FleetUseSource,
-        routers: Sequence[CountingRouter],
-        supervised: SupervisedWorkers,
+        lead: RoutingHandle,
+        routers: Sequence[RouterHandle],
+        supervised: Supervisor,
         operations: OperationRunner,
         *,
         clock: Callable[[], float] = time.monotonic,

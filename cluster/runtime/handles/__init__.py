@@ -1,7 +1,6 @@
 """Ray actors by name, whichever process fills them. What runs in that process is in `cluster.runtime.services`.
 
-actor.py     what all handles have in common: place, process, calls, end
-worker.py    a worker
-routing.py    the routers, and the dispatcher that several of them share
-patience.py  waits for answers without counting time in which the driver stood still
+actor.py    what all handles have in common: place, process, calls, end
+worker.py   a worker
+routing.py  the routers, and the dispatcher that several of them share
 """

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
@@ -13,9 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ridgeline.cluster.config.models import RidgelineConfig
 from ridgeline.cluster.errors import ServingError
 from ridgeline.cluster.model_store import DEFAULT_MODEL_NAME
-from ridgeline.cluster.node_cores import CoresTaken
 from ridgeline.cluster.runtime.actors import NodePlace
-from ridgeline.cluster.runtime.handles.patience import answered
 from ridgeline.cluster.runtime.plan import Plan
 from ridgeline.cluster.runtime.processes import ProcessId, end_processes
 from ridgeline.cluster.runtime.service_process.calls import ServiceError, ServiceGone
@@ -33,6 +32,10 @@ CLEAR_WITHIN_S = 12.0
 """How long the actor may take to end what is left of its service; then the actor is ended too."""
 REMOTE_END_WITHIN_S = 30.0
 RETRY_S = 0.2
+LISTEN_S = 0.5
+"""The wait for an answer is made of parts of this length, each of which counts as that long however late it ends: a
+pause of any length costs one part, and a loop that is slow costs patience only."""
+T = TypeVar("T")
 
 
 class DeploymentFailed(ServingError):
@@ -51,10 +54,6 @@ class WorkerRefused(DeploymentFailed):
     """A worker cannot work together with the others, whichever router has it."""
 
 
-class CoresBusy(DeploymentFailed):
-    """A worker's cores are not free yet: what had them, perhaps its own former process, has not quite ended."""
-
-
 class ActorGone(DeploymentFailed):
     """The actor's process ended during the call, or is a new one that does not serve yet."""
 
@@ -64,9 +63,29 @@ _KINDS: dict[type[BaseException], type[DeploymentFailed]] = {
     ServiceGone: ActorGone,
     WorkerLost: NotReached,
     PairingRefused: WorkerRefused,
-    CoresTaken: CoresBusy,
 }
 """What each exception of an actor becomes on this side."""
+
+
+async def answered(asked: Awaitable[T], within_s: float) -> T:
+    """Return the answer. Raises TimeoutError if there is none in time, and then no longer waits for it.
+
+    Only time counts in which this process ran and could have heard it. A driver that stood still (SIGSTOP,
+    `docker pause`, swap, one long call) would otherwise find all its questions overdue at once when it goes on, before
+    it reads the answers that are already there.
+    """
+    answer = asyncio.ensure_future(asked)
+    try:
+        left_s = within_s
+        while left_s > 0.0:
+            part_s = min(left_s, LISTEN_S)
+            await asyncio.wait((answer,), timeout=part_s)
+            if answer.done():
+                return answer.result()
+            left_s -= part_s
+        raise TimeoutError
+    finally:
+        answer.cancel()
 
 
 class ActorHandle:
@@ -108,7 +127,7 @@ class ActorHandle:
         while True:
             with suppress(ActorUnavailableError):
                 place: NodePlace = await self._actor.place.remote()
-                if former is None or (place.node_id, place.pid) != (former.node_id, former.pid):
+                if former is None or (place.node_id, place.process.pid) != (former.node_id, former.process.pid):
                     return place
             await asyncio.sleep(RETRY_S)
 
@@ -151,24 +170,24 @@ class ActorHandle:
             message = str(cause) if isinstance(cause, ServiceError) else f"{type(cause).__name__}: {cause}"
             raise _KINDS.get(type(cause), DeploymentFailed)(f"{self.name} could not {method}: {message}") from error
 
-    async def failure(self, known: Health | None = None) -> Health:
-        """Ask whether the actor's process must be replaced, and why. While that is `known`, the answer takes `HOLD_S`.
+    async def failure(self) -> Health:
+        """Ask whether the actor's process must be replaced, and why.
 
         While Ray starts another process in place of a dead one, calls fail; the new process then reports it.
         """
         for _ in range(HEALTH_QUESTIONS):
             try:
-                return await answered(self._health(known), ANSWER_WITHIN_S / HEALTH_QUESTIONS)
+                return await answered(self._health(), ANSWER_WITHIN_S / HEALTH_QUESTIONS)
             except TimeoutError:
-                known = None
+                pass
             except RayError:
                 return "actor_died"
         return "unreachable"
 
-    async def _health(self, known: Health | None) -> Health:
+    async def _health(self) -> Health:
         while True:
             with suppress(ActorUnavailableError):
-                health: Health = await self._actor.failure.remote(known)
+                health: Health = await self._actor.failure.remote()
                 return health
             await asyncio.sleep(RETRY_S)
 

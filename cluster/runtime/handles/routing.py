@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
@@ -18,10 +18,8 @@ from ridgeline.cluster.runtime.environment import forwarded_variables
 from ridgeline.cluster.runtime.handles.actor import ANSWER_WITHIN_S, LOOPBACK, ActorHandle, DeploymentFailed
 from ridgeline.cluster.runtime.plan import Plan
 from ridgeline.contracts.rpc.address import http_url, ip_address
-from ridgeline.contracts.vocabulary import Pool, RestartReason
-from ridgeline.router.front.operations import Asked, Progress
-from ridgeline.router.observe.fleet_use import FleetUse, Members
-from ridgeline.router.observe.metrics import LimitedLatency, Within
+from ridgeline.contracts.vocabulary import Pool
+from ridgeline.router.front.operations import Asked
 from ridgeline.router.settings import PoolHardware, RouterStart, SharedWith
 
 ROUTER_SERVICE = "ridgeline.cluster.runtime.services:RouterService"
@@ -73,6 +71,15 @@ def reachable(url: str, node_host: str) -> str:
     return http_url(node_host, parts.port or 80) if address is not None and address.is_unspecified else url
 
 
+def _relayed(method: str, within_s: float | None = ANSWER_WITHIN_S) -> Callable[..., Coroutine[Any, Any, Any]]:
+    """Return the method of this name that asks the service. It raises NotReached, ActorGone or DeploymentFailed."""
+
+    async def relayed(handle: ActorHandle, *args: Any) -> Any:
+        return await handle.call(method, *args, timeout_s=within_s)
+
+    return relayed
+
+
 class RoutingHandle(ActorHandle):
     """What routers and the dispatcher have in common: both are told of every worker."""
 
@@ -98,47 +105,14 @@ class RoutingHandle(ActorHandle):
         self._settings = replace(self._settings, model_path=await self.model_path(self._plan), start=start)
         await self.call("prepare", self._settings)
 
-    async def replace_worker(self, address: str, reason: RestartReason | None) -> None:
-        """Have it take in a worker's new incarnation, or one that it has not reached before.
-
-        Raises ActorGone, or DeploymentFailed if it cannot.
-        """
-        await self.call("replace_worker", address, reason)
-
-    async def unreached(self, for_s: float) -> list[str]:
-        """Ask which workers it has not reached for too long; returns addresses.
-
-        Raises ActorGone or DeploymentFailed.
-        """
-        return list(await self.call("unreached", for_s, timeout_s=ANSWER_WITHIN_S))
-
-    async def note_away(self, away: Mapping[str, str]) -> None:
-        """Tell which workers are lost again and again, and how they are tried again. Raises DeploymentFailed."""
-        await self.call("note_away", dict(away), timeout_s=ANSWER_WITHIN_S)
-
-    async def remove_worker(self, worker_id: str) -> None:
-        """Have it forget a worker that has left. Raises ActorGone or DeploymentFailed."""
-        await self.call("remove_worker", worker_id)
-
-    async def members(self, started_for: dict[str, Pool]) -> Members:
-        """Return all workers with their present pools, those of `started_for` included.
-
-        Raises ActorGone or DeploymentFailed.
-        """
-        members: Members = await self.call("members", started_for, timeout_s=ANSWER_WITHIN_S)
-        return members
-
-    async def use(self) -> FleetUse:
-        """Return how much of the workers is in use. Raises ActorGone or DeploymentFailed."""
-        use: FleetUse = await self.call("use", timeout_s=ANSWER_WITHIN_S)
-        return use
-
-    async def drain_worker(self, worker_id: str, timeout_s: float, incarnation: str) -> None:
-        """Have a worker leave, whichever it is or only this incarnation: running tasks get `timeout_s`.
-
-        Raises NotReached, ActorGone or DeploymentFailed.
-        """
-        await self.call("drain_worker", worker_id, timeout_s, incarnation, timeout_s=ANSWER_WITHIN_S)
+    # What `ridgeline.router.router_control` does with workers.
+    replace_worker = _relayed("replace_worker", None)
+    remove_worker = _relayed("remove_worker", None)
+    unreached = _relayed("unreached")
+    note_away = _relayed("note_away")
+    members = _relayed("members")
+    use = _relayed("use")
+    drain_worker = _relayed("drain_worker")
 
 
 class DispatcherHandle(RoutingHandle):
@@ -219,10 +193,9 @@ class RouterHandle(RoutingHandle):
         asked: Asked = await self.call("take_operation", within_s, cancelling, timeout_s=within_s + ANSWER_WITHIN_S)
         return asked
 
-    async def within(self, limits_s: Mapping[LimitedLatency, float]) -> dict[LimitedLatency, Within]:
-        """Return how many sequences have kept each limit since its start. Raises ActorGone or DeploymentFailed."""
-        return dict(await self.call("within", dict(limits_s), timeout_s=ANSWER_WITHIN_S))
+    within = _relayed("within")
+    report = _relayed("report")
 
-    async def report(self, progress: Progress) -> None:
-        """Tell how an operation stands. Raises ActorGone or DeploymentFailed."""
-        await self.call("report", progress, timeout_s=ANSWER_WITHIN_S)
+
+Routing = RouterHandle | DispatcherHandle
+"""What knows all workers."""

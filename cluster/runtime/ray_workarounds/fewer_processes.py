@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 from unittest.mock import patch
 
 import ray._private.node
@@ -27,11 +26,7 @@ def fewer_processes() -> Iterator[None]:
     parameters = partial(ray._private.parameter.RayParams, no_monitor=True, include_log_monitor=False)
     with (
         patch.object(ray._private.parameter, "RayParams", parameters),
-        patch.object(ray._private.node.Node, "start_api_server", _start_none),
+        patch.object(ray._private.node.Node, "start_api_server", lambda *_, **__: None),
         patch.object(ray._private.utils, "get_dashboard_dependency_error", lambda: _NOT_WANTED),
     ):
         yield
-
-
-def _start_none(*args: Any, **kwargs: Any) -> None:
-    """Start no API server, as the dashboard's process is called."""

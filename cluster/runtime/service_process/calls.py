@@ -1,7 +1,8 @@
 """Calls over a socket between an actor and the process that runs its service; pickled, since both are ours.
 
-A message is its length in 8 bytes, big endian, and a pickle. Either side's end is seen by the other at once: as the end
-of the stream.
+A message is a pickle with its length in front, as `multiprocessing.connection` sends it. Either side's end is seen by
+the other at once: as the end of the stream. A call is its number, the method and its arguments; an answer is the
+number, a value and an exception or None.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import struct
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import count
+from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from ridgeline.cluster.runtime.processes import ProcessId
@@ -25,7 +26,8 @@ READABLE = ("builtins", "asyncio", "ridgeline.contracts", "ridgeline.cluster", "
 Collect = Callable[[], Awaitable[object]]
 ENDED = "the service's process has ended"
 _ENDED = (asyncio.IncompleteReadError, ConnectionError)
-_LENGTH = struct.Struct("!Q")
+_LENGTH = struct.Struct("!i")
+"""That of `multiprocessing.connection`, for messages below 2 GiB."""
 
 
 class ServiceGone(RuntimeError):
@@ -34,24 +36,6 @@ class ServiceGone(RuntimeError):
 
 class ServiceError(RuntimeError):
     """What a service raised, in words, where its class is one that an actor cannot read or would import vLLM for."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """One call of a method."""
-
-    call_id: int
-    method: str
-    args: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class Reply:
-    """How a call ended: with a value, or with an exception."""
-
-    call_id: int
-    value: Any = None
-    error: BaseException | None = None
 
 
 class Service(Protocol):
@@ -70,23 +54,13 @@ def encode(message: object) -> bytes:
     return _LENGTH.pack(len(data)) + data
 
 
-def receive(sock: socket.socket) -> Any:
-    """Return the next message; blocks. Raises EOFError when the other side is gone."""
-    (length,) = _LENGTH.unpack(_exactly(sock, _LENGTH.size))
-    return pickle.loads(_exactly(sock, length))
-
-
-def _exactly(sock: socket.socket, length: int) -> bytes:
-    data = bytearray()
-    while len(data) < length:
-        try:
-            part = sock.recv(min(length - len(data), 1 << 20))
-        except ConnectionError as error:
-            raise EOFError from error
-        if not part:
-            raise EOFError
-        data += part
-    return bytes(data)
+def readable(error: Exception) -> Exception:
+    """Return the exception, or its words if an actor could not read it."""
+    if type(error).__module__.startswith(READABLE):
+        with suppress(Exception):  # its pickling may do anything, and some can be written and not read
+            pickle.loads(pickle.dumps(error))
+            return error
+    return ServiceError(f"{type(error).__name__}: {error}")
 
 
 class ServiceClient:
@@ -102,34 +76,39 @@ class ServiceClient:
 
     @classmethod
     async def open(cls, sock: socket.socket, on_gone: Callable[[], None], collect: Collect) -> ServiceClient:
-        """Wait until the process says who it is; `on_gone` is called once it has ended. Raises ServiceGone.
+        """Wait until the process says who it is; `on_gone` is called once it has ended.
 
-        `collect` is awaited once the process is let go: if it is a child, somebody must wait for its end.
+        Raises ServiceGone, or why it cannot be that service. `collect` is awaited once the process is let go: if it is
+        a child, somebody must wait for its end.
         """
         reader, writer = await asyncio.open_unix_connection(sock=sock)
         try:
-            client = cls(await _next(reader), writer, collect)
+            first: ProcessId | Exception = await _next(reader)
+            if isinstance(first, Exception):
+                raise first
         except BaseException as error:
             writer.close()
-            if not isinstance(error, _ENDED):
-                raise
-            await collect()
-            raise ServiceGone("the service's process ended before it answered") from error
+            if isinstance(error, Exception):
+                await collect()
+            if isinstance(error, _ENDED):
+                raise ServiceGone("the service's process ended before it answered") from error
+            raise
+        client = cls(first, writer, collect)
         client._reading = asyncio.create_task(client._read(reader, on_gone), name="service-replies")
         return client
 
     async def call(self, method: str, *args: Any) -> Any:
         """Return what the method returns, or raise what it raises. Raises ServiceGone. The caller sets the deadline."""
-        request = Request(next(self._ids), method, args)
-        answer = self._calls[request.call_id] = asyncio.get_running_loop().create_future()
+        call_id = next(self._ids)
+        answer = self._calls[call_id] = asyncio.get_running_loop().create_future()
         try:
-            self._writer.write(encode(request))
+            self._writer.write(encode((call_id, method, args)))
             await self._writer.drain()
             return await answer
         except ConnectionError as error:
             raise ServiceGone(ENDED) from error
         finally:
-            self._calls.pop(request.call_id, None)
+            self._calls.pop(call_id, None)
 
     async def _read(self, reader: asyncio.StreamReader, on_gone: Callable[[], None]) -> None:
         try:
@@ -144,14 +123,14 @@ class ServiceClient:
 
     async def _take_replies(self, reader: asyncio.StreamReader) -> None:
         while True:
-            reply: Reply = await _next(reader)
-            answer = self._calls.get(reply.call_id)
+            call_id, value, error = await _next(reader)
+            answer = self._calls.get(call_id)
             if answer is None or answer.done():
                 continue  # its caller has given up
-            if reply.error is None:
-                answer.set_result(reply.value)
+            if error is None:
+                answer.set_result(value)
             else:
-                answer.set_exception(reply.error)
+                answer.set_exception(error)
 
     async def close(self) -> None:
         """Let go of the service, which then ends; what is still called fails."""
@@ -174,51 +153,42 @@ async def _next(reader: asyncio.StreamReader) -> Any:
 class CallServer:
     """The service's side: reads calls on a thread of its own and runs them in the service's event loop."""
 
-    def __init__(self, sock: socket.socket, service: Service, on_gone: Callable[[], None]) -> None:
-        self._sock = sock
+    def __init__(self, connection: Connection, service: Service, on_gone: Callable[[], None]) -> None:
+        self._connection = connection
         self._service = service
         self._on_gone = on_gone
         self._sending = threading.Lock()
 
     def start(self, loop: asyncio.AbstractEventLoop, process: ProcessId) -> None:
         """Say who this is and answer calls from now on; `on_gone` is called on the thread when the caller is gone."""
-        self._send(encode(process))
+        self._send(pickle.dumps(process))
         threading.Thread(target=self._serve, args=(loop,), name="calls", daemon=True).start()
 
     def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
-            with suppress(EOFError):
+            with suppress(EOFError, ConnectionError):
                 while True:
-                    self._take(receive(self._sock), loop)
+                    self._take(loop, *self._connection.recv())
         finally:
             self._on_gone()
 
-    def _take(self, request: Request, loop: asyncio.AbstractEventLoop) -> None:
-        if request.method in self._service.OFF_LOOP:
-            self._answer(request.call_id, lambda: getattr(self._service, request.method)(*request.args))
+    def _take(self, loop: asyncio.AbstractEventLoop, call_id: int, method: str, args: tuple[Any, ...]) -> None:
+        if method in self._service.OFF_LOOP:
+            self._answer(call_id, lambda: getattr(self._service, method)(*args))
             return
-        running = asyncio.run_coroutine_threadsafe(self._run(request), loop)
-        running.add_done_callback(lambda done: self._answer(request.call_id, done.result))
+        running = asyncio.run_coroutine_threadsafe(self._run(method, args), loop)
+        running.add_done_callback(lambda done: self._answer(call_id, done.result))
 
-    async def _run(self, request: Request) -> Any:
-        return await getattr(self._service, request.method)(*request.args)
+    async def _run(self, method: str, args: tuple[Any, ...]) -> Any:
+        return await getattr(self._service, method)(*args)
 
     def _answer(self, call_id: int, result: Callable[[], Any]) -> None:
         try:
-            data = encode(Reply(call_id, result()))
+            data = pickle.dumps((call_id, result(), None))
         except Exception as error:  # noqa: BLE001 - whatever it is, the caller gets it
-            data = _encoded_error(call_id, error)
+            data = pickle.dumps((call_id, None, readable(error)))
         self._send(data)
 
     def _send(self, data: bytes) -> None:
         with self._sending, suppress(OSError):  # a caller that is gone is seen where its calls are read
-            self._sock.sendall(data)
-
-
-def _encoded_error(call_id: int, error: Exception) -> bytes:
-    if type(error).__module__.startswith(READABLE):
-        with suppress(Exception):  # its pickling may do anything
-            data = encode(Reply(call_id, error=error))
-            pickle.loads(data[_LENGTH.size :])  # some exceptions can be written and not read
-            return data
-    return encode(Reply(call_id, error=ServiceError(f"{type(error).__name__}: {error}")))
+            self._connection.send_bytes(data)

@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from ridgeline.cluster.folders import own_folder
 from ridgeline.cluster.runtime.environment import search_path
 from ridgeline.cluster.runtime.service_process.calls import Collect, ServiceClient, ServiceGone, encode
 from ridgeline.cluster.runtime.service_process.child import ServiceStart
-from ridgeline.cluster.socket_folders import own_folder
 
 PRELOADED = "RIDGELINE_PRELOADED"
 """Variable with the path of the parent's socket; set by us for actors, no setting."""
@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 async def start_service(service: str, title: str, on_gone: Callable[[], None]) -> ServiceClient:
     """Start `module:Class` in a process of its own with this process's environment, output and standing.
 
-    `on_gone` is called when that process has ended. Raises ServiceGone if it ends at once. The caller sets
-    the deadline.
+    `on_gone` is called when that process has ended. Raises ServiceGone if it ends at once, and what its class raises if
+    it cannot be made. The caller sets the deadline.
     """
     path = os.environ.get(PRELOADED)
     if path is not None:
@@ -56,8 +56,8 @@ async def _started(
 ) -> ServiceClient:
     environment = {name: value for name, value in os.environ.items() if name != PRELOADED}
     try:
-        sock.sendall(encode(ServiceStart(service, title, environment, os.nice(0), _oom_score_adj())))
         socket.send_fds(sock, [b"."], [1, 2])
+        sock.sendall(encode(ServiceStart(service, title, environment, os.nice(0), _oom_score_adj())))
         return await ServiceClient.open(sock, on_gone, collect)
     except BaseException:
         sock.close()
@@ -111,7 +111,7 @@ def preloaded_parent(modules: Sequence[str], environment: Mapping[str, str], mes
         listener.bind(path)
         listener.listen(128)
         parent = subprocess.Popen(
-            [*PYTHON, "-m", "ridgeline.cluster.runtime.service_process.preloaded", str(listener.fileno()), *modules],
+            [*PYTHON, "-m", "ridgeline.cluster.runtime.service_process.child", str(listener.fileno()), *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,  # what vLLM says when it is imported
             stderr=errors,

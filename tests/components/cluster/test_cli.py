@@ -1,4 +1,4 @@
-"""The `ridgeline` command: exit status, a sentence that names the fix, and nothing started when something is wrong."""
+"""The `ridgeline` command: exit status, what names the fix, and nothing started when something is wrong."""
 
 import json
 import re
@@ -22,7 +22,7 @@ from ridgeline.cluster.commands.own_variants import devices_of, equal_hardware, 
 from ridgeline.cluster.commands.setup import versions
 from ridgeline.cluster.config.models import RidgelineConfig
 from ridgeline.cluster.doctor.checks import CheckResult
-from ridgeline.cluster.errors import Unfit
+from ridgeline.cluster.errors import ServingError
 from ridgeline.loadtest.plan import MODES, ComparePlan, ReplayPlan
 from ridgeline.loadtest.run.calibration import Load, Workers
 from ridgeline.loadtest.run_folder import RunFolder, Settled
@@ -32,19 +32,12 @@ from tests.support.openai_server import Behaviour, running
 from tests.support.patience import PATIENCE_S
 
 COMMANDS = (
-    "serve",
-    "status",
-    "stop",
-    "logs",
-    "doctor",
-    "model",
-    "roofline",
-    "replay",
-    "compare",
-    "report",
-    "bench",
-    "trace",
+    *("serve", "status", "stop", "logs", "doctor", "model"),
+    *("roofline", "replay", "compare", "report", "bench", "trace"),
 )
+NOWHERE = "http://127.0.0.1:9"
+TWO_SERVERS = ["--server", f"one={NOWHERE}", "--server", f"two={NOWHERE}"]
+ROOFLINE = ["roofline", "--model", "mixtral-8x7b", "--hardware", "h100-sxm"]
 
 
 @pytest.fixture(autouse=True)
@@ -70,38 +63,139 @@ def run_ridgeline():
     return run
 
 
-# --- wrong input
+# --- what is refused
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_an_unknown_option_is_refused_by_name(run_ridgeline, command):
+def test_an_unknown_option_is_refused_by_name_and_help_lists_every_command(run_ridgeline, command):
     status, _, error = run_ridgeline(command, "--frobnicate")
     assert status == 2
     assert "--frobnicate" in error
+    assert command in run_ridgeline("--help")[1]
 
 
-def test_an_unknown_command_is_refused_by_name(run_ridgeline):
-    status, _, error = run_ridgeline("sreve")
-    assert status == 2
-    assert "sreve" in error
-
-
-@pytest.mark.parametrize("command", [["serve"], ["doctor"], ["compare", "--out", "x"]])
+@pytest.mark.parametrize("command", [["serve"], ["doctor"], ["compare", "--out", "x"]], ids=lambda words: words[0])
 @pytest.mark.parametrize(
-    ("setting", "sentence"),
+    ("setting", "part"),
     [
-        ("server.port", "--set server.port: write it as section.key=value"),
+        ("server.port", "section.key=value"),
         ("server.prot=1", "did you mean server.port?"),
         ("server.port=high", "server.port"),
-        ("nonsense.at.all=1", "is not a setting"),
+        ("nonsense.at.all=1", "nonsense.at.all"),
         ("pools.prefill.workers=0", "pools.prefill.workers"),
+        ("[/x]", "[/x]"),
+        ("[red]server.port", "[red]server.port"),
+        ("server.port=[/]", "server.port"),
+        ("a[b]=1", "a[b]"),
     ],
 )
-def test_a_wrong_setting_ends_every_command_with_a_sentence_that_names_it(run_ridgeline, command, setting, sentence):
+def test_a_wrong_setting_ends_every_command_with_a_sentence_that_names_it(run_ridgeline, command, setting, part):
     status, _, error = run_ridgeline(*command, "--set", setting)
     assert status == 2
     assert error.startswith("error:")
-    assert sentence in error
+    assert part in error
+
+
+OUT = "OUT"
+"""Stands for a folder that is not there yet."""
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "parts"),
+    [
+        pytest.param(["sreve"], 2, ["sreve"], id="unknown_command"),
+        *(
+            pytest.param([*words, "--timeout-s", "inf"], 2, ["--timeout-s"], id=f"{words[0]}_without_end")
+            for words in (["drain", "worker-1"], ["scale", "decode=1"], ["restart"])
+        ),
+        *(
+            pytest.param([*words, "--url", url], 2, ["[::1]:8000"], id=f"{words[0]}_{url}")
+            for words in (["top"], ["drain", "worker-1"], ["replay"])
+            for url in ("http://::1:8000", "127.0.0.1:8000", "http://", "ftp://x", "http://key@x", "http://x:y")
+        ),
+        pytest.param(["serve", "--config", "/no/none.yaml"], 2, ["none.yaml"], id="no_file"),
+        pytest.param(
+            ["serve", "--set", "server.prot=1", "--set", "pools.decode.workers=0"],
+            2,
+            ["server.prot", "pools.decode.workers"],
+            id="every_problem",
+        ),
+        pytest.param(["roofline", "--model", "llama-3.1-8b", "--hardware", "h1000"], 1, ["h1000"], id="hardware"),
+        pytest.param([*ROOFLINE, "--dtype", "bf17"], 1, ["bf17"], id="dtype"),
+        pytest.param([*ROOFLINE, "--model", "/no/such"], 1, ["/no/such"], id="shape"),
+        pytest.param(["model", "/no/such/model"], 1, ["/no/such/model"], id="model"),
+        *(
+            pytest.param([*command, *options], status, [part], id=f"{command[0]}{'_'.join(options)}")
+            for command in (["replay", "--url", NOWHERE], ["compare", "--out", OUT])
+            for options, status, part in (
+                (["--trace", "no-such.csv"], 1, "'no-such.csv'"),
+                (["--trace", "poisson:rate=fast"], 1, "poisson"),
+                (["--rate", "0"], 2, "rate: "),
+                (["--rate", "fast"], 2, "'fast'"),
+                (["--rate", "auto", "--trace", "poisson:n=1"], 1, "arrivals"),
+                (["--slo", "auto", "--slo-ttft-ms", "2000"], 2, "slo_ttft_ms"),
+                (["--limit", "0"], 2, "limit: "),
+                (["--jitter-s", "nan"], 2, "jitter_s: "),
+                (["--slo-ttft-ms", "-1"], 2, "slo_ttft_ms: "),
+            )
+        ),
+        pytest.param(
+            ["replay", "--url", NOWHERE, "--trace", "poisson:rate=2,input=8,output=2,n=2"], 1, [NOWHERE], id="no_server"
+        ),
+        pytest.param(["report", "/no/such"], 1, ["/no/such"], id="no_run"),
+        pytest.param(["compare"], 2, ["--out"], id="compare_without_folder"),
+        pytest.param(["compare", "--out", OUT, "--resume", OUT], 2, ["--out", "--resume"], id="compare_two_folders"),
+        pytest.param(["compare", "--resume", OUT], 1, [OUT], id="nothing_to_resume"),
+        pytest.param(["compare", "--warmup-requests", "5"], 2, ["--warmup-requests"], id="option_of_replay"),
+        *(
+            pytest.param(["compare", "--out", OUT, *flags], 2, parts, id=f"compare{'_'.join(flags)}")
+            for flags, parts in (
+                (["--pairs=0"], ["pairs: "]),
+                (["--served-model-name=llama"], ["--served-model-name llama", "model.served_model_name"]),
+                (["--set=pools.colocated.workers=3"], ["2 cores", "3: change pools.colocated.workers"]),
+                (["--set=pools.decode.cores_per_worker=2"], ["3 cores", "or cores_per_worker"]),
+                (
+                    ["--set=pools.decode.kv_cache_memory_bytes=2 GiB"],
+                    ["3,072 MiB", "2,048 MiB", "kv_cache_memory_bytes"],
+                ),
+                (["--set=ray.share_cores=true"], ["ray.share_cores"]),
+                (["--set=transfer.faults=seed=7,drop=0.02"], ["transfer.faults (seed=7,drop=0.02)"]),
+                (["--server", "one=http://h:1"], ["6 variants, not 1"]),
+                (["--server", "one=h:1"], ["'h:1'"]),
+                ([*TWO_SERVERS, "--devices", "vllm=2"], ["vllm", "one, two"]),
+                ([*TWO_SERVERS, "--set", "server.port=8123"], ["--variants"]),
+            )
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name_before_anything_starts(run_ridgeline, tmp_path, command, status, parts):
+    out = str(tmp_path / "out")
+    found, _, error = run_ridgeline(*(out if part == OUT else part for part in command))
+    assert found == status
+    assert all((out if part == OUT else part) in error for part in parts), error
+    assert not Path(out).exists()
+
+
+def test_every_problem_is_told_one_a_line():
+    result = CliRunner().invoke(app, ["serve", "--set", "server.prot=1", "--set", "pools.decode.workers=0"])
+    assert [line.partition(":")[0] for line in result.stderr.splitlines()] == ["error", "error"]
+
+
+@pytest.mark.parametrize(
+    ("command", "module"), [(["serve"], "serve"), (["compare", "--out", "x"], "own_variants")], ids=["serve", "compare"]
+)
+def test_an_unfit_machine_is_told_every_fix_and_nothing_starts(run_ridgeline, monkeypatch, tmp_path, command, module):
+    def unfit(config):
+        raise ServingError("Free some memory.", "Use another port [8001].")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(f"ridgeline.cluster.commands.{module}.refuse_unfit_machine", unfit)
+    status, _, error = run_ridgeline(*command)
+    assert (status, error) == (1, "error: Free some memory. error: Use another port [8001].")
+
+
+# --- serve, doctor and roofline
 
 
 @pytest.mark.parametrize("value", ["2", "1e3", "null", "models #1", "2026-11-28", "a: b", "\u00fcber"])
@@ -111,43 +205,11 @@ def test_a_flag_is_taken_as_it_was_typed(run_ridgeline, value):
     assert (value, "flag") == re.search(r"model.path +\u2502 (.*?) +\u2502 (\w+)", out).groups()
 
 
-@pytest.mark.parametrize("command", [("drain", "worker-1"), ("scale", "decode=1"), ("restart",)])
-def test_time_without_end_for_a_leaving_worker_is_refused_by_its_option(run_ridgeline, command):
-    status, _, error = run_ridgeline(*command, "--timeout-s", "inf")
-    assert status == 2
-    assert "--timeout-s" in error
-    assert "a number of seconds is meant" in error
-
-
-@pytest.mark.parametrize("setting", ["[/x]", "[red]server.port", "server.port=[/]", "a[b]=1"])
-def test_a_setting_with_brackets_is_shown_as_it_was_typed(run_ridgeline, setting):
-    status, _, error = run_ridgeline("serve", "--set", setting)
-    assert status == 2
-    assert setting.partition("=")[0] in error
-
-
-def test_every_problem_is_told_at_once_one_a_line(run_ridgeline):
-    result = CliRunner().invoke(app, ["serve", "--set", "server.prot=1", "--set", "pools.decode.workers=0"])
-    assert result.exit_code == 2
-    assert [line.partition(":")[0] for line in result.stderr.splitlines()] == ["error", "error"]
-
-
-def test_a_configuration_file_that_is_not_there_is_named(run_ridgeline, tmp_path):
-    status, _, error = run_ridgeline("serve", "--config", tmp_path / "none.yaml")
-    assert status == 2
-    assert "none.yaml" in error
-    assert "name an existing YAML file" in error
-
-
-# --- serve
-
-
 def test_explain_shows_effective_values_and_their_origin_and_starts_nothing(run_ridgeline, tmp_path):
     file = tmp_path / "my.yaml"
     file.write_text("router:\n  max_concurrent_requests: 77\n", encoding="utf-8")
-    status, shown, _ = run_ridgeline(
-        "serve", "--config", file, "--port", "8123", "--prefill", "3", "--mode", "colocated", "--explain"
-    )
+    flags = ("--port", "8123", "--prefill", "3", "--mode", "colocated")
+    status, shown, _ = run_ridgeline("serve", "--config", file, *flags, "--explain")
     assert status == 0
     rows = {cells[0]: cells[1:] for line in shown.splitlines() if len(cells := line.replace("│", " ").split()) >= 3}
     assert rows["server.port"] == ["8123", "flag"]
@@ -158,114 +220,30 @@ def test_explain_shows_effective_values_and_their_origin_and_starts_nothing(run_
     assert "my.yaml" in "".join(shown.replace("│", " ").split()), "a long path is broken over lines"
 
 
-def test_an_unfit_machine_is_told_every_fix_and_nothing_starts(run_ridgeline, monkeypatch):
-    async def unfit(config, console, *, detached):
-        raise Unfit("Free some memory.", "Use another port [8001].")
+@pytest.mark.parametrize("cores_ok", [True, False])
+def test_doctor_judges_the_configuration_it_is_given_and_ends_with_1_if_something_is_wrong(
+    run_ridgeline, monkeypatch, cores_ok
+):
+    def checks(config):
+        return [CheckResult("cores", cores_ok, f"{config.pools.decode.workers} needed", "Lower workers.")]
 
-    monkeypatch.setattr(ridgeline.cluster.commands.serve, "serve", unfit)
-    status, _, error = run_ridgeline("serve")
-    assert status == 1
-    assert error == "error: Free some memory. error: Use another port [8001]."
+    monkeypatch.setattr("ridgeline.cluster.doctor.checks.checks", checks)
+    status, shown, _ = run_ridgeline("doctor", "--set", "pools.decode.workers=5")
+    assert status == (0 if cores_ok else 1)
+    assert "5 needed" in shown
+    assert "Lower workers." in shown
 
 
-# --- doctor
-
-
-def test_a_fit_machine_makes_doctor_end_with_0_and_an_unfit_one_with_1_and_the_fix(run_ridgeline, monkeypatch):
-    good = CheckResult("memory", True, "1 needed, 2 available")
-    bad = CheckResult("cores", False, "9 needed", "Lower workers in pools.prefill.")
-    monkeypatch.setattr("ridgeline.cluster.doctor.checks.checks", lambda config: [good])
-    status, shown, _ = run_ridgeline("doctor")
+def test_roofline_prints_a_table_or_json_that_a_program_can_read(run_ridgeline):
+    status, shown, _ = run_ridgeline(*ROOFLINE, "--json")
     assert status == 0
-    assert "1 needed, 2 available" in shown
-    monkeypatch.setattr("ridgeline.cluster.doctor.checks.checks", lambda config: [good, bad])
-    status, shown, _ = run_ridgeline("doctor")
-    assert status == 1
-    assert "Lower workers in pools.prefill." in " ".join(shown.split())
-
-
-def test_doctor_judges_the_configuration_it_is_given(run_ridgeline, monkeypatch):
-    seen = []
-    monkeypatch.setattr("ridgeline.cluster.doctor.checks.checks", lambda config: seen.append(config) or [])
-    assert run_ridgeline("doctor", "--set", "pools.decode.workers=5")[0] == 0
-    assert seen[0].pools.decode.workers == 5
-
-
-# --- roofline
-
-
-def test_roofline_prints_json_that_a_program_can_read(run_ridgeline):
-    status, shown, _ = run_ridgeline("roofline", "--model", "mixtral-8x7b", "--hardware", "h100-sxm", "--json")
-    assert status == 0
-    told = json.loads(shown)
-    assert "h100" in json.dumps(told).lower()
-
-
-def test_roofline_prints_a_table_without_json(run_ridgeline):
-    status, shown, _ = run_ridgeline("roofline", "--model", "mixtral-8x7b", "--hardware", "h100-sxm")
+    assert "h100" in json.dumps(json.loads(shown)).lower()
+    status, shown, _ = run_ridgeline(*ROOFLINE)
     assert status == 0
     assert "ridge" in shown.lower()
-    with pytest.raises(json.JSONDecodeError):
-        json.loads(shown)
-
-
-@pytest.mark.parametrize(
-    ("args", "part"),
-    [
-        (["--model", "mixtral-8x7b", "--hardware", "h1000"], "h1000"),
-        (["--model", "mixtral-8x7b", "--hardware", "h100-sxm", "--dtype", "bf17"], "bf17"),
-        (["--model", "/no/such/model", "--hardware", "h100-sxm"], "/no/such/model"),
-    ],
-)
-def test_roofline_names_what_it_does_not_know(run_ridgeline, args, part):
-    status, _, error = run_ridgeline("roofline", *args)
-    assert status == 1
-    assert error.startswith("error:")
-    assert part in error
-
-
-# --- model
-
-
-def test_a_model_that_cannot_be_prepared_is_named(run_ridgeline):
-    status, _, error = run_ridgeline("model", "/no/such/model")
-    assert status == 1
-    assert "/no/such/model" in error
 
 
 # --- replay and compare
-
-
-@pytest.mark.parametrize(
-    "command", [["replay", "--url", "http://127.0.0.1:9"], ["compare", "--out", "OUT"]], ids=["replay", "compare"]
-)
-@pytest.mark.parametrize(
-    ("options", "status", "sentence"),
-    [
-        (["--trace", "no-such.csv"], 1, "there is no trace 'no-such.csv': give a file, 'demo',"),
-        (["--trace", "poisson:rate=fast"], 1, "poisson"),
-        (["--rate", "0"], 2, "rate: must be a number above 0"),
-        (["--rate", "fast"], 2, "rate: must be a number above 0 or auto, not 'fast'"),
-        (["--rate", "auto", "--trace", "poisson:n=1"], 1, "no spread of arrivals to rescale to a measured rate"),
-        (
-            ["--slo", "auto", "--slo-ttft-ms", "2000"],
-            2,
-            "slo auto measures TTFT and TPOT: leave out slo_ttft_ms, or slo",
-        ),
-        (["--limit", "0"], 2, "limit: should be greater than or equal to 1, not 0"),
-        (["--jitter-s", "nan"], 2, "jitter_s: should be a finite number, not nan"),
-        (["--slo-ttft-ms", "-1"], 2, "slo_ttft_ms: should be greater than 0, not -1.0"),
-    ],
-)
-def test_a_plan_that_cannot_work_is_refused_before_anything_starts(
-    run_ridgeline, tmp_path, command, options, status, sentence
-):
-    out = tmp_path / "out"
-    found, _, error = run_ridgeline(*(out if part == "OUT" else part for part in command), *options)
-    assert found == status
-    assert error.startswith("error:")
-    assert sentence in error
-    assert not out.exists()
 
 
 @pytest.mark.parametrize(("command", "kind"), [("replay", ReplayPlan), ("compare", ComparePlan)])
@@ -280,93 +258,28 @@ def test_every_field_of_the_plan_is_an_option_that_says_what_it_does(command, ki
         assert options[name].default == field.default
 
 
-def test_compare_refuses_an_option_of_replay_that_would_do_nothing(run_ridgeline):
-    status, _, error = run_ridgeline("compare", "--warmup-requests", "5")
-    assert status == 2
-    assert "No such option: --warmup-requests" in error
+ASKED = {"length_scale": 0.5, "too_long": "drop", "jitter_s": 0.25, "duration_s": 9, "served_model_name": "m"}
 
 
-def test_the_options_reach_the_plan(run_ridgeline, monkeypatch):
+@pytest.mark.parametrize("asked", [ASKED | {"warmup_requests": 0}, {"rate": "auto", "slo": "auto"}, {"rate": 0.5}])
+def test_the_options_reach_the_plan(run_ridgeline, monkeypatch, asked):
     plans = []
 
     async def noted(url, plan, out, console):
         plans.append(plan)
 
     monkeypatch.setattr(ridgeline.cluster.commands.replay, "replay_command", noted)
-    flags = (
-        "--length-scale 0.5 --too-long drop --jitter-s 0.25 --duration-s 9 --served-model-name m --warmup-requests 0"
-    )
-    assert run_ridgeline("replay", *flags.split())[0] == 0
-    asked = {"length_scale": 0.5, "too_long": "drop", "jitter_s": 0.25, "duration_s": 9, "served_model_name": "m"}
-    assert plans == [ReplayPlan(warmup_requests=0, **asked)]
-    assert run_ridgeline("replay", "--rate", "auto", "--slo", "auto")[0] == 0
-    assert plans[-1] == ReplayPlan(rate="auto", slo="auto")
-    assert run_ridgeline("replay", "--rate", "0.5")[0] == 0
-    assert plans[-1] == ReplayPlan(rate=0.5)
+    flags = [word for name, value in asked.items() for word in (f"--{name.replace('_', '-')}", value)]
+    assert run_ridgeline("replay", *flags)[0] == 0
+    assert plans == [ReplayPlan(**asked)]
 
 
-def test_replay_without_a_server_says_where_it_looked(run_ridgeline):
-    status, _, error = run_ridgeline(
-        "replay", "--url", "http://127.0.0.1:9", "--trace", "poisson:rate=2,input=8,output=2,n=2"
-    )
-    assert status == 1
-    assert "http://127.0.0.1:9" in error
+def test_a_replay_needs_nothing_that_draws_a_page():
+    code = "import sys; sys.modules['plotly'] = None; import ridgeline.cluster.commands.replay"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=PATIENCE_S).returncode == 0
 
 
-TWO_SERVERS = ["--server", "one=http://127.0.0.1:9", "--server", "two=http://127.0.0.1:9"]
-UNEQUAL = ": change pools.colocated.workers or cores_per_worker"
-
-
-@pytest.mark.parametrize(
-    ("flag", "sentence"),
-    [
-        ("--pairs=0", "pairs: should be greater than or equal to 1, not 0"),
-        (
-            "--served-model-name=llama",
-            "--served-model-name llama: this configuration serves smollm2-135m: leave it out",
-        ),
-        ("--set=pools.colocated.workers=3", f"prefill and decode have 2 cores, colocated has 3{UNEQUAL}"),
-        ("--set=pools.decode.cores_per_worker=2", f"prefill and decode have 3 cores, colocated has 2{UNEQUAL}"),
-        (
-            "--set=pools.decode.kv_cache_memory_bytes=2 GiB",
-            "have 3,072 MiB together, colocated has 2,048 MiB: change kv_cache_memory_bytes",
-        ),
-        ("--set=ray.share_cores=true", "ray.share_cores lets engines take turns on the same cores"),
-        (
-            "--set=transfer.faults=seed=7,drop=0.02",
-            "transfer.faults (seed=7,drop=0.02) makes fetches fail on purpose",
-        ),
-    ],
-)
-def test_compare_of_what_would_say_nothing_is_refused_with_the_fix_before_anything_starts(
-    run_ridgeline, tmp_path, flag, sentence
-):
-    status, _, error = run_ridgeline("compare", "--out", tmp_path / "out", flag)
-    assert status == 2
-    assert sentence in error
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["--server", "one=http://h:1"], "a comparison has two to 6 variants, not 1"),
-        (["--server", "one=h:1"], "server: must have URLs such as vllm=http://127.0.0.1:8001, not 'h:1'"),
-        ([*TWO_SERVERS, "--devices", "vllm=2"], "devices name vllm, which no server is called; servers: one, two"),
-        ([*TWO_SERVERS, "--set", "server.port=8123"], "--config and --set are of an own deployment"),
-    ],
-)
-def test_running_servers_that_cannot_be_compared_are_refused_before_they_are_asked(
-    run_ridgeline, tmp_path, flags, sentence
-):
-    status, _, error = run_ridgeline("compare", "--out", tmp_path / "out", *flags)
-    assert status == 2
-    assert sentence in error
-    assert error.count("error:") == 1
-    assert not (tmp_path / "out").exists()
-
-
-def _with_pools(pools) -> RidgelineConfig:
+def _with_pools(**pools) -> RidgelineConfig:
     plain = RidgelineConfig().pools
     changed = {name: getattr(plain, name).model_copy(update=fields) for name, fields in pools.items()}
     return RidgelineConfig().model_copy(update={"pools": plain.model_copy(update=changed)})
@@ -374,10 +287,16 @@ def _with_pools(pools) -> RidgelineConfig:
 
 def test_kv_caches_that_take_what_is_free_are_alike_only_if_all_do():
     free = {"gpus_per_worker": 1, "kv_cache_memory_bytes": None}
-    alike = _with_pools({"prefill": free, "decode": free, "colocated": free})
-    assert equal_hardware(alike) is None
-    mixed = _with_pools({"prefill": free, "decode": free, "colocated": {"gpus_per_worker": 1}})
-    assert "set for some pools and null" in equal_hardware(mixed)
+    assert equal_hardware(_with_pools(prefill=free, decode=free, colocated=free)) is None
+    mixed = _with_pools(prefill=free, decode=free, colocated={"gpus_per_worker": 1})
+    assert "kv_cache_memory_bytes" in equal_hardware(mixed)
+
+
+ON_GPUS = {
+    "prefill": {"workers": 2, "gpus_per_worker": 2},
+    "decode": {"gpus_per_worker": 1},
+    "colocated": {"gpus_per_worker": 1},
+}
 
 
 @pytest.mark.parametrize(
@@ -385,28 +304,19 @@ def test_kv_caches_that_take_what_is_free_are_alike_only_if_all_do():
     [
         ({}, Workers(prefill=1, decode=1)),
         ({"colocated": {"workers": 1, "cores_per_worker": 2}}, Workers(prefill=0.5, decode=0.5)),
-        (
-            {
-                "prefill": {"workers": 2, "gpus_per_worker": 2},
-                "decode": {"gpus_per_worker": 1},
-                "colocated": {"gpus_per_worker": 1},
-            },
-            Workers(prefill=4, decode=1),
-        ),
+        (ON_GPUS, Workers(prefill=4, decode=1)),
     ],
 )
 def test_workers_of_the_split_are_counted_in_the_replicas_that_are_measured(pools, workers):
-    assert split_workers(_with_pools(pools), MODES) == workers
-    assert split_workers(_with_pools(pools), ("disaggregated", "colocated")) is None
+    assert split_workers(_with_pools(**pools), MODES) == workers
+    assert split_workers(_with_pools(**pools), ("disaggregated", "colocated")) is None
 
 
-def test_compare_on_an_unfit_machine_starts_nothing(run_ridgeline, tmp_path, monkeypatch):
-    def unfit(config):
-        raise Unfit("Free some memory.")
-
-    monkeypatch.setattr(ridgeline.cluster.commands.own_variants, "refuse_unfit_machine", unfit)
-    status, _, error = run_ridgeline("compare", "--out", tmp_path)
-    assert (status, error) == (1, "error: Free some memory.")
+@pytest.mark.parametrize(("mode", "count"), [("disaggregated", 7), ("colocated", 2), ("adaptive", 10)])
+def test_the_devices_of_a_mode_are_the_cores_of_its_pools(mode, count):
+    config = _with_pools(prefill={"workers": 2, "cores_per_worker": 2}, decode={"workers": 3})
+    per_worker = {"prefill": 2, "decode": 1, "colocated": 1, "adaptive": 2}
+    assert devices_of(config, mode) == Devices("core", count, per_worker)
 
 
 def test_a_running_server_that_is_not_equal_to_an_own_mode_is_told_before_that_starts(run_ridgeline, tmp_path):
@@ -414,32 +324,11 @@ def test_a_running_server_that_is_not_equal_to_an_own_mode_is_told_before_that_s
         mine = ("--variants", "colocated", "--server", f"theirs={url}", "--devices", "theirs=7", "--text-prompts")
         status, _, error = run_ridgeline("compare", *mine, "--out", tmp_path)
     assert status == 1
-    assert "Number of devices: 2 in colocated, 7 in theirs" in error
+    assert "2 in colocated, 7 in theirs" in error
 
 
-def test_compare_needs_a_folder_to_write_to(run_ridgeline):
-    status, _, error = run_ridgeline("compare")
-    assert status == 2
-    assert "--out" in error
-
-
-def test_compare_goes_on_in_one_folder_or_begins_in_one_but_not_both(run_ridgeline, tmp_path):
-    status, _, error = run_ridgeline("compare", "--out", tmp_path, "--resume", tmp_path)
-    assert (status, error) == (
-        2,
-        "error: give --out DIR for a new comparison, or --resume DIR to go on with an interrupted one",
-    )
-    status, _, error = run_ridgeline("compare", "--resume", tmp_path)
-    assert status == 1
-    assert "holds no comparison that could go on" in error
-
-
-def _interrupted(folder: Path, settings: dict, **other_versions: str) -> None:
-    config = RidgelineConfig()
-    setup = {
-        "configuration": config.model_dump(mode="json") | settings,
-        "versions": versions() | other_versions,
-    }
+def _interrupted(folder: Path, **other_versions: str) -> None:
+    setup = {"configuration": RidgelineConfig().model_dump(mode="json"), "versions": versions() | other_versions}
     load = Load(rate=2.0, rate_source="as given", slo_source="the defaults")
     plan = ComparePlan(pairs=2, rate=2)
     given, settled = plan.model_dump(mode="json", exclude_unset=True), plan.model_dump(mode="json")
@@ -457,12 +346,11 @@ def _interrupted(folder: Path, settings: dict, **other_versions: str) -> None:
 def test_an_interrupted_comparison_does_not_go_on_with_another_plan_configuration_or_version(
     run_ridgeline, tmp_path, flag, told
 ):
-    _interrupted(tmp_path / "run", {}, vllm="0.1.0")
+    _interrupted(tmp_path / "run", vllm="0.1.0")
     status, _, error = run_ridgeline("compare", "--resume", tmp_path / "run", flag)
     assert status == 1
-    assert told in error
-    assert f"versions.vllm is {versions()['vllm']}, was 0.1.0" in error
-    assert "begin anew with --out" in error
+    for part in (told, f"versions.vllm is {versions()['vllm']}, was 0.1.0", "--out"):
+        assert part in error
 
 
 def test_an_interrupted_comparison_goes_on_with_its_own_plan_and_configuration(run_ridgeline, tmp_path, monkeypatch):
@@ -472,52 +360,7 @@ def test_an_interrupted_comparison_goes_on_with_its_own_plan_and_configuration(r
         gone_on.append((config.mode, plan.pairs, plan.rate, out, past.next_number))
 
     monkeypatch.setattr(ridgeline.cluster.commands.loadtest, "compare_command", compare_command)
-    _interrupted(tmp_path / "run", {"mode": "disaggregated"})
+    _interrupted(tmp_path / "run")
     status, _, error = run_ridgeline("compare", "--resume", tmp_path / "run", "--pairs", "2")
     assert (status, error) == (0, "")
     assert gone_on == [("disaggregated", 2, 2.0, tmp_path / "run", 0)]
-
-
-def test_report_names_a_folder_without_a_run(run_ridgeline, tmp_path):
-    status, _, error = run_ridgeline("report", tmp_path)
-    assert status == 1
-    assert "holds no run: give a folder that compare has written" in error
-
-
-def test_help_lists_every_command(run_ridgeline):
-    status, shown, _ = run_ridgeline("--help")
-    assert status == 0
-    for command in COMMANDS:
-        assert command in shown
-
-
-@pytest.mark.parametrize("command", [["top"], ["drain", "worker-1"], ["replay"]], ids=lambda words: words[0])
-@pytest.mark.parametrize(
-    "url", ["http://::1:8000", "127.0.0.1:8000", "http://", "ftp://x", "http://key@x", "http://x:y"]
-)
-def test_what_is_no_url_of_a_server_is_told_with_how_to_write_one(run_ridgeline, command, url):
-    status, _, error = run_ridgeline(*command, "--url", url)
-    assert status == 2
-    assert "[::1]:8000" in error
-
-
-@pytest.mark.parametrize(
-    ("mode", "unit", "count", "per_worker"),
-    [
-        ("disaggregated", "core", 7, {"prefill": 2, "decode": 1, "colocated": 1, "adaptive": 2}),
-        ("colocated", "core", 2, {"prefill": 2, "decode": 1, "colocated": 1, "adaptive": 2}),
-        ("adaptive", "core", 10, {"prefill": 2, "decode": 1, "colocated": 1, "adaptive": 2}),
-    ],
-)
-def test_the_devices_of_a_mode_are_the_cores_of_its_pools(mode, unit, count, per_worker):
-    plain = RidgelineConfig().pools
-    prefill = plain.prefill.model_copy(update={"workers": 2, "cores_per_worker": 2})
-    decode = plain.decode.model_copy(update={"workers": 3})
-    pools = plain.model_copy(update={"prefill": prefill, "decode": decode})
-    config = RidgelineConfig().model_copy(update={"pools": pools})
-    assert devices_of(config, mode) == Devices(unit, count, per_worker)
-
-
-def test_a_replay_needs_nothing_that_draws_a_page():
-    code = "import sys; sys.modules['plotly'] = None; import ridgeline.cluster.commands.replay"
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=PATIENCE_S).returncode == 0

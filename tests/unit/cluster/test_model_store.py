@@ -110,27 +110,21 @@ def test_an_existing_directory_is_used_as_it_is(tmp_path, monkeypatch):
     assert prepare_model(f"~/{tmp_path.name}") == tmp_path
 
 
-def test_a_directory_without_a_model_is_refused(tmp_path):
-    with pytest.raises(ModelError, match=r"has no config\.json"):
-        prepare_model(str(tmp_path))
-
-
-def test_a_file_is_refused(tmp_path):
-    (tmp_path / "model.gguf").write_text("")
-    with pytest.raises(ModelError, match=r"is a file: set model\.path to the directory"):
-        prepare_model(str(tmp_path / "model.gguf"))
-
-
 @pytest.mark.parametrize("name", ["gpt2", "Qwen/Qwen3-8B", "HuggingFaceTB/SmolLM2-135M-Instruct"])
 def test_a_hub_name_is_passed_on_unchanged(name):
     assert model_state(name) == "hub"
     assert str(prepare_model(name)) == name
 
 
-@pytest.mark.parametrize("name", ["/models/none", "./none", "../none", "~/none", "a/b/c", "models/", ".hidden", ""])
-def test_what_looks_like_a_path_and_does_not_exist_is_an_error_and_no_hub_name(name, tmp_path, monkeypatch):
+NOT_THERE = ("/models/none", "./none", "../none", "~/none", "a/b/c", "models/", ".hidden", "")
+
+
+@pytest.mark.parametrize("name", [*NOT_THERE, "empty", "model.gguf"])
+def test_what_looks_like_a_path_and_is_no_model_is_an_error_and_no_hub_name(name, tmp_path, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "model.gguf").write_text("")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelError):
+    with pytest.raises(ModelError, match=r"model\.path"):
         prepare_model(name)
 
 

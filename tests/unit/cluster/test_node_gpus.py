@@ -4,8 +4,16 @@ import dataclasses
 
 import pytest
 
-from ridgeline.cluster.node_gpus import FIELDS, Gpu, NoGpus, mps_problem, read_gpus
-from ridgeline.cluster.node_hardware import UnknownHardware, peaks_of, worker_hardware
+from ridgeline.cluster.node_gpus import (
+    FIELDS,
+    Gpu,
+    NoGpus,
+    UnknownHardware,
+    mps_problem,
+    peaks_of,
+    read_gpus,
+    worker_hardware,
+)
 from ridgeline.cluster.runtime.deployment import known_peaks
 from ridgeline.roofline.hardware import hardware_of_gpu
 from ridgeline.router.settings import PoolHardware
@@ -16,14 +24,12 @@ TWO_H100 = "\n".join(H100_LINE.format(index=index) for index in (0, 1))
 H100 = Gpu(0, "NVIDIA H100 80GB HBM3", 81559 * MIB, 80994 * MIB, (580, 95, 5), (9, 0))
 
 
-def test_a_line_of_nvidia_smi_has_as_many_parts_as_are_asked_for():
-    assert len(H100_LINE.split(",")) == len(FIELDS)
-
-
 def test_gpus_are_read_with_memory_driver_and_capability():
+    assert len(H100_LINE.split(",")) == len(FIELDS)
     first, second = read_gpus(lambda: TWO_H100, {})
-    assert first == H100
-    assert second.index == 1
+    assert (first, second.index) == (H100, 1)
+    (unknown,) = read_gpus(lambda: "0, GPU-0, NVIDIA GB10, [N/A], [N/A], 580.95, 12.1, [N/A]", {})
+    assert (unknown.memory_bytes, unknown.partitioned) == (0, False)
 
 
 @pytest.mark.parametrize(
@@ -44,42 +50,34 @@ def test_a_daemon_of_mps_is_asked_whether_it_runs(tmp_path, monkeypatch, script,
     assert bool(mps_problem()) == bool(problem)
 
 
-@pytest.mark.parametrize(("visible", "indices"), [("1", [1]), ("GPU-0abc", [0]), ("0,1", [0, 1])])
-def test_only_the_gpus_that_the_environment_leaves_count(visible, indices):
-    assert [gpu.index for gpu in read_gpus(lambda: TWO_H100, {"CUDA_VISIBLE_DEVICES": visible})] == indices
-
-
-def test_an_instance_of_a_partitioned_gpu_is_one_that_may_be_used():
-    cut = TWO_H100.replace("Disabled", "Enabled")
-    gpus = read_gpus(lambda: cut, {"CUDA_VISIBLE_DEVICES": "MIG-8a4b"})
-    assert all(gpu.partitioned for gpu in gpus)
-    with pytest.raises(NoGpus):
-        read_gpus(lambda: TWO_H100, {"CUDA_VISIBLE_DEVICES": "MIG-8a4b"})
+CUT = TWO_H100.replace("Disabled", "Enabled")
 
 
 @pytest.mark.parametrize(
-    ("answer", "visible", "sentence"),
+    ("answer", "visible", "indices"),
+    [(TWO_H100, "1", [1]), (TWO_H100, "GPU-0abc", [0]), (TWO_H100, "0,1", [0, 1]), (CUT, "MIG-8a4b", [0, 1])],
+)
+def test_only_the_gpus_that_the_environment_leaves_count(answer, visible, indices):
+    gpus = read_gpus(lambda: answer, {"CUDA_VISIBLE_DEVICES": visible})
+    assert [gpu.index for gpu in gpus] == indices
+    assert all(gpu.partitioned is (answer == CUT) for gpu in gpus)
+
+
+@pytest.mark.parametrize(
+    ("answer", "visible", "part"),
     [
-        ("", None, "lists no GPU"),
-        (TWO_H100, "", "that CUDA_VISIBLE_DEVICES leaves"),
-        ("No devices were found", None, "answers what nobody expects"),
+        ("", None, "no GPU"),
+        (TWO_H100, "", "CUDA_VISIBLE_DEVICES"),
+        (TWO_H100, "MIG-8a4b", "CUDA_VISIBLE_DEVICES"),
+        ("No devices were found", None, "No devices"),
+        (None, None, "nvidia-smi"),
     ],
 )
-def test_no_gpu_is_an_error_that_says_why(answer, visible, sentence):
-    with pytest.raises(NoGpus, match=sentence):
-        read_gpus(lambda: answer, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
-
-
-def test_a_machine_without_nvidias_driver_says_so(monkeypatch, tmp_path):
+def test_no_gpu_is_an_error_that_says_why(answer, visible, part, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(NoGpus, match="comes with NVIDIA's driver"):
-        read_gpus()
-
-
-def test_memory_that_the_driver_does_not_tell_is_zero():
-    line = "0, GPU-0, NVIDIA GB10, [N/A], [N/A], 580.95, 12.1, [N/A]"
-    (gpu,) = read_gpus(lambda: line, {})
-    assert (gpu.memory_bytes, gpu.partitioned) == (0, False)
+    ask = None if answer is None else lambda: answer
+    with pytest.raises(NoGpus, match=part):
+        read_gpus(ask, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
 
 
 @pytest.mark.parametrize(
@@ -142,15 +140,11 @@ def test_peaks_that_are_not_published_are_not_guessed(gpus, dtype, sentence):
         peaks_of(gpus, dtype)
 
 
-def test_a_gpu_without_known_peaks_is_a_sentence_and_no_error(monkeypatch, tmp_path):
+def test_a_gpu_without_known_peaks_is_a_sentence_and_the_pools_that_have_some_stay(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = worker_hardware("bfloat16", 8, 1)
-    assert isinstance(found, str)
-    assert "there is no nvidia-smi" in found
-
-
-def test_pools_without_peaks_are_told_and_left_out_and_the_others_stay():
     said: list[str] = []
-    known = PoolHardware("h100-sxm", 1.0, 1.0, "data sheet")
-    assert known_peaks({"prefill": known, "decode": "no peak is known for 'X'"}, said.append) == {"prefill": known}
-    assert said == ["decode: no peak is known for 'X'; until then /metrics has no peaks of this pool"]
+    known, unknown = PoolHardware("h100-sxm", 1.0, 1.0, "data sheet"), worker_hardware("bfloat16", 8, 1)
+    assert "nvidia-smi" in unknown
+    assert known_peaks({"prefill": known, "decode": unknown}, said.append) == {"prefill": known}
+    assert len(said) == 1
+    assert unknown in said[0]

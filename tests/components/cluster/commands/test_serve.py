@@ -41,18 +41,25 @@ def a_deployment(answer):
     return Deployment("url", [], [], [router], None, None, None), router
 
 
+SILENT = DeploymentFailed("router did not finish drain within 35 s")
+
+
 @pytest.mark.parametrize(
-    ("answer", "left"),
+    ("answer", "left", "words"),
     [
-        (3, 3),
-        (ActorGone("router ended while it ran drain"), None),
-        (DeploymentFailed("router did not finish drain within 35 s"), None),
+        (0, 0, []),
+        (3, 3, ["3 requests"]),
+        (ActorGone("router ended while it ran drain"), None, ["the router does not answer"]),
+        (SILENT, None, ["the router does not answer"]),
     ],
+    ids=["all_ended", "some_left", "router_gone", "router_silent"],
 )
-async def test_a_drain_ends_a_few_seconds_after_its_timeout_and_without_a_router_at_once(answer, left):
+async def test_a_drain_ends_a_few_seconds_after_its_timeout_and_what_it_left_is_told(answer, left, words):
     deployment, router = a_deployment(answer)
     assert await deployment.drain(30.0) == left
     assert router.calls == [("drain", (30.0,), 30.0 + DRAIN_ANSWER_S)]
+    _, *said = await drained(answer, StopSignals())
+    assert [line.startswith(word) for line, word in zip(said, words, strict=True)] == [True] * len(words)
 
 
 async def drained(answer, signals):
@@ -71,25 +78,8 @@ async def test_the_second_signal_ends_a_drain_that_the_first_one_began():
     await asyncio.sleep(0.01)
     assert not draining.done()
     signals.received()
-    first, second = await draining
-    assert first.endswith("up to 30 s for the running ones; Ctrl-C again cuts them off now")
-    assert second == "not waiting any longer: running requests are cut off"
+    assert len(await draining) == 2
     assert hangs.cancelled()
-
-
-@pytest.mark.parametrize(
-    ("left", "words"),
-    [
-        (0, []),
-        (2, ["2 requests did not end in time and are cut off"]),
-        (
-            DeploymentFailed("router did not finish drain within 35 s"),
-            ["the router does not answer: what it was serving, if anything, is cut off"],
-        ),
-    ],
-)
-async def test_what_a_drain_left_is_told(left, words):
-    assert (await drained(left, StopSignals()))[1:] == words
 
 
 async def test_limits_that_cannot_be_kept_are_printed_before_ready_and_kept_for_status(monkeypatch, tmp_path):
@@ -166,21 +156,14 @@ async def test_what_cannot_be_printed_ends_no_deployment_and_no_drain(monkeypatc
     ("limits", "answer", "warnings", "said"),
     [
         ({}, ["never asked"], [], []),
-        ({"tpot_ms": 1}, ["too short"], ["too short"], ["measuring an idle server, for router.slo"]),
-        (
-            {"ttft_ms": 1},
-            ActorGone("router ended"),
-            [],
-            [
-                "measuring an idle server, for router.slo",
-                "whether the limits of router.slo can be kept is not known: router ended",
-            ],
-        ),
+        ({"tpot_ms": 1}, ["too short"], ["too short"], ["router.slo"]),
+        ({"ttft_ms": 1}, ActorGone("router ended"), [], ["router.slo", "router ended"]),
     ],
+    ids=["no_limits", "too_short", "router_ends"],
 )
 async def test_an_idle_server_is_measured_only_for_limits_and_that_it_fails_ends_no_start(
     limits, answer, warnings, said
 ):
-    heard, slo = [], SloConfig(**limits)
-    assert await limits_too_short(slo, Router(answer), heard.append) == warnings
-    assert heard == said
+    heard = []
+    assert await limits_too_short(SloConfig(**limits), Router(answer), heard.append) == warnings
+    assert [part in sentence for part, sentence in zip(said, heard, strict=True)] == [True] * len(said)

@@ -84,13 +84,13 @@ def test_one_that_ends_before_it_is_ready_shows_its_own_words_and_is_an_error(ri
     assert f"before it was ready; see {DeploymentFolder('ridgeline').log}".replace(" ", "") in error.replace(" ", "")
 
 
-def test_a_second_one_of_the_same_name_is_refused(ridgeline, serves):
+@pytest.mark.parametrize("option", [(), ("--detach",)])
+def test_a_second_one_of_the_same_name_is_refused(ridgeline, serves, option):
     process = serves("ridgeline")
-    for option in ((), ("--detach",)):
-        status, _, error = ridgeline("serve", *option)
-        assert status == 1
-        assert "a deployment named 'ridgeline' runs on this machine already" in error
-        assert f"process {process.pid}" in error
+    status, _, error = ridgeline("serve", *option)
+    assert status == 1
+    assert f"process {process.pid}" in error
+    assert "'ridgeline'" in error
 
 
 def test_a_second_one_is_refused_while_the_first_does_not_hold_the_name_yet_and_leaves_its_log(ridgeline):
@@ -122,13 +122,15 @@ def test_status_lists_what_runs_and_says_so_if_nothing_does(ridgeline, serves):
     assert output.index("one") < output.index("two")
 
 
-@pytest.mark.parametrize("answer", [["a"], "ready", None, {"router": "busy"}])
-def test_status_takes_no_other_programs_answer_at_the_port_for_a_routers(serves, monkeypatch, answer):
-    monkeypatch.setattr(background.httpx, "get", lambda *_, **__: httpx.Response(200, json=answer))
+ANSWERS = [b'["a"]', b'"ready"', b"null", b'{"router": "busy"}', b"[]", b'"\xff"', b'{"router": 1}', b"<html>"]
+
+
+@pytest.mark.parametrize("answer", ANSWERS, ids=str)
+def test_status_takes_no_other_programs_answer_at_the_port_for_a_routers(ridgeline, serves, monkeypatch, answer):
+    monkeypatch.setattr(background.httpx, "get", lambda *_, **__: httpx.Response(200, content=answer))
     serves("one")
-    console = Console(width=100, file=io.StringIO())
-    background.status(console)
-    assert ("one: busy" in console.file.getvalue()) is isinstance(answer, dict)
+    status, output, _ = ridgeline("status")
+    assert (status, "one: busy" in output, "one: " in output) == (0, b"busy" in answer, b"busy" in answer)
 
 
 def test_status_shows_a_whole_url_in_a_narrow_terminal(serves):
@@ -138,27 +140,12 @@ def test_status_shows_a_whole_url_in_a_narrow_terminal(serves):
     assert "http://127.0.0.1:1 " in console.file.getvalue()
 
 
-@pytest.mark.parametrize("answer", [b"[]", b"null", b'"\xff"', b'{"router": 1}', b"<html>"], ids=str)
-def test_status_has_nothing_to_say_of_another_program_on_the_port(ridgeline, serves, monkeypatch, answer):
-    serves("one")
-    monkeypatch.setattr(background.httpx, "get", lambda *_, **__: httpx.Response(200, content=answer))
-    status, output, _ = ridgeline("status")
-    assert (status, "one: " in output) == (0, False)
-
-
 @pytest.mark.parametrize(("end", "options"), [("quick", ()), ("slow", ("--now",))])
 def test_stop_returns_when_the_deployment_has_ended(ridgeline, serves, end, options):
     process = serves("ridgeline", end=end)
     status, output, _ = ridgeline("stop", *options)
     assert (status, process.wait()) == (0, 0)
     assert output.splitlines()[-1] == "ridgeline has ended"
-
-
-def test_stop_names_those_that_run_when_the_name_is_wrong(ridgeline, serves):
-    serves("mine")
-    status, _, error = ridgeline("stop", "--name", "yours")
-    assert status == 1
-    assert error == "error: no deployment named 'yours' runs on this machine; these do: mine"
 
 
 def test_logs_prints_what_was_printed_and_follows_to_the_end(ridgeline, serves):
@@ -178,25 +165,27 @@ def test_logs_prints_also_what_is_no_text(ridgeline, serves):
 
 
 @pytest.mark.parametrize("command", [("logs",), ("serve", "--detach")])
-def test_a_log_that_cannot_be_used_is_one_sentence_that_names_it(ridgeline, command):
+def test_a_log_that_cannot_be_used_is_named(ridgeline, command):
     DeploymentFolder("ridgeline").log.mkdir(parents=True)
     status, _, error = ridgeline(*command)
     assert status == 1
-    assert "serve.log cannot be used (Is a directory): set XDG_STATE_HOME" in error
+    assert "serve.log" in error
+    assert "XDG_STATE_HOME" in error
 
 
 @pytest.mark.parametrize(
-    ("detached", "name", "sentence"),
+    ("detached", "command", "parts"),
     [
-        ("terminal", "ridgeline", "ridgeline was not detached: its output is in its terminal"),
-        ("detached", "yours", "no deployment named 'yours' has been detached on this machine; these do: ridgeline"),
+        ("terminal", ("logs",), ["ridgeline was not detached"]),
+        ("detached", ("logs", "--name", "yours"), ["'yours'", "these do: ridgeline"]),
+        ("detached", ("stop", "--name", "yours"), ["'yours'", "these do: ridgeline"]),
     ],
 )
-def test_logs_that_are_not_there_are_an_error_that_says_where_they_are(ridgeline, serves, detached, name, sentence):
+def test_what_is_not_there_is_an_error_that_says_what_is(ridgeline, serves, detached, command, parts):
     serves("ridgeline", detached)
-    status, _, error = ridgeline("logs", "--name", name)
+    status, _, error = ridgeline(*command)
     assert status == 1
-    assert sentence in error
+    assert all(part in error for part in parts)
 
 
 def test_status_names_workers_that_are_lost_again_and_again_and_how_they_are_tried_again(ridgeline, serves):

@@ -8,9 +8,8 @@ import pytest
 
 from ridgeline.cluster.config.autoscale import AutoscaleConfig
 from ridgeline.cluster.runtime.autoscale.loop import Autoscaler
+from ridgeline.cluster.runtime.fleet_operations import OperationRunner, OperationSteps
 from ridgeline.cluster.runtime.handles.actor import ActorGone
-from ridgeline.cluster.runtime.operation_runner import OperationRunner
-from ridgeline.cluster.runtime.operation_steps import OperationSteps
 from ridgeline.cluster.runtime.services import RouterService
 from ridgeline.router.front.operations import Operations, new_operation
 from ridgeline.router.observe.fleet_use import FleetUse, WorkerUse
@@ -77,23 +76,14 @@ class Router:
     async def _within(self, limits_s):
         return {latency: Within(limit_s, self.kept, self.counted) for latency, limit_s in limits_s.items()}
 
-    async def _call(self, method, *arguments):
-        if self.away:
-            raise ActorGone(f"{self.name} ended")
-        return await getattr(self.service, method)(*arguments)
+    def __getattr__(self, method):
+        async def call(*arguments):
+            if self.away:
+                raise ActorGone(f"{self.name} ended")
+            self.asked += method == "use"
+            return await getattr(self.service, method)(*arguments)
 
-    async def use(self):
-        self.asked += 1
-        return await self._call("use")
-
-    async def within(self, limits_s):
-        return await self._call("within", limits_s)
-
-    async def take_operation(self, *arguments):
-        return await self._call("take_operation", *arguments)
-
-    async def report(self, *arguments):
-        await self._call("report", *arguments)
+        return call
 
 
 class Deployment:
@@ -153,16 +143,23 @@ async def test_a_full_pool_is_ordered_another_worker_as_an_operator_would_and_th
     async with running() as there:
         await there.rounds_of(2)
         assert there.said == ["autoscale: decode has 1 to 3 workers"]
+        there.fleet.may_start.clear()
         await there.rounds_of(1)
+        await eventually(lambda: there.routers[0].book.running)
+        assert there.routers[0].book.running.mode == "disaggregated", "it is for the mode in which it was decided"
+        await there.rounds_of(30)
+        assert len(there.scaled) == 1, "it waits for its own operation as long as that takes"
+        there.fleet.may_start.set()
         await eventually(lambda: there.fleet.decode == 2)
-        await eventually(lambda: there.said[-1].endswith("done after 0 s: decode has 2 workers"))
-        [sentence] = there.scaled
-        operation_id = sentence.split()[1].rstrip(":")
-        assert sentence == (
-            f"operation {operation_id}: autoscale, decode from 1 to 2 workers: it has needed more for 20 s; now 90% of "
-            "its places are taken (autoscale.up_use is 80%)"
-        )
         await eventually(lambda: there.routers[0].book.last.state == "done")
+        [sentence] = there.scaled
+        for part in (
+            "autoscale, decode from 1 to 2 workers",
+            "for 20 s",
+            "90% of its places",
+            "autoscale.up_use is 80%",
+        ):
+            assert part in sentence
         assert there.routers[0].book.last.sentences[:2] == (sentence.partition(": ")[2], "worker-2: starting")
 
 
@@ -178,19 +175,28 @@ async def test_an_idle_pool_loses_its_newest_worker_with_the_configured_time():
         assert there.fleet.decode == 1
 
 
-async def test_a_worker_that_is_tried_again_for_long_and_that_the_routers_do_not_know_keeps_no_pool_from_growing():
+@pytest.mark.parametrize(
+    ("pool", "hidden", "lost", "decode"),
+    [
+        pytest.param({"worker-2": "prefill"}, {"worker-2"}, {"worker-2"}, 2, id="tried_again_for_long"),
+        pytest.param({}, {"worker-0"}, set(), 1, id="not_known_yet"),
+    ],
+)
+async def test_a_pool_grows_although_routers_miss_workers_that_are_lost_and_not_if_they_miss_others(
+    pool, hidden, lost, decode
+):
     async with running() as there:
-        there.fleet.pool_of["worker-2"] = "prefill"
-        there.fleet.hidden, there.fleet.lost = {"worker-2"}, {"worker-2"}
+        there.fleet.pool_of |= pool
+        there.fleet.hidden, there.fleet.lost = hidden, lost
         await there.rounds_of(3)
-        await eventually(lambda: there.fleet.decode == 2)
+        await eventually(lambda: there.fleet.decode == decode)
+        assert len(there.scaled) == decode - 1
 
 
 async def test_who_only_wants_advice_gets_the_sentence_and_no_operation():
     async with running(mode="advise") as there:
         await there.rounds_of(3)
-        assert len(there.scaled) == 1
-        assert there.scaled[0].startswith("autoscale advises decode from 1 to 2 workers: it has needed more for 20 s")
+        assert [one.startswith("autoscale advises decode from 1 to 2 workers") for one in there.scaled] == [True]
         await there.rounds_of(3)
         assert len(there.scaled) == 2, "again after the cooldown"
         assert not there.operations.under_way
@@ -218,20 +224,12 @@ async def test_nothing_is_ordered_while_an_operators_operation_is_under_way_whic
         await eventually(lambda: there.fleet.decode == 3)
 
 
-async def test_it_waits_for_its_own_operation_as_long_as_that_takes():
-    async with running() as there:
-        there.fleet.may_start.clear()
-        await there.rounds_of(30)
-        assert len(there.scaled) == 1
-        assert there.operations.under_way
-
-
 async def test_an_operation_that_was_decided_before_another_change_is_void():
     async with running() as there:
         late = new_operation("scale", 30.0, {"decode": 2}, decided_at={"decode": 3})
         assert there.operations.begin(late)
         await eventually(lambda: not there.operations.under_way)
-        assert there.said[-1].endswith("decode has 1 workers, and 3 when this was decided: nothing is changed")
+        assert "decode has 1 workers" in there.said[-1]
         assert there.fleet.decode == 1
 
 
@@ -249,13 +247,6 @@ async def test_a_router_that_is_started_again_is_asked_again_and_nothing_is_said
         assert len(there.scaled) == 1
 
 
-async def test_nothing_is_decided_while_the_router_does_not_know_every_worker():
-    async with running() as there:
-        there.fleet.hidden = {"worker-0"}
-        await there.rounds_of(10)
-        assert there.scaled == []
-
-
 @pytest.mark.parametrize("bounds", [{}, {"adaptive": {"min_workers": 1, "max_workers": 4}}])
 async def test_after_a_change_of_mode_it_is_said_what_is_scaled_or_that_nothing_is(bounds):
     async with running(**bounds) as there:
@@ -263,21 +254,10 @@ async def test_after_a_change_of_mode_it_is_said_what_is_scaled_or_that_nothing_
         there.fleet.mode = "adaptive"
         there.fleet.pool_of = dict.fromkeys(there.fleet.pool_of, "adaptive")
         await there.rounds_of(2)
-        nothing = (
-            "autoscale: adaptive has no bounds, so nothing is scaled in this mode: set autoscale.adaptive.min_workers "
-            "and max_workers, and start again"
-        )
-        assert there.said[1:] == ["autoscale: adaptive has 1 to 4 workers" if bounds else nothing]
+        [told] = there.said[1:]
+        assert ("adaptive has 1 to 4 workers" if bounds else "set autoscale.adaptive.min_workers") in told
         await there.rounds_of(5)  # the cooldown after a change of pools, and the time for which more is needed
         assert len(there.scaled) == bool(bounds)
-
-
-async def test_an_operation_is_for_the_mode_in_which_it_was_decided():
-    async with running() as there:
-        there.fleet.may_start.clear()
-        await there.rounds_of(3)
-        await eventually(lambda: there.routers[0].book.running)
-        assert there.routers[0].book.running.mode == "disaggregated"
 
 
 @pytest.mark.parametrize("away", [False, True])

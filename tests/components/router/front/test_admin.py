@@ -12,13 +12,19 @@ from fastapi import FastAPI
 from rich.console import Console
 from starlette.responses import Response
 
-from ridgeline.cluster.commands.operators.client import ANSWER_WITHIN_S, ask, operator_client
-from ridgeline.cluster.commands.operators.decisions import decisions
-from ridgeline.cluster.commands.operators.drain import drain
-from ridgeline.cluster.commands.operators.mode import CHANGE_WITHIN_S as MODE_WITHIN_S
-from ridgeline.cluster.commands.operators.mode import mode
-from ridgeline.cluster.commands.operators.record import record
-from ridgeline.cluster.commands.operators.scale import cancel, restart, scale
+from ridgeline.cluster.commands.decisions import decisions
+from ridgeline.cluster.commands.operators import (
+    ANSWER_WITHIN_S,
+    MODE_WITHIN_S,
+    ask,
+    cancel,
+    drain,
+    mode,
+    operator_client,
+    record,
+    restart,
+    scale,
+)
 from ridgeline.cluster.commands.top import watch
 from ridgeline.cluster.config.api_keys import ApiKeyError, key_hashes
 from ridgeline.cluster.config.loader import explain, load_config
@@ -339,7 +345,7 @@ async def test_the_commands_follow_an_operation_and_cancel_it():
 
 
 async def test_the_command_says_that_an_operation_is_lost_which_no_router_knows(monkeypatch):
-    monkeypatch.setattr("ridgeline.cluster.commands.operators.scale.UNKNOWN_S", 0.0)
+    monkeypatch.setattr("ridgeline.cluster.commands.operators.UNKNOWN_S", 0.0)
     async with admin() as (_, _, _, app), listening(app) as url:
         scaling = asyncio.create_task(
             scale(url, {"decode": 2}, 1.0, admin_key_file=None, console=Console(file=io.StringIO()))

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from ridgeline.cluster.commands.whatif import WhatIf, whatif, with_options
+from ridgeline.cluster.commands.whatif import whatif, with_options
 from ridgeline.loadtest.errors import LoadTestError
 from tests.unit.router.scheduler.samples import poisson
 from tests.unit.router.scheduler.test_replay import recording_of
@@ -20,7 +20,7 @@ def file(tmp_path_factory):
 
 def printed(file, *policies, workers=()):
     console = Console(file=io.StringIO(), width=200)
-    whatif(file, WhatIf(policies, workers), console)
+    whatif(file, console, policies, workers)
     return console.file.getvalue()
 
 

@@ -1,4 +1,4 @@
-"""The configuration: precedence, origins, and errors that say what to change."""
+"""The configuration: precedence, origins, and errors that name the setting and what to change."""
 
 import io
 from pathlib import Path
@@ -9,218 +9,27 @@ from rich.console import Console
 
 from ridgeline.cluster.config.loader import ConfigError, explain, load_config
 from ridgeline.cluster.config.models import RidgelineConfig
-from ridgeline.kv_transfer.names import MAX_GROUPS
 
 REPOSITORY = Path(__file__).parents[4]
+GIB = 1024**3
 
 
-def write(tmp_path: Path, text: str) -> Path:
-    path = tmp_path / "some.yaml"
-    path.write_text(text)
-    return path
+@pytest.fixture
+def write(tmp_path):
+    """Write a file with this text."""
+
+    def written(text: str) -> Path:
+        path = tmp_path / "some.yaml"
+        path.write_text(text)
+        return path
+
+    return written
 
 
-def problems_of(path: Path | None = None, **overrides: str) -> list[str]:
+def problems_of(path: Path | None = None, overrides=(), **options) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        load_config(path, {key.replace("__", "."): value for key, value in overrides.items()})
+        load_config(path, dict(overrides), **options)
     return caught.value.problems
-
-
-def only_problem_of(path: Path | None = None, **overrides: str) -> str:
-    problems = problems_of(path, **overrides)
-    assert len(problems) == 1, problems
-    return problems[0]
-
-
-def test_without_file_and_flags_every_value_is_a_default():
-    loaded = load_config()
-    assert loaded.config == RidgelineConfig()
-    assert set(loaded.origins.values()) == {"default"}
-
-
-def test_a_flag_beats_the_file_which_beats_the_default(tmp_path):
-    path = write(tmp_path, "server:\n  port: 1\n  host: 0.0.0.0\n")
-    loaded = load_config(path, {"server.port": "2"})
-    assert (loaded.config.server.port, loaded.origins["server.port"]) == (2, "flag")
-    assert (loaded.config.server.host, loaded.origins["server.host"]) == ("0.0.0.0", f"{path}:3")
-    assert (loaded.config.server.drain_timeout_s, loaded.origins["server.drain_timeout_s"]) == (30.0, "default")
-
-
-def test_a_partly_given_pool_keeps_the_other_defaults_of_its_role(tmp_path):
-    path = write(tmp_path, "pools:\n  decode:\n    workers: 3\n")
-    decode = load_config(path).config.pools.decode
-    assert (decode.workers, decode.max_num_seqs) == (3, RidgelineConfig().pools.decode.max_num_seqs)
-
-
-def test_an_empty_file_and_an_empty_section_keep_the_defaults(tmp_path):
-    assert load_config(write(tmp_path, "")).config == RidgelineConfig()
-    assert load_config(write(tmp_path, "ray:\n")).config == RidgelineConfig()
-
-
-def test_an_unknown_key_names_file_line_and_nearest_key(tmp_path):
-    problem = only_problem_of(write(tmp_path, "mode: colocated\npools:\n  prefill:\n    worker: 2\n"))
-    assert problem.endswith("some.yaml:4: pools.prefill.worker is not a setting: did you mean pools.prefill.workers?")
-
-
-def test_a_key_in_the_wrong_section_is_told_its_right_place():
-    assert only_problem_of(port="80") == "flag: port is not a setting: did you mean server.port?"
-
-
-def test_a_key_like_no_other_is_answered_with_what_exists():
-    assert "the nearest are name, mode, fixed_mode, model" in only_problem_of(zzz="1")
-
-
-def test_all_problems_are_reported_at_once(tmp_path):
-    path = write(tmp_path, "server: {port: high, hots: x}\nmode: both\n")
-    problems = problems_of(path, router__request_timeout_s="-1")
-    assert len(problems) == 4
-    assert any("some.yaml:1: server.port: input should be a valid integer" in problem for problem in problems)
-    assert any("did you mean server.host?" in problem for problem in problems)
-    assert any("some.yaml:2: mode: input should be 'disaggregated', 'coloc" in problem for problem in problems)
-    assert any(problem.startswith("flag: router.request_timeout_s") for problem in problems)
-
-
-def test_conflicts_are_reported_beside_unknown_keys():
-    assert len(problems_of(zzz="1", pools__decode__max_num_batched_tokens="8")) == 2
-
-
-def test_a_section_given_a_plain_value_is_an_error(tmp_path):
-    assert "some.yaml:1: ray is a section" in only_problem_of(write(tmp_path, "ray: auto\n"))
-    assert "server is a section: set one of server.host" in only_problem_of(server="8000")
-
-
-def test_a_key_given_twice_is_an_error(tmp_path):
-    assert "server.port is already set in line 2" in only_problem_of(write(tmp_path, "server:\n  port: 1\n  port: 2\n"))
-
-
-def test_a_key_given_twice_is_an_error_in_a_table_too(tmp_path):
-    path = write(tmp_path, "engine_args:\n  seed: 1\n  hf_overrides: {a: 1}\n  seed: 2\n")
-    assert only_problem_of(path) == f"{path}:4: seed is already set in engine_args: remove one of them."
-    anchors = "pools:\n  prefill:\n    resources: &r {a: 1}\n  decode:\n    resources: {<<: *r, a: 2}\n"
-    assert load_config(write(tmp_path, anchors)).config.pools.decode.resources == {"a": 2.0}
-
-
-@pytest.mark.parametrize("text", ["a: [", "- mode", "mode: !!python/name:os.system\n", "just text", "a: b: c"])
-def test_a_file_that_is_no_configuration_is_an_error_not_a_traceback(tmp_path, text):
-    assert "some.yaml" in problems_of(write(tmp_path, text))[0]
-
-
-@pytest.mark.parametrize("value", ["2026-13-45", "0x_", "!!int many", "!!timestamp soon", "!!bool perhaps"])
-def test_a_value_that_yaml_takes_for_a_number_or_a_date_and_is_none_is_an_error_not_a_traceback(tmp_path, value):
-    path = write(tmp_path, f"mode: colocated\nname: {value}\n")
-    assert only_problem_of(path).startswith(f"{path}:2: is not valid YAML: ")
-    assert "quote it as in YAML" in only_problem_of(name=value)
-
-
-def test_an_impossible_policy_is_an_error_with_its_origin_not_a_traceback(tmp_path):
-    assert "flag: router.policy: value error, there is no policy 'none'" in only_problem_of(router__policy__name="none")
-    path = write(tmp_path, "router:\n  policy:\n    options: {x: 1}\n")
-    assert only_problem_of(path).startswith(f"{path}:3: router.policy: value error, policy adaptive has no options")
-
-
-@pytest.mark.parametrize("plan", ["bla", "drop=2", "drop=0.1,drop=0.2", "drop=0.9,cut=0.9"])
-def test_a_plan_of_faults_that_is_none_is_refused_before_an_engine_reads_it(plan):
-    problem = only_problem_of(transfer__faults=plan)
-    assert problem.startswith("flag: transfer.faults: value error, ")
-    assert any(fix in problem for fix in ("Write it as drop=0.05,delay=0.2", "leave one out"))
-
-
-def test_an_entry_of_a_table_that_is_none_is_an_error_that_names_the_table_and_no_traceback(tmp_path):
-    path = write(tmp_path, "engine_args: [seed]\n")
-    assert only_problem_of(path, engine_args__seed="1").startswith(
-        f"{path}:1: engine_args: input should be a valid dict"
-    )
-
-
-def test_a_missing_file_is_an_error_that_says_so(tmp_path):
-    assert "cannot be read (No such file or directory)" in only_problem_of(tmp_path / "none.yaml")
-
-
-def test_bytes_are_read_as_text_with_a_unit_or_as_a_number():
-    overrides = {"pools.decode.kv_cache_memory_bytes": "2 GiB", "server.max_request_bytes": "100000"}
-    config = load_config(None, overrides).config
-    assert type(config.pools.decode.kv_cache_memory_bytes) is int
-    assert (config.pools.decode.kv_cache_memory_bytes, config.server.max_request_bytes) == (2 * 1024**3, 100_000)
-
-
-def test_options_of_a_policy_and_the_pool_of_mode_adaptive_are_set_one_by_one(tmp_path):
-    path = write(tmp_path, "pools:\n  adaptive: {workers: 2, max_num_seqs: 32, max_num_batched_tokens: 512}\n")
-    policy = {"router.policy.name": "threshold", "router.policy.options.split_above_tokens": "256"}
-    config = load_config(path, {"pools.adaptive.workers": "3", **policy}).config
-    assert (config.pools.adaptive.workers, config.pools.adaptive.max_num_seqs) == (3, 32)
-    assert config.router.policy.options == {"split_above_tokens": 256}
-
-
-def test_resources_are_set_as_a_table_or_one_by_one(tmp_path):
-    path = write(tmp_path, "pools:\n  decode:\n    resources: {slot: 1}\n")
-    loaded = load_config(path, {"pools.decode.resources.ridgeline.decode": "0.5"})
-    assert loaded.config.pools.decode.resources == {"slot": 1.0, "ridgeline.decode": 0.5}
-    assert loaded.origins["pools.decode.resources"] == "flag"
-    assert "pools.decode.resources.slot: input should be greater than 0" in only_problem_of(
-        pools__decode__resources__slot="0"
-    )
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "fix"),
-    [
-        ("pools.decode.max_num_batched_tokens", "8", "raise it to at least 80"),
-        ("pools.prefill.kv_cache_memory_bytes", "null", "set it, for instance to 1 GiB"),
-        ("model.block_size", "48", "set it to 64"),
-        ("model.max_model_len", "16", "lower the block size or raise the length"),
-        ("pools.prefill.gpus_per_worker", "1", "set both alike"),
-        ("pools.decode.tensor_parallel_size", "2", "set cores_per_worker to 2"),
-        ("router.min_remote_prefill_tokens", "4096", "set it below model.max_model_len"),
-        ("router.prefill_window_tokens", "600", "set it to null, which gives each pool its own, or to 1024"),
-        ("router.max_queue_time_s", "601", "set it to at most router.request_timeout_s (600)"),
-    ],
-)
-def test_an_impossible_combination_is_one_sentence_that_names_the_fix(path, value, fix):
-    with pytest.raises(ConfigError) as caught:
-        load_config(None, {path: value})
-    assert any(fix in problem and path in problem for problem in caught.value.problems), caught.value.problems
-
-
-def test_a_fetch_cannot_be_given_more_time_than_a_source_accepts():
-    assert "less than or equal to 590" in only_problem_of(transfer__kv_fetch_timeout_s="601")
-
-
-def test_a_fetch_cannot_be_given_more_time_than_its_request():
-    problem = only_problem_of(
-        transfer__kv_fetch_timeout_s="90", router__request_timeout_s="60", router__max_queue_time_s="30"
-    )
-    assert "transfer.kv_fetch_timeout_s (90)" in problem
-    assert "set it to at most router.request_timeout_s (60)" in problem
-
-
-def test_a_lease_of_milliseconds_or_of_days_is_refused():
-    assert "greater than or equal to 1" in only_problem_of(transfer__lease_s="0.05")
-    assert "less than or equal to 3600" in only_problem_of(transfer__lease_s="100000")
-
-
-def test_what_this_mode_does_not_use_is_not_judged_unless_both_modes_will_run():
-    overrides = {"pools.colocated.max_num_batched_tokens": "8", "router.prefill_window_tokens": "2048"}
-    assert load_config(None, overrides).config.mode == "disaggregated"
-    with pytest.raises(ConfigError) as caught:
-        load_config(None, overrides, both_modes=True)
-    assert ["pools.colocated.max_num_batched_tokens" in problem for problem in caught.value.problems] == [True]
-
-
-@pytest.mark.parametrize("mode", ["disaggregated", "colocated"])
-@pytest.mark.parametrize("file", [None, "deploy/local.yaml", "deploy/cluster-serve.yaml"])
-def test_shipped_settings_keep_two_steps_of_prompts_at_every_worker_in_both_modes(file, mode):
-    loaded = load_config(file and REPOSITORY / file, {"mode": mode}, both_modes=True)
-    for name, pool in loaded.config.active_pools().items():
-        assert loaded.config.window_tokens(name) == 2 * pool.max_num_batched_tokens
-
-
-def test_a_copy_from_gpu_to_gpu_without_gpus_is_refused_and_shared_memory_named_as_the_fix():
-    problem = only_problem_of(transfer__transport="cuda-ipc")
-    assert "with 0 in pools.prefill.gpus_per_worker and pools.decode.gpus_per_worker all workers are on CPUs" in problem
-    assert "set transfer.transport to shm" in problem
-    overrides = {"transfer.transport": "cuda-ipc", **ranks_of(1, 1, gpus=True)}
-    assert load_config(None, overrides).config.transfer.transport == "cuda-ipc"
-    assert load_config(None, {"transfer.transport": "cuda-ipc", "mode": "colocated"}).config.mode == "colocated"
 
 
 def ranks_of(prefill: int, decode: int, *, gpus: bool = False) -> dict[str, str]:
@@ -237,130 +46,312 @@ def adaptive(**settings) -> dict[str, str]:
 
 
 IPC = {"transfer.transport": "cuda-ipc"}
-SPLIT_ON_GPUS = {"pools.prefill.gpus_per_worker": "1", "pools.decode.gpus_per_worker": "1"}
+COLLECTIVE = {"transfer.transport": "collective"}
+ON_GPUS = {f"pools.{pool}.gpus_per_worker": "1" for pool in ("prefill", "decode")}
+SHARED_GPU = {
+    **ranks_of(1, 1, gpus=True),
+    "ray.share_gpus": "true",
+    "engine_args.gpu_memory_utilization": "0.45",
+    "pools.prefill.kv_cache_memory_bytes": "8 GiB",
+    "pools.decode.kv_cache_memory_bytes": "8 GiB",
+}
+MPS = {"pools.decode.mps_active_thread_percent": "30"}
+GROWS = {"autoscale.mode": "act", "autoscale.decode.min_workers": "1", "autoscale.decode.max_workers": "1000"}
 
 
-def problems_with(overrides) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        load_config(None, overrides)
-    return caught.value.problems
+# --- where values come from
 
 
-def test_mode_adaptive_is_checked_by_its_own_pool_wherever_the_others_are():
-    accepted = load_config(None, {**IPC, **adaptive(gpus_per_worker=1)}).config
-    assert accepted.mode == "adaptive"
-    [problem] = problems_with({**IPC, **SPLIT_ON_GPUS, **adaptive(kv_cache_memory_bytes=2**30)})
-    assert "with 0 in pools.adaptive.gpus_per_worker all workers are on CPUs" in problem
-    [problem] = problems_with({**IPC, "mode": "adaptive"})
-    assert "with 0 in pools.prefill.gpus_per_worker all workers are on CPUs" in problem
-    one_on_gpus = {"pools.prefill.gpus_per_worker": "1"}
-    assert load_config(None, {**one_on_gpus, **adaptive(kv_cache_memory_bytes=2**30)}).config.mode == "adaptive"
-    assert "put one pool on GPUs and the other on CPUs" in problems_with(one_on_gpus)[0]
+def test_without_file_and_flags_every_value_is_a_default():
+    loaded = load_config()
+    assert loaded.config == RidgelineConfig()
+    assert set(loaded.origins.values()) == {"default"}
 
 
-def test_ranks_that_do_not_divide_each_other_matter_to_no_mode_that_does_not_use_them():
-    assert load_config(None, {**ranks_of(2, 3), **adaptive()}).config.mode == "adaptive"
-    assert "do not divide each other" in problems_with(ranks_of(2, 3))[0]
+@pytest.mark.parametrize("text", ["", "ray:\n"])
+def test_an_empty_file_and_an_empty_section_keep_the_defaults(write, text):
+    assert load_config(write(text)).config == RidgelineConfig()
 
 
-def test_a_pool_for_adaptive_on_gpus_has_the_defaults_of_gpus():
-    config = load_config(None, adaptive(gpus_per_worker=1)).config
-    assert config.pools.for_adaptive().kv_cache_memory_bytes is None
-    assert config.supervision.start_timeout_s == 3600
-    assert (
-        load_config(
-            None, adaptive(gpus_per_worker=1, kv_cache_memory_bytes=2**33)
-        ).config.pools.adaptive.kv_cache_memory_bytes
-        == 2**33
-    )
-    assert load_config(None, adaptive()).config.pools.adaptive.kv_cache_memory_bytes == 2**30
+def test_a_flag_beats_the_file_which_beats_the_default(write):
+    path = write("server:\n  port: 1\n  host: 0.0.0.0\npools:\n  decode:\n    workers: 3\n")
+    loaded = load_config(path, {"server.port": "2"})
+    assert (loaded.config.server.port, loaded.origins["server.port"]) == (2, "flag")
+    assert (loaded.config.server.host, loaded.origins["server.host"]) == ("0.0.0.0", f"{path}:3")
+    assert (loaded.config.server.drain_timeout_s, loaded.origins["server.drain_timeout_s"]) == (30.0, "default")
+    decode = loaded.config.pools.decode
+    assert (decode.workers, decode.max_num_seqs) == (3, RidgelineConfig().pools.decode.max_num_seqs)
 
 
-@pytest.mark.parametrize("overrides", [{"pools.decode.workers": "20"}, adaptive(workers=20)])
-def test_a_source_has_pair_groups_for_as_many_as_there_may_be(overrides):
-    assert (
-        load_config(None, {"transfer.transport": "collective", **overrides}).config.transfer.transport == "collective"
-    )
+def test_tables_are_set_as_a_whole_or_entry_by_entry(write):
+    pool = "{workers: 2, max_num_seqs: 32, max_num_batched_tokens: 512}"
+    path = write(f"pools:\n  adaptive: {pool}\n  decode:\n    resources: {{slot: 1}}\n")
+    entries = {
+        "pools.adaptive.workers": "3",
+        "pools.decode.resources.ridgeline.decode": "0.5",
+        "router.policy.name": "threshold",
+        "router.policy.options.split_above_tokens": "256",
+    }
+    loaded = load_config(path, entries)
+    pools = loaded.config.pools
+    assert (pools.adaptive.workers, pools.adaptive.max_num_seqs) == (3, 32)
+    assert pools.decode.resources == {"slot": 1.0, "ridgeline.decode": 0.5}
+    assert loaded.origins["pools.decode.resources"] == "flag"
+    assert loaded.config.router.policy.options == {"split_above_tokens": 256}
+
+
+def test_a_table_may_be_merged_with_what_is_set_in_it_again(write):
+    anchors = "pools:\n  prefill:\n    resources: &r {a: 1}\n  decode:\n    resources: {<<: *r, a: 2}\n"
+    assert load_config(write(anchors)).config.pools.decode.resources == {"a": 2.0}
+
+
+def test_bytes_are_read_as_text_with_a_unit_or_as_a_number():
+    overrides = {"pools.decode.kv_cache_memory_bytes": "2 GiB", "server.max_request_bytes": "100000"}
+    config = load_config(None, overrides).config
+    assert (config.pools.decode.kv_cache_memory_bytes, config.server.max_request_bytes) == (2 * GIB, 100_000)
+
+
+def test_explain_shows_every_setting_with_its_value_and_origin(write):
+    loaded = load_config(write("mode: colocated\n"), {"server.port": "81"})
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(explain(loaded))
+    lines = console.export_text().splitlines()
+    for parts in (
+        ("mode", "colocated", "some.yaml:1"),
+        ("server.port", "81", "flag"),
+        ("kv_cache_memory_bytes", "1073741824 (1,024 MiB)", "default"),
+    ):
+        assert any(all(part in line for part in parts) for line in lines)
+    assert sum("│" in line for line in lines) >= len(loaded.origins)
+
+
+# --- what is no configuration
 
 
 @pytest.mark.parametrize(
-    ("overrides", "named"),
+    ("text", "overrides", "parts"),
     [
-        ({"pools.decode.workers": "1025"}, "1025 decode workers of 1 ranks it is 1025: set transfer.transport to grpc"),
-        (adaptive(workers=1025), "or lower pools.adaptive.workers and autoscale.adaptive.max_workers"),
-        (
-            {
-                **ranks_of(1, 2),
-                "pools.decode.workers": "2",
-                "autoscale.mode": "act",
-                "autoscale.decode.min_workers": "1",
-                "autoscale.decode.max_workers": "1000",
-            },
-            "with 1000 decode workers of 2 ranks it is 2000",
+        pytest.param(
+            "mode: colocated\npools:\n  prefill:\n    worker: 2\n",
+            {},
+            ["some.yaml:4: pools.prefill.worker ", "did you mean pools.prefill.workers?"],
+            id="unknown_key",
         ),
+        pytest.param("", {"port": "80"}, ["flag: port ", "did you mean server.port?"], id="wrong_section"),
+        pytest.param("", {"zzz": "1"}, ["flag: zzz ", "name, mode, fixed_mode, model"], id="like_no_other"),
+        pytest.param("ray: auto\n", {}, ["some.yaml:1: ray is a section"], id="section_as_value"),
+        pytest.param("", {"server": "8000"}, ["server is a section", "server.host"], id="section_as_flag"),
+        pytest.param("server:\n  port: 1\n  port: 2\n", {}, ["some.yaml:3: server.port", "line 2"], id="given_twice"),
+        pytest.param(
+            "engine_args:\n  seed: 1\n  hf_overrides: {a: 1}\n  seed: 2\n",
+            {},
+            [":4: engine_args.seed", "line 2"],
+            id="twice_in_table",
+        ),
+        pytest.param("a: [", {}, ["some.yaml"], id="no_yaml"),
+        pytest.param("- mode", {}, ["some.yaml:1"], id="list"),
+        pytest.param("mode: !!python/name:os.system\n", {}, ["some.yaml:1"], id="tag"),
+        pytest.param("just text", {}, ["some.yaml:1"], id="text"),
+        pytest.param("a: b: c", {}, ["some.yaml:1"], id="colons"),
+        pytest.param("mode: \x01", {}, ["some.yaml: "], id="forbidden_character"),
+        pytest.param("engine_args: [seed]\n", {"engine_args.seed": "1"}, [":1: engine_args"], id="table_that_is_none"),
+        pytest.param(
+            "router:\n  policy:\n    options: {x: 1}\n", {}, [":3: router.policy", "adaptive"], id="options_of_a_policy"
+        ),
+        pytest.param("", {"router.policy.name": "none"}, ["flag: router.policy", "'none'"], id="policy"),
+        *(
+            pytest.param("", {"transfer.faults": plan}, ["flag: transfer.faults"], id=plan)
+            for plan in ("bla", "drop=2", "drop=0.1,drop=0.2", "drop=0.9,cut=0.9")
+        ),
+        *(
+            pytest.param(f"mode: colocated\nname: {value}\n", {}, ["some.yaml:2: "], id=value)
+            for value in ("2026-13-45", "0x_", "!!int many", "!!timestamp soon", "!!bool perhaps")
+        ),
+        pytest.param("", {"name": "2026-13-45"}, ["flag: name", "quote"], id="no_date_in_a_flag"),
+        pytest.param("", {"pools.prefill.gpus_per_worker": "many"}, ["pools.prefill.gpus_per_worker"], id="no_number"),
     ],
 )
-def test_more_fetching_ranks_than_a_source_can_have_pair_groups_are_refused_before_anything_starts(overrides, named):
-    [problem] = problems_with({"transfer.transport": "collective", **overrides})
-    assert f"collective lets at most {MAX_GROUPS} ranks fetch from a source" in problem
-    assert named in problem
+def test_what_is_no_configuration_is_one_sentence_with_its_place(write, text, overrides, parts):
+    [problem] = problems_of(write(text), overrides)
+    assert all(part in problem for part in parts), problem
 
 
-@pytest.mark.parametrize("gpus", [False, True], ids=["cpu", "gpu"])
-@pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2), (2, 2), (4, 2), (2, 8), (3, 1)])
-def test_pools_may_have_different_ranks_if_one_number_divides_the_other(prefill, decode, gpus):
-    pools = load_config(None, ranks_of(prefill, decode, gpus=gpus)).config.pools
-    assert (pools.prefill.ranks, pools.decode.ranks) == (prefill, decode)
+def test_a_missing_file_is_named(tmp_path):
+    [problem] = problems_of(tmp_path / "none.yaml")
+    assert "none.yaml" in problem
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe")
+    assert "UTF-8" in problems_of(tmp_path / "binary.yaml")[0]
 
 
-@pytest.mark.parametrize("gpus", [False, True], ids=["cpu", "gpu"])
-def test_ranks_that_do_not_divide_each_other_are_refused_with_the_fix(gpus):
-    with pytest.raises(ConfigError) as caught:
-        load_config(None, ranks_of(2, 3, gpus=gpus))
-    (problem,) = caught.value.problems
-    assert "pools.prefill.tensor_parallel_size (2) and pools.decode.tensor_parallel_size (3)" in problem
-    assert "set one to a multiple of the other (on GPUs" in problem
+def test_all_problems_are_reported_at_once(write):
+    path = write("server: {port: high, hots: x}\nmode: both\n")
+    problems = problems_of(path, {"router.request_timeout_s": "-1"})
+    starts = ("some.yaml:1: server.port", "did you mean server.host?", "some.yaml:2: mode", "flag: router.request_tim")
+    assert len(problems) == 4
+    assert all(any(start in problem for problem in problems) for start in starts)
+    assert len(problems_of(None, {"zzz": "1", "pools.decode.max_num_batched_tokens": "8"})) == 2
 
 
-def test_an_engine_is_not_split_on_a_cpu_and_has_a_rank_for_each_gpu_unless_told_otherwise():
-    assert RidgelineConfig().pools.prefill.ranks == 1
-    assert load_config(None, ranks_of(4, 4, gpus=True)).config.pools.decode.ranks == 4
-
-
-def test_ranks_that_are_not_the_gpus_are_refused():
-    problems = problems_of(**{**ranks_of(2, 2, gpus=True), "pools.decode.tensor_parallel_size": "1"})
-    assert any("pools.decode.tensor_parallel_size (1) must be gpus_per_worker (2)" in problem for problem in problems)
+# --- values that cannot be
 
 
 @pytest.mark.parametrize(
-    "path", ["pools.prefill.workers", "pools.decode.cores_per_worker", "transfer.lease_s", "model.path"]
+    ("setting", "value", "parts"),
+    [
+        *((f"pools.{pool}.resources.slot", "0", ["greater than 0"]) for pool in ("prefill", "decode")),
+        *(
+            (f"{section}.resources.{resource}", number, [part])
+            for section in ("pools.prefill", "router")
+            for resource, number, part in (
+                ("CPU", "2", "cores_per_worker"),
+                ("GPU", "1", "gpus_per_worker"),
+                ("slot", "1.5", "slot"),
+            )
+        ),
+        ("pools.prefill.workers", "0", []),
+        ("pools.decode.cores_per_worker", "0", []),
+        ("model.path", '""', []),
+        ("transfer.kv_fetch_timeout_s", "601", ["590"]),
+        ("transfer.lease_s", "0.05", ["1"]),
+        ("transfer.lease_s", "100000", ["3600"]),
+        *(
+            (f"{name}_s", v, [])
+            for name in ("supervision.start_timeout", "autoscale.interval")
+            for v in (".inf", ".nan")
+        ),
+        ("server.trusted_proxies", "['*']", []),
+        ("server.trusted_proxies", "[proxy.example]", []),
+        ("server.trusted_proxies", "[10.0.0.1/24]", []),
+        ("server.trusted_proxies", "[0.0.0.0/0]", ["every address"]),
+        ("server.trusted_proxies", "['::/0']", ["every address"]),
+        ("server.trusted_proxies", "['::ffff:10.0.0.1']", ["IPv4 address"]),
+        ("server.trusted_proxies", "10.0.0.1", ["tuple"]),
+    ],
 )
-def test_counts_and_times_cannot_be_zero_and_names_not_empty(path):
-    with pytest.raises(ConfigError, match=path):
-        load_config(None, {path: '""' if path == "model.path" else "0"})
+def test_a_value_that_cannot_be_is_refused_with_its_setting(setting, value, parts):
+    [problem] = problems_of(None, {setting: value})
+    assert all(part in problem for part in (setting.partition(".resources")[0], *parts)), problem
+
+
+def test_trusted_proxies_are_addresses_and_networks():
+    proxies = load_config(None, {"server.trusted_proxies": "[127.0.0.1, 10.0.0.0/24, '2001:db8::/64']"})
+    networks = [str(network) for network in proxies.config.server.trusted_proxies]
+    assert networks == ["127.0.0.1/32", "10.0.0.0/24", "2001:db8::/64"]
+
+
+# --- impossible together
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        ({"pools.decode.max_num_batched_tokens": "8"}, ["pools.decode.max_num_batched_tokens", "80"]),
+        ({"pools.prefill.kv_cache_memory_bytes": "null"}, ["pools.prefill.kv_cache_memory_bytes", "1 GiB"]),
+        ({"model.block_size": "48"}, ["model.block_size", "64"]),
+        ({"model.max_model_len": "16"}, ["model.max_model_len", "model.block_size"]),
+        ({"pools.prefill.gpus_per_worker": "1"}, ["pools.prefill.gpus_per_worker", "pools.decode.gpus_per_worker"]),
+        ({"pools.decode.tensor_parallel_size": "2"}, ["pools.decode.tensor_parallel_size", "cores_per_worker to 2"]),
+        ({"router.min_remote_prefill_tokens": "4096"}, ["router.min_remote_prefill_tokens", "model.max_model_len"]),
+        ({"router.prefill_window_tokens": "600"}, ["router.prefill_window_tokens", "1024"]),
+        ({"router.max_queue_time_s": "601"}, ["router.max_queue_time_s", "router.request_timeout_s (600)"]),
+        (
+            {
+                "transfer.kv_fetch_timeout_s": "90",
+                "router.request_timeout_s": "60",
+                "router.max_queue_time_s": "30",
+            },
+            ["transfer.kv_fetch_timeout_s (90)", "router.request_timeout_s (60)"],
+        ),
+        (IPC, ["pools.prefill.gpus_per_worker and pools.decode.gpus_per_worker", "transfer.transport to shm"]),
+        (IPC | ON_GPUS | adaptive(kv_cache_memory_bytes=GIB), ["pools.adaptive.gpus_per_worker"]),
+        (IPC | {"mode": "adaptive"}, ["pools.prefill.gpus_per_worker"]),
+        (ranks_of(2, 3), ["pools.prefill.tensor_parallel_size (2)", "pools.decode.tensor_parallel_size (3)"]),
+        (ranks_of(2, 3, gpus=True), ["pools.prefill.tensor_parallel_size (2)", "gpus_per_worker"]),
+        (
+            ranks_of(2, 2, gpus=True) | {"pools.decode.tensor_parallel_size": "1"},
+            ["pools.decode.tensor_parallel_size (1)", "gpus_per_worker (2)"],
+        ),
+        (COLLECTIVE | {"pools.decode.workers": "1025"}, ["1025", "transfer.transport to grpc"]),
+        (COLLECTIVE | adaptive(workers=1025), ["pools.adaptive.workers", "autoscale.adaptive.max_workers"]),
+        (COLLECTIVE | GROWS | ranks_of(1, 2), ["1000", "2000"]),
+        (SHARED_GPU | dict.fromkeys(ON_GPUS, "0"), ["gpus_per_worker is 0"]),
+        (SHARED_GPU | ranks_of(2, 2, gpus=True), ["gpus_per_worker is 2"]),
+        (SHARED_GPU | COLLECTIVE, ["transfer.transport", "grpc or cuda-ipc"]),
+        (SHARED_GPU | {"engine_args.gpu_memory_utilization": "0.5"}, ["engine_args.gpu_memory_utilization to 0.45"]),
+        (
+            SHARED_GPU | {"pools.decode.kv_cache_memory_bytes": "null"},
+            ["ray.share_gpus needs pools.decode.kv_cache_memory_bytes"],
+        ),
+        (ranks_of(1, 1, gpus=True) | MPS, ["pools.decode.mps_active_thread_percent", "ray.share_gpus"]),
+    ],
+    ids=str,
+)
+def test_an_impossible_combination_is_one_sentence_that_names_the_fix(overrides, parts):
+    problems = problems_of(None, overrides)
+    assert any(all(part in problem for part in parts) for problem in problems), problems
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        IPC | ranks_of(1, 1, gpus=True),
+        IPC | {"mode": "colocated"},
+        IPC | adaptive(gpus_per_worker=1),
+        {"pools.prefill.gpus_per_worker": "1"} | adaptive(kv_cache_memory_bytes=GIB),
+        ranks_of(2, 3) | adaptive(),
+        COLLECTIVE | {"pools.decode.workers": "20"},
+        COLLECTIVE | adaptive(workers=20),
+        *(
+            ranks_of(*ranks, gpus=gpus)
+            for gpus in (False, True)
+            for ranks in ((2, 1), (1, 2), (2, 2), (4, 2), (2, 8), (3, 1))
+        ),
+        SHARED_GPU | MPS,
+    ],
+    ids=str,
+)
+def test_what_is_possible_together_is_accepted(overrides):
+    load_config(None, overrides)
+
+
+def test_what_this_mode_does_not_use_is_not_judged_unless_both_modes_will_run():
+    overrides = {"pools.colocated.max_num_batched_tokens": "8", "router.prefill_window_tokens": "2048"}
+    assert load_config(None, overrides).config.mode == "disaggregated"
+    problems = problems_of(None, overrides, both_modes=True)
+    assert ["pools.colocated.max_num_batched_tokens" in problem for problem in problems] == [True]
+
+
+# --- what settings mean
+
+
+def test_the_pools_of_a_mode_and_the_ranks_and_gpus_of_a_worker():
+    assert list(load_config().config.active_pools()) == ["prefill", "decode"]
+    assert list(load_config(None, {"mode": "colocated"}).config.active_pools()) == ["colocated"]
+    assert RidgelineConfig().pools.prefill.ranks == 1
+    for overrides, ranks, gpus in ((ranks_of(4, 4, gpus=True), 4, 4), (SHARED_GPU, 1, 0.5)):
+        config = load_config(None, overrides).config
+        assert (config.pools.prefill.ranks, config.gpus_of(config.pools.prefill)) == (ranks, gpus)
+        assert not config.uses_mps()
+    assert load_config(None, SHARED_GPU | MPS).config.uses_mps()
+
+
+@pytest.mark.parametrize("mode", ["disaggregated", "colocated"])
+@pytest.mark.parametrize("file", [None, "deploy/local.yaml", "deploy/cluster-serve.yaml"])
+def test_shipped_settings_keep_two_steps_of_prompts_at_every_worker_in_both_modes(file, mode):
+    loaded = load_config(file and REPOSITORY / file, {"mode": mode}, both_modes=True)
+    for name, pool in loaded.config.active_pools().items():
+        assert loaded.config.window_tokens(name) == 2 * pool.max_num_batched_tokens
+
+
+def test_the_shipped_local_configuration_gives_both_modes_the_same_cores():
+    pools = load_config(REPOSITORY / "deploy/local.yaml").config.pools
+    split = sum(pool.workers * pool.cores_per_worker for pool in (pools.prefill, pools.decode))
+    assert split == pools.colocated.workers * pools.colocated.cores_per_worker == 2
 
 
 def test_a_configuration_cannot_be_changed_after_loading():
     with pytest.raises(ValidationError, match="frozen"):
         load_config().config.mode = "colocated"
-
-
-def test_only_the_pools_of_the_mode_are_active():
-    assert list(load_config().config.active_pools()) == ["prefill", "decode"]
-    assert list(load_config(None, {"mode": "colocated"}).config.active_pools()) == ["colocated"]
-
-
-def test_explain_shows_every_setting_with_its_value_and_origin(tmp_path):
-    loaded = load_config(write(tmp_path, "mode: colocated\n"), {"server.port": "81"})
-    console = Console(width=200, record=True, file=io.StringIO())
-    console.print(explain(loaded))
-    lines = console.export_text().splitlines()
-    assert any("mode" in line and "colocated" in line and "some.yaml:1" in line for line in lines)
-    assert any("server.port" in line and "81" in line and "flag" in line for line in lines)
-    assert any(
-        "kv_cache_memory_bytes" in line and "1073741824 (1,024 MiB)" in line and "default" in line for line in lines
-    )
-    assert sum("│" in line for line in lines) >= len(loaded.origins)
 
 
 def test_every_setting_is_described():
@@ -374,110 +365,28 @@ def test_every_setting_is_described():
     assert list(undescribed(RidgelineConfig)) == []
 
 
-def test_the_shipped_local_configuration_loads_and_gives_both_modes_the_same_cores():
-    pools = load_config(REPOSITORY / "deploy/local.yaml").config.pools
-    split = sum(pool.workers * pool.cores_per_worker for pool in (pools.prefill, pools.decode))
-    assert split == pools.colocated.workers * pools.colocated.cores_per_worker == 2
-
-
-def test_trusted_proxies_are_addresses_and_networks_and_nothing_that_trusts_everybody():
-    proxies = load_config(None, {"server.trusted_proxies": "[127.0.0.1, 10.0.0.0/24, '2001:db8::/64']"})
-    assert [str(network) for network in proxies.config.server.trusted_proxies] == [
-        "127.0.0.1/32",
-        "10.0.0.0/24",
-        "2001:db8::/64",
-    ]
-    for written, why in {
-        "['*']": "not a valid IPv4 or IPv6 network",
-        "[proxy.example]": "not a valid IPv4 or IPv6 network",
-        "[10.0.0.1/24]": "not a valid IPv4 or IPv6 network",
-        "[0.0.0.0/0]": "names every address there is",
-        "['::/0']": "names every address there is",
-        "['::ffff:10.0.0.1']": "write the IPv4 address",
-        "10.0.0.1": "valid tuple",
-    }.items():
-        assert why in only_problem_of(server__trusted_proxies=written)
-
-
-@pytest.mark.parametrize("section", ["pools.prefill", "router"])
-@pytest.mark.parametrize(
-    ("resource", "number", "fix"),
-    [
-        ("CPU", "2", "cores_per_worker and gpus_per_worker of a pool"),
-        ("GPU", "1", "cores_per_worker and gpus_per_worker of a pool"),
-        ("slot", "1.5", "slot: Ray takes parts of one and whole numbers, not 1.5"),
-    ],
-)
-def test_a_resource_that_ray_would_refuse_once_it_runs_is_refused_before(section, resource, number, fix):
-    assert fix in only_problem_of(**{f"{section}.resources.{resource}": number})
-
-
-def test_a_file_with_a_character_that_yaml_forbids_is_named_and_is_no_traceback(tmp_path):
-    file = tmp_path / "control.yaml"
-    file.write_text("mode: \x01")
-    with pytest.raises(ConfigError, match=r"control.yaml: is not valid YAML: unacceptable character"):
-        load_config(file)
-
-
 # --- pools with GPUs
 
 
 def test_a_pool_with_gpus_has_the_defaults_of_gpus_and_the_others_keep_theirs():
-    loaded = load_config(None, {"pools.prefill.gpus_per_worker": "1", "pools.decode.gpus_per_worker": "1"})
+    loaded = load_config(None, ON_GPUS)
     prefill, colocated = loaded.config.pools.prefill, loaded.config.pools.colocated
     assert (prefill.max_num_batched_tokens, prefill.kv_cache_memory_bytes) == (8192, None)
-    assert (colocated.max_num_batched_tokens, colocated.kv_cache_memory_bytes) == (2048, 1024**3)
+    assert (colocated.max_num_batched_tokens, colocated.kv_cache_memory_bytes) == (2048, GIB)
     assert loaded.config.supervision.start_timeout_s == 3600
     assert loaded.origins["pools.decode.max_num_seqs"] == "default on GPUs"
     assert loaded.origins["pools.colocated.max_num_seqs"] == "default"
 
 
-SHARED_GPU = {
-    **ranks_of(1, 1, gpus=True),
-    "ray.share_gpus": "true",
-    "engine_args.gpu_memory_utilization": "0.45",
-    "pools.prefill.kv_cache_memory_bytes": "8 GiB",
-    "pools.decode.kv_cache_memory_bytes": "8 GiB",
-}
-
-
-def test_workers_that_share_a_gpu_take_half_a_one_each():
-    config = load_config(None, SHARED_GPU).config
-    assert config.gpus_of(config.pools.prefill) == 0.5
-    whole = load_config(None, ranks_of(2, 2, gpus=True)).config
-    assert whole.gpus_of(whole.pools.prefill) == 2
-
-
-@pytest.mark.parametrize(
-    ("changes", "fix"),
-    [
-        (dict.fromkeys((f"pools.{pool}.gpus_per_worker" for pool in ("prefill", "decode")), "0"), "is 0: set it to 1"),
-        (ranks_of(2, 2, gpus=True), "gpus_per_worker is 2: set it to 1"),
-        ({"transfer.transport": "collective"}, "NCCL refuses them: set it to grpc or cuda-ipc"),
-        ({"engine_args.gpu_memory_utilization": "0.5"}, "set engine_args.gpu_memory_utilization to 0.45"),
-        ({"pools.decode.kv_cache_memory_bytes": "null"}, "ray.share_gpus needs pools.decode.kv_cache_memory_bytes"),
-    ],
-)
-def test_a_gpu_that_cannot_be_shared_is_refused_with_the_fix(changes, fix):
-    assert any(fix in problem for problem in problems_of(**SHARED_GPU | changes))
-
-
-def test_a_share_of_a_gpu_that_is_not_shared_is_refused_with_the_fix():
-    share = {"pools.decode.mps_active_thread_percent": "30"}
-    assert load_config(None, SHARED_GPU | share).config.uses_mps()
-    (problem,) = problems_of(**(ranks_of(1, 1, gpus=True) | share))
-    assert problem.startswith("pools.decode.mps_active_thread_percent has an effect only on engines that share a GPU")
-
-
-def test_what_is_set_beats_the_defaults_of_gpus(tmp_path):
-    path = tmp_path / "c.yaml"
-    path.write_text(
-        "pools: {prefill: {gpus_per_worker: 1, kv_cache_memory_bytes: 8 GiB}, decode: {gpus_per_worker: 1}}"
-    )
-    loaded = load_config(path, {"pools.prefill.max_num_batched_tokens": "4096", "supervision.start_timeout_s": "60"})
-    prefill = loaded.config.pools.prefill
-    assert (prefill.kv_cache_memory_bytes, prefill.max_num_batched_tokens) == (8 * 1024**3, 4096)
-    assert loaded.config.supervision.start_timeout_s == 60
+def test_what_is_set_beats_the_defaults_of_gpus(write):
+    prefill = "{gpus_per_worker: 1, kv_cache_memory_bytes: 8 GiB}"
+    path = write(f"pools: {{prefill: {prefill}, decode: {{gpus_per_worker: 1}}}}")
+    config = load_config(
+        path, {"pools.prefill.max_num_batched_tokens": "4096", "supervision.start_timeout_s": "60"}
+    ).config
+    prefill = config.pools.prefill
+    assert (prefill.kv_cache_memory_bytes, prefill.max_num_batched_tokens) == (8 * GIB, 4096)
+    assert config.supervision.start_timeout_s == 60
 
 
 @pytest.mark.parametrize("gpus", ["1.0", "'1'"])
@@ -486,13 +395,15 @@ def test_gpus_that_are_written_as_text_or_with_a_decimal_point_bring_the_default
     assert (pool.gpus_per_worker, pool.kv_cache_memory_bytes, pool.max_num_seqs) == (1, None, 256)
 
 
-@pytest.mark.parametrize("setting", ["supervision.start_timeout_s", "server.drain_timeout_s", "autoscale.interval_s"])
-@pytest.mark.parametrize("value", [".inf", ".nan"])
-def test_a_time_without_end_is_refused(setting, value):
-    assert "input should be a finite number" in only_problem_of(**{setting: value})
-
-
-def test_a_number_of_gpus_that_is_none_is_reported_and_changes_no_default():
-    with pytest.raises(ConfigError) as refused:
-        load_config(None, {"pools.prefill.gpus_per_worker": "many"})
-    assert len(refused.value.problems) == 1
+@pytest.mark.parametrize(
+    ("settings", "cache_bytes", "start_timeout_s"),
+    [
+        ({"gpus_per_worker": 1}, None, 3600),
+        ({"gpus_per_worker": 1, "kv_cache_memory_bytes": 8 * GIB}, 8 * GIB, 3600),
+        ({}, GIB, 900),
+    ],
+)
+def test_a_pool_for_adaptive_on_gpus_has_the_defaults_of_gpus(settings, cache_bytes, start_timeout_s):
+    config = load_config(None, adaptive(**settings)).config
+    assert config.pools.for_adaptive().kv_cache_memory_bytes == cache_bytes
+    assert config.supervision.start_timeout_s == start_timeout_s

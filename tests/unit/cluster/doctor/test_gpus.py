@@ -9,161 +9,130 @@ from ridgeline.cluster.config.models import RidgelineConfig
 from ridgeline.cluster.doctor.checks import CheckResult, checks, failures, node_checks
 from ridgeline.cluster.doctor.facts import HostFacts, ModelFacts
 from ridgeline.cluster.node_gpus import Gpu
+from tests.unit.cluster.doctor.test_checks import GIB, GOOD_CPU_HOST, GPU_FLAGS
 
-GIB = 1024**3
 H100 = Gpu(0, "NVIDIA H100 80GB HBM3", 80 * GIB, 79 * GIB, (580, 95, 5), (9, 0))
-GPU_FLAGS = {f"pools.{pool}.gpus_per_worker": "1" for pool in ("prefill", "decode", "colocated")}
-GPU_HOST = HostFacts(
-    python_version=(3, 12),
-    machine="x86_64",
+GPU_HOST = dataclasses.replace(
+    GOOD_CPU_HOST,
     cpu_flags=frozenset({"avx2"}),
     cores=32,
     memory_available_bytes=256 * GIB,
-    shared_memory_free_bytes=GIB,
-    open_files_limit=65536,
     gpus=2,
     gpu_devices=(H100, dataclasses.replace(H100, index=1)),
     packages={"ray": "2.60.0", "torch": "2.13.0", "vllm": "0.32.0"},
-    pinned_packages={"ray": "2.60.0", "vllm": "0.32.0"},
     model=ModelFacts("hub"),
 )
+SHARED = {
+    "ray.share_gpus": "true",
+    "engine_args.gpu_memory_utilization": "0.45",
+    **{f"pools.{pool}.kv_cache_memory_bytes": "8 GiB" for pool in ("prefill", "decode", "colocated")},
+}
+MPS = SHARED | {f"pools.{pool}.mps_active_thread_percent": "50" for pool in ("prefill", "decode")}
+TWO_EACH = {f"pools.{pool}.gpus_per_worker": "2" for pool in ("prefill", "decode")}
+REPLICAS = SHARED | {"mode": "colocated", "pools.colocated.gpus_per_worker": "1", "pools.colocated.workers": "2"}
+LARGE = ModelFacts(parameters=70_000_000_000)
+OLD = {"driver": (550, 54)}
+NONE = {"gpus": 0, "gpu_devices": (), "gpu_problem": "there is no nvidia-smi"}
 
 
-def on_gpus(**flags: str) -> RidgelineConfig:
-    return load_config(None, GPU_FLAGS | {name.replace("__", "."): value for name, value in flags.items()}).config
+def on_gpus(flags=()) -> RidgelineConfig:
+    return load_config(None, GPU_FLAGS | dict(flags)).config
 
 
-def host(gpu: Gpu | None = None, **changes) -> HostFacts:
-    devices = {} if gpu is None else {"gpu_devices": (gpu,)}
+def host(gpu=None, **changes) -> HostFacts:
+    devices = {} if gpu is None else {"gpu_devices": (dataclasses.replace(H100, **gpu),)}
     return dataclasses.replace(GPU_HOST, **devices, **changes)
 
 
-def result(name: str, facts: HostFacts, config: RidgelineConfig) -> CheckResult:
-    return next(one for one in checks(config, facts) if one.name == name)
-
-
-def test_a_good_gpu_host_has_no_failures_and_no_notes_but_that_of_missing_keys():
-    results = checks(on_gpus(), GPU_HOST)
-    assert failures(results) == []
-    assert [one.name for one in results if one.fix] == []
-    assert result("peaks", GPU_HOST, on_gpus()).detail.startswith("h100-sxm: dense bf16 peak 989 TFLOP/s")
+def result(name: str, facts: HostFacts, flags=()) -> CheckResult:
+    return next(one for one in checks(on_gpus(flags), facts) if one.name == name)
 
 
 @pytest.mark.parametrize(
-    ("facts", "fix"),
+    ("facts", "flags", "fixes"),
     [
-        (host(gpu_devices=(), gpu_problem="nvidia-smi fails: no driver"), "since nvidia-smi fails: no driver: install"),
-        (
-            host(dataclasses.replace(H100, driver=(570, 124, 6))),
-            "The driver is 570.124.6, and this build of vLLM is for",
+        pytest.param(host(gpu_devices=(), gpu_problem="no driver"), {}, ["no driver", "580"], id="no_driver"),
+        pytest.param(host({"driver": (570, 124, 6)}), {}, ["570.124.6", "580"], id="old_driver"),
+        pytest.param(host({"compute_capability": (7, 0)}), {}, ["7.5"], id="old_gpu"),
+        pytest.param(host({"free_bytes": 60 * GIB}), {}, ["60.0 GiB", "gpu_memory_utilization"], id="memory"),
+        pytest.param(
+            host({"free_bytes": 41 * GIB}, gpus=1), SHARED, ["two engines of prefill want 72.0 GiB"], id="memory_of_two"
         ),
-        (host(dataclasses.replace(H100, compute_capability=(7, 0))), "has code for 7.5 and newer: use another GPU"),
-        (
-            host(dataclasses.replace(H100, free_bytes=60 * GIB)),
-            "GPU 0 has 60.0 GiB free, and an engine of prefill wants",
+        pytest.param(host(c_compiler=False), {}, ["C compiler"], id="compiler"),
+        pytest.param(host(c_compiler=False, python_header=False), {}, ["C compiler and Python.h"], id="header"),
+        pytest.param(host(gpus=1), {}, ["2 GPUs", "gpus_per_worker in pools.prefill or pools.decode"], id="too_few"),
+        pytest.param(
+            host({"name": "Tesla T4", "compute_capability": (7, 5)}),
+            {"model.dtype": "bfloat16"},
+            ["model.dtype to float16"],
+            id="no_bfloat16",
         ),
-        (host(c_compiler=False), "Triton compiles small C modules when an engine starts, and a C compiler cannot"),
-        (host(c_compiler=False, python_header=False), "a C compiler and Python.h cannot be found: install gcc"),
+        pytest.param(host({}, gpus=1, mps_problem="no daemon"), MPS, ["no daemon", "-control -d"], id="mps"),
+        pytest.param(host(model=LARGE), {}, ["130.4 GiB", "pools.prefill.gpus_per_worker"], id="weights"),
+        pytest.param(host(**NONE), {"transfer.transport": "cuda-ipc"}, ["shm instead of cuda-ipc"], id="cuda_ipc"),
     ],
 )
-def test_what_a_gpu_host_lacks_is_a_sentence_that_names_the_fix(facts, fix):
-    found = failures(checks(on_gpus(), facts))
-    assert any(fix in sentence for sentence in found), found
+def test_what_a_gpu_host_lacks_is_a_sentence_that_names_the_fix(facts, flags, fixes):
+    found = failures(checks(on_gpus(flags), facts))
+    assert all(any(fix in sentence for sentence in found) for fix in fixes), found
     assert all(sentence.endswith(".") and "\n" not in sentence for sentence in found)
 
 
+@pytest.mark.parametrize(
+    ("facts", "flags"),
+    [
+        pytest.param(GPU_HOST, {}, id="good"),
+        pytest.param(host(OLD, cuda_compat=True), {}, id="compatibility_libraries"),
+        pytest.param(host(OLD), {"ray.address": "auto"}, id="engines_elsewhere"),
+        pytest.param(host({"compute_capability": (7, 5)}), {}, id="auto_is_left_to_the_engine"),
+        pytest.param(host({"free_bytes": 41 * GIB}), {"engine_args.gpu_memory_utilization": "0.5"}, id="half_of_it"),
+        pytest.param(host({}, gpus=1), SHARED, id="one_for_two"),
+        pytest.param(host({}, gpus=1, mps_problem="no daemon"), SHARED, id="no_mps"),
+        pytest.param(host(model=LARGE, gpus=4), TWO_EACH, id="more_ranks"),
+        pytest.param(
+            host({"memory_bytes": 0, "free_bytes": 0, "compute_capability": (0, 0)}),
+            {},
+            id="a_driver_that_tells_nothing",
+        ),
+    ],
+)
+def test_what_is_good_enough_is_no_failure(facts, flags):
+    assert failures(checks(on_gpus(flags), facts)) == []
+
+
+def test_a_good_gpu_host_has_no_notes_and_known_peaks():
+    assert [one.name for one in checks(on_gpus(), GPU_HOST) if one.fix] == []
+    assert result("peaks", GPU_HOST).detail.startswith("h100-sxm")
+    assert result("mps", host({}, gpus=1), MPS).ok
+
+
 def test_nodes_of_a_joined_cluster_are_checked_alike():
-    old = host(dataclasses.replace(H100, driver=(550, 54)))
-    joined = on_gpus(ray__address="auto")
-    assert failures(checks(joined, old)) == []
-    (sentence,) = failures(node_checks(joined, {"decode": 1}, old))
-    assert "The driver is 550.54" in sentence
-
-
-def test_an_older_driver_with_nvidias_compatibility_libraries_is_fine():
-    assert failures(checks(on_gpus(), host(dataclasses.replace(H100, driver=(550, 54)), cuda_compat=True))) == []
+    (sentence,) = failures(node_checks(on_gpus({"ray.address": "auto"}), {"decode": 1}, host(OLD)))
+    assert "550.54" in sentence
 
 
 def test_a_gpu_whose_peaks_are_not_known_is_a_note_and_no_failure():
-    unknown = dataclasses.replace(H100, name="NVIDIA X900")
-    results = checks(on_gpus(), host(unknown))
+    results = checks(on_gpus(), host({"name": "NVIDIA X900"}))
     assert failures(results) == []
-    assert [one.fix for one in results if one.fix] == [
-        "Metrics will have no peaks: no peak FLOP/s and bandwidth are known for 'NVIDIA X900' with 80 GiB: add it to "
-        "roofline/hardware.csv."
-    ]
+    [note] = [one.fix for one in results if one.fix]
+    assert "NVIDIA X900" in note
 
 
-def test_bfloat16_is_refused_where_the_gpu_has_none_and_auto_is_left_to_the_engine():
-    turing = host(dataclasses.replace(H100, name="Tesla T4", compute_capability=(7, 5)))
-    assert failures(checks(on_gpus(), turing)) == []
-    (sentence,) = failures(checks(on_gpus(model__dtype="bfloat16"), turing))
-    assert sentence == "Tesla T4 (compute capability 7.5) has no bfloat16: set model.dtype to float16 or auto."
-
-
-def test_a_smaller_part_of_the_memory_needs_less_of_it_free():
-    half_free = host(dataclasses.replace(H100, free_bytes=41 * GIB))
-    assert failures(checks(on_gpus(engine_args__gpu_memory_utilization="0.5"), half_free)) == []
-
-
-SHARED = {
-    "ray__share_gpus": "true",
-    "engine_args__gpu_memory_utilization": "0.45",
-    **{f"pools__{pool}__kv_cache_memory_bytes": "8 GiB" for pool in ("prefill", "decode", "colocated")},
-}
-
-
-def test_two_workers_that_share_a_gpu_need_one_and_the_memory_of_both():
-    assert failures(checks(on_gpus(**SHARED), host(H100, gpus=1))) == []
-    half_free = host(dataclasses.replace(H100, free_bytes=41 * GIB), gpus=1)
-    found = failures(checks(on_gpus(**SHARED), half_free))
-    assert any("two engines of prefill want 72.0 GiB" in sentence for sentence in found), found
-
-
-MPS = SHARED | {"pools__prefill__mps_active_thread_percent": "70", "pools__decode__mps_active_thread_percent": "30"}
-
-
-def test_engines_with_shares_of_a_gpu_need_a_daemon_of_mps():
-    assert result("mps", host(H100, gpus=1), on_gpus(**MPS)).detail == "daemon answers"
-    without = host(H100, gpus=1, mps_problem="nvidia-cuda-mps-control says: Cannot find MPS control daemon process")
-    (sentence,) = failures(checks(on_gpus(**MPS), without))
-    assert "Cannot find MPS control daemon process: run `nvidia-cuda-mps-control -d`" in sentence
-    assert failures(checks(on_gpus(**SHARED), without)) == []
-
-
-def test_whole_replicas_that_share_a_gpu_are_warned_of_and_one_or_another_mode_is_not():
-    two = {**SHARED, "mode": "colocated", "pools__colocated__gpus_per_worker": "1", "pools__colocated__workers": "2"}
-    shared = result("gpus", host(H100, gpus=1), on_gpus(**two))
-    assert shared.ok
-    assert "halve each other's speed" in shared.fix
-    for settings in ({**two, "pools__colocated__workers": "1"}, {**two, "mode": "adaptive"}, SHARED):
-        assert result("gpus", host(H100, gpus=1), on_gpus(**settings)).fix == ""
-
-
-def test_weights_that_do_not_fit_their_ranks_are_a_failure_and_more_ranks_are_the_fix():
-    large = ModelFacts(parameters=70_000_000_000)
-    found = failures(checks(on_gpus(), host(model=large)))
-    assert found[0] == (
-        "A GPU of prefill would hold weights of 130.4 GiB, and has 80.0 GiB: raise pools.prefill.gpus_per_worker (one "
-        "rank on each), lower kv_cache_memory_bytes, or serve a smaller model."
-    )
-    two = {f"pools__{pool}__gpus_per_worker": "2" for pool in ("prefill", "decode")}
-    assert failures(checks(on_gpus(**two), host(model=large, gpus=4))) == []
-
-
-def test_cuda_ipc_on_a_machine_without_gpus_is_told_of_shared_memory():
-    none = host(gpus=0, gpu_devices=(), gpu_problem="there is no nvidia-smi")
-    found = failures(checks(on_gpus(transfer__transport="cuda-ipc"), none))
-    assert any("transfer.transport has to be shm instead of cuda-ipc." in sentence for sentence in found)
-    assert not any("cuda-ipc" in sentence for sentence in failures(checks(on_gpus(), none)))
+@pytest.mark.parametrize(
+    ("flags", "warned"),
+    [
+        (REPLICAS, True),
+        (REPLICAS | {"pools.colocated.workers": "1"}, False),
+        (REPLICAS | {"mode": "adaptive"}, False),
+        (SHARED, False),
+    ],
+    ids=["two", "one", "adaptive", "split"],
+)
+def test_whole_replicas_that_share_a_gpu_are_warned_of(flags, warned):
+    shared = result("gpus", host({}, gpus=1), flags)
+    assert (shared.ok, "ray.share_gpus" in shared.fix) == (True, warned)
 
 
 def test_each_rank_of_an_engine_on_gpus_needs_host_memory():
-    one, two = on_gpus(), on_gpus(**{f"pools__{pool}__gpus_per_worker": "2" for pool in ("prefill", "decode")})
-    needed = [float(result("memory", host(gpus=4), config).detail.split()[0]) for config in (one, two)]
+    needed = [float(result("memory", host(gpus=4), flags).detail.split()[0]) for flags in ({}, TWO_EACH)]
     assert needed[1] - needed[0] == pytest.approx(8, abs=0.1)
-
-
-def test_a_driver_that_tells_no_memory_is_not_judged_by_it():
-    silent = dataclasses.replace(H100, memory_bytes=0, free_bytes=0, compute_capability=(0, 0))
-    assert failures(checks(on_gpus(), host(silent))) == []

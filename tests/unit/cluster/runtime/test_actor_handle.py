@@ -67,12 +67,12 @@ def asking(answers):
 async def test_after_the_driver_stood_still_the_answers_that_came_meanwhile_count(monkeypatch):
     monkeypatch.setattr(actor, "ANSWER_WITHIN_S", 1.0)
     several = [Answers(later=True) for _ in range(5)]
-    answers = [asyncio.ensure_future(asking(one).failure("")) for one in several]
+    answers = [asyncio.ensure_future(asking(one).failure()) for one in several]
     while not all(one.asked for one in several):  # noqa: ASYNC110 - as many turns as that needs, and no time
         await asyncio.sleep(0)
     stand_still(2.0, *several)  # far longer than anybody may take
     assert await asyncio.gather(*answers) == [""] * 5
-    assert [one.asked for one in several] == [[("",)]] * 5
+    assert [one.asked for one in several] == [[()]] * 5
 
 
 async def test_a_call_in_progress_survives_a_driver_that_stands_still():
@@ -87,30 +87,39 @@ async def test_a_call_in_progress_survives_a_driver_that_stands_still():
 async def test_an_actor_is_asked_twice_before_it_counts_as_unreachable(monkeypatch):
     monkeypatch.setattr(actor, "ANSWER_WITHIN_S", 0.1)
     once, never = Answers(unanswered=1), Answers(unanswered=9)
-    assert await asking(once).failure("") == ""
-    assert once.asked == [("",), (None,)], "the second answer does not wait for news"
-    assert await asking(never).failure("") == "unreachable"
+    assert await asking(once).failure() == ""
+    assert len(once.asked) == 2
+    assert await asking(never).failure() == "unreachable"
     assert len(never.asked) == 2
 
 
 async def test_a_connection_that_broke_while_the_driver_stood_still_is_made_anew(monkeypatch):
     monkeypatch.setattr(actor, "RETRY_S", 0.0)
-    assert await asking(Answers(unavailable=3)).failure("") == ""
+    assert await asking(Answers(unavailable=3)).failure() == ""
 
 
-async def test_a_worker_without_a_place_is_given_up_after_the_configured_time():
-    with pytest.raises(NoPlace, match=r"no place for worker-1 within 0 s \(ray\.placement_timeout_s\)"):
-        await handle(ray__placement_timeout_s="0.01").find_place()
-
-
-async def test_a_start_that_takes_too_long_names_the_setting_and_a_call_with_a_limit_of_its_own_does_not():
-    waiting = handle()
-    assert waiting._start_timeout_s == 900
-    waiting._start_timeout_s = 0.01
-    with pytest.raises(DeploymentFailed, match=r"did not finish start within 0 s \(supervision\.start_timeout_s\)"):
-        await waiting.call("start")
-    with pytest.raises(DeploymentFailed, match=r"did not finish drain within 0 s$"):
-        await waiting.call("drain", timeout_s=0.01)
+@pytest.mark.parametrize(
+    ("setting", "call", "kind", "named"),
+    [
+        ("ray__placement_timeout_s", lambda one: one.find_place(), NoPlace, "ray.placement_timeout_s"),
+        (
+            "supervision__start_timeout_s",
+            lambda one: one.call("start"),
+            DeploymentFailed,
+            "supervision.start_timeout_s",
+        ),
+        ("supervision__start_timeout_s", lambda one: one.call("drain", timeout_s=0.01), DeploymentFailed, "drain"),
+    ],
+    ids=["place", "start", "a_limit_of_its_own"],
+)
+async def test_what_takes_too_long_is_given_up_and_the_setting_named(monkeypatch, setting, call, kind, named):
+    monkeypatch.setattr(actor, "LISTEN_S", 0.001)
+    waiting = handle(**{setting: "10"})
+    waiting._placement_timeout_s = waiting._start_timeout_s = 0.01
+    with pytest.raises(kind, match="worker-1") as given_up:
+        await call(waiting)
+    assert named in str(given_up.value)
+    assert ("(" in str(given_up.value)) is (named != "drain")
 
 
 def test_a_joined_cluster_is_given_the_time_its_nodes_need_to_boot():

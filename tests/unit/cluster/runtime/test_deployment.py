@@ -10,6 +10,7 @@ from ridgeline.cluster.config.models import RidgelineConfig
 from ridgeline.cluster.runtime.actors import NodePlace
 from ridgeline.cluster.runtime.deployment import _stop
 from ridgeline.cluster.runtime.handles.actor import ActorHandle
+from ridgeline.cluster.runtime.processes import ProcessId
 
 
 class Slot:
@@ -74,7 +75,7 @@ async def test_what_ray_says_of_an_actor_does_not_spare_its_processes(monkeypatc
     monkeypatch.setattr("ridgeline.cluster.runtime.handles.actor.ray.kill", refuse)
     monkeypatch.setattr(ActorHandle, "_end_processes", end)
     handle = ActorHandle("worker-1", None, RidgelineConfig())
-    handle._place = NodePlace("node", "127.0.0.1", (0,), 1, "machine")
+    handle._place = NodePlace("node", "127.0.0.1", (0,), ProcessId(1, 0.0), "machine")
     with pytest.raises(ValueError, match=re.escape("not an actor")):
         await handle.kill()
     assert ended == ["worker-1"]

@@ -6,7 +6,7 @@ import math
 import msgspec
 import pytest
 
-from ridgeline.cluster.commands.operators.decisions import sentences
+from ridgeline.cluster.commands.decisions import sentences
 from ridgeline.router.observe.explanations import KEPT, MOST_ID_CHARACTERS, Explanation, Explanations
 from ridgeline.router.observe.timeline import RequestTimeline
 from ridgeline.router.scheduler.features import Assignment, RequestFeatures

@@ -19,7 +19,7 @@ from starlette.routing import Mount, Route
 import ridgeline.router.front.middleware.auth
 import ridgeline.router.front.middleware.http_protocol
 import ridgeline.router.front.middleware.ingress
-from ridgeline.cluster.config.api_keys import ApiKeyError, api_key_hashes, open_to_all
+from ridgeline.cluster.config.api_keys import ApiKeyError, KeyHashes, key_hashes, open_to_all
 from ridgeline.router.client_identity import AddressClients, hash_key
 from ridgeline.router.flow.held_bodies import HeldBodies
 from ridgeline.router.front.app import behind
@@ -189,9 +189,9 @@ async def test_without_keys_everybody_is_let_in_and_known_by_address():
 def test_keys_come_from_file_and_variable_and_only_their_hashes_are_kept(tmp_path):
     path = tmp_path / "keys"
     path.write_text("# clients\nfirst-key\n\n  second-key  \n")
-    found = api_key_hashes(str(path), {"RIDGELINE_API_KEYS": "third-key, first-key"})
+    found = key_hashes(str(path), None, {"RIDGELINE_API_KEYS": "third-key, first-key"}).clients
     assert found == {hash_key(key) for key in (b"first-key", b"second-key", b"third-key")}
-    assert api_key_hashes(None, {}) == api_key_hashes(None, {"RIDGELINE_API_KEYS": ""}) == frozenset()
+    assert key_hashes(None, None, {}) == key_hashes(None, None, {"RIDGELINE_API_KEYS": ""}) == KeyHashes()
 
 
 @pytest.mark.parametrize("content", [b"", b"# none\n", b"two words\n", b"\xff\xfe", "schlüssel\n".encode()])
@@ -199,12 +199,12 @@ def test_a_file_that_cannot_close_the_server_is_refused_without_showing_a_key(tm
     path = tmp_path / "keys"
     path.write_bytes(content)
     with pytest.raises(ApiKeyError, match="openssl rand") as caught:
-        api_key_hashes(str(path), {})
+        key_hashes(str(path), None, {})
     assert "words" not in str(caught.value)
     with pytest.raises(ApiKeyError, match="cannot be read"):
-        api_key_hashes(str(tmp_path / "absent"), {})
+        key_hashes(str(tmp_path / "absent"), None, {})
     with pytest.raises(ApiKeyError, match="RIDGELINE_API_KEYS holds no"):
-        api_key_hashes(None, {"RIDGELINE_API_KEYS": " , "})
+        key_hashes(None, None, {"RIDGELINE_API_KEYS": " , "})
 
 
 def test_an_open_server_that_others_can_reach_is_warned_about():

@@ -5,11 +5,9 @@ import random
 import pytest
 
 from ridgeline.cluster.config.autoscale import AutoscaleConfig
-from ridgeline.cluster.runtime.autoscale.policy import Memory, decide
-from ridgeline.cluster.runtime.autoscale.use import Reading
-from ridgeline.router.observe.fleet_use import FleetUse
+from ridgeline.cluster.runtime.autoscale.policy import Memory, Reading, decide
+from ridgeline.router.observe.fleet_use import FleetUse, WorkerUse
 from ridgeline.router.observe.metrics import Within
-from tests.unit.cluster.runtime.autoscale.uses import a_fleet_use
 
 EVERY_S = 15.0
 
@@ -20,6 +18,31 @@ def settings(**changes):
     return AutoscaleConfig.model_validate(
         {"mode": "act", "prefill": bounds, "decode": bounds, "colocated": bounds, **changes}
     )
+
+
+def a_fleet_use(waiting=None, prompt_steps_s=0.0, lost=(), blocks=0.0, **pools):
+    """Workers of each pool: how many, and which fraction of their places is taken.
+
+    `prompt_steps_s` is what every engine has spent in steps with prompts; `blocks` the fraction of KV blocks in use.
+    """
+    workers = []
+    for pool, (number, taken) in pools.items():
+        for _ in range(number):
+            name = f"worker-{len(workers)}"
+            workers.append(
+                WorkerUse(
+                    worker_id=name,
+                    incarnation="1",
+                    pool=pool,
+                    usable=name not in lost,
+                    prompt_steps_s=prompt_steps_s,
+                    running=round(taken * 100),
+                    places=100,
+                    kv_blocks_used=round(blocks * 1000),
+                    kv_blocks=1000,
+                )
+            )
+    return FleetUse(tuple(workers), waiting or {})
 
 
 class Story:
@@ -64,115 +87,119 @@ def counts(router="router", **numbers):
     return more
 
 
-# Growth
+def fleet(**pools):
+    return pools
 
 
-def test_a_full_pool_grows_once_it_has_been_full_for_long_enough_and_not_before():
-    story = Story()
-    assert story.go_on(60, decode=(2, 0.9)) == []
-    assert story.go_on(15, decode=(2, 0.9)) == [(60.0, "decode", 2, 3)]
+FULL, THREE = fleet(decode=(2, 0.9)), fleet(decode=(3, 0.9))
+BOTH = fleet(prompts=0.85, prefill=(1, 0.0), decode=(1, 0.95))
+SPLIT = fleet(prompts=0.5, prefill=(1, 0.0), decode=(1, 0.5))
+TWO_TO_FOUR = {"min_workers": 2, "max_workers": 4}
+NONE = {"min_workers": None, "max_workers": None}
 
 
-def test_a_peak_that_ends_begins_the_time_anew():
-    story = Story()
-    story.go_on(60, decode=(2, 0.9))
-    story.go_on(15, decode=(2, 0.7))
-    assert story.go_on(60, decode=(2, 0.9)) == []
-    assert story.go_on(15, decode=(2, 0.9)) == [(135.0, "decode", 2, 3)]
-
-
-@pytest.mark.parametrize(
-    ("fleet", "grows"),
-    [
-        ({"decode": (1, 0.8)}, "decode"),
-        ({"decode": (1, 0.79)}, None),
-        ({"decode": (1, 0.1), "blocks": 0.85}, "decode"),
-        ({"prefill": (1, 0.0), "prompts": 0.85}, "prefill"),
-        ({"prefill": (1, 0.0), "prompts": 0.5, "waiting": {"prefill": 9}}, None),
-        ({"prefill": (1, 0.99), "prompts": 0.5}, None),
-        ({"colocated": (1, 0.85)}, "colocated"),
-        ({"colocated": (1, 0.4), "prompts": 0.99}, None),
-        ({"colocated": (1, 0.4), "waiting": {"colocated": 1}}, "colocated"),
-        ({"colocated": (1, 0.1), "blocks": 0.9}, "colocated"),
-    ],
-)
-def test_each_pool_is_judged_by_what_limits_it(fleet, grows):
-    story = Story()
-    story.go_on(120, **fleet)
-    assert [one.pool for _, one in story.decisions] == ([grows] if grows else [])
-
-
-def test_the_sentence_has_the_numbers_that_led_to_the_decision():
-    story = Story()
-    story.go_on(75, decode=(2, 0.9), waiting={"decode": 4})
-    assert story.decisions[0][1].sentence == (
-        "decode from 2 to 3 workers: it has needed more for 60 s; now 90% of its places are taken, 4 waiting prompts "
-        "(autoscale.up_use is 80%)"
-    )
-
-
-def test_of_two_full_pools_the_fuller_one_grows_and_the_other_after_the_cooldown():
-    story = Story()
-    story.go_on(75, prompts=0.85, prefill=(1, 0.0), decode=(1, 0.95))
-    assert story.changes == [(60.0, "decode", 1, 2)]
-    story.go_on(195, prompts=0.85, prefill=(1, 0.0), decode=(2, 0.5))
-    assert story.changes[1:] == [(255.0, "prefill", 1, 2)]
-
-
-# Shrinking
-
-
-def test_an_idle_pool_loses_a_worker_after_a_longer_time():
-    story = Story()
-    assert story.go_on(600, decode=(3, 0.1)) == []
-    assert story.go_on(15, decode=(3, 0.1)) == [(600.0, "decode", 3, 2)]
-    assert "with one fewer it would be 15%" in story.decisions[0][1].reason
-
-
-@pytest.mark.parametrize(("taken", "shrinks"), [(0.3, True), (0.38, True), (0.4, False), (0.45, False)])
-def test_a_pool_shrinks_only_if_what_is_left_would_still_be_below_the_upper_threshold(taken, shrinks):
-    story = Story(down_use=0.5)
-    assert bool(story.go_on(900, decode=(2, taken))) == shrinks
+def case(name, changes, *steps, **settings):
+    """What is changed (when, which pool, from, to) while the fleet is so for so many seconds, then so."""
+    return pytest.param(settings, steps, changes, id=name)
 
 
 @pytest.mark.parametrize(
-    ("changes", "fleet"),
+    ("settings", "steps", "changes"),
     [
-        ({}, {"prefill": (2, 0.0), "prompts": 0.1, "waiting": {"prefill": 1}}),
-        ({"prefill": {"min_workers": 2, "max_workers": 4}}, {"prefill": (2, 0.0), "decode": (4, 1.0)}),
-        ({}, {"decode": (1, 0.0)}),
-        ({"decode": {"min_workers": None, "max_workers": None}}, {"decode": (2, 1.0)}),
-        ({}, {"decode": (2, 0.9), "lost": ("worker-1",)}),
-        ({}, {"decode": (2, 0.2), "within": counts(tpot=(0, 100))}),
-        ({}, {"decode": (1, 0.5), "within": counts(tpot=(0, 9))}),
-    ],
-    ids=[
-        "while_prompts_wait_for_the_pool_that_could_shrink",
-        "at_the_least_and_the_most_workers",
-        "at_the_last_worker",
-        "without_bounds",
-        "while_a_worker_of_it_is_lost",
-        "where_an_idle_pool_misses_its_limit",
-        "where_too_few_sequences_missed_a_limit",
+        # growth
+        case("full_not_long_enough", [], (60, FULL)),
+        case("full_for_long_enough", [(60.0, "decode", 2, 3)], (75, FULL)),
+        case("a_peak_that_ends", [], (60, FULL), (15, fleet(decode=(2, 0.7))), (60, FULL)),
+        case("full_anew", [(135.0, "decode", 2, 3)], (60, FULL), (15, fleet(decode=(2, 0.7))), (75, FULL)),
+        case(
+            "the_fuller_one_first",
+            [(60.0, "decode", 1, 2), (255.0, "prefill", 1, 2)],
+            (75, BOTH),
+            (195, BOTH | fleet(decode=(2, 0.5))),
+        ),
+        # shrinking
+        case("idle_not_long_enough", [], (600, fleet(decode=(3, 0.1)))),
+        case("idle_for_long_enough", [(600.0, "decode", 3, 2)], (615, fleet(decode=(3, 0.1)))),
+        *(
+            case(f"what_is_left_at_{taken}", changes, (900, fleet(decode=(2, taken))), down_use=0.5)
+            for changes, each in (([(600.0, "decode", 2, 1)], (0.3, 0.38)), ([], (0.4, 0.45)))
+            for taken in each
+        ),
+        case(
+            "the_emptier_one_first",
+            [(600.0, "decode", 2, 1)],
+            (660, fleet(prompts=0.25, prefill=(2, 0.0), decode=(2, 0.05))),
+        ),
+        case(
+            "growth_before_shrinking",
+            [(600.0, "decode", 1, 2)],
+            (660, fleet(prefill=(3, 0.0), decode=(1, 0.9))),
+            up_after_s=600,
+        ),
+        # nothing
+        case("prompts_wait", [], (3600, fleet(prefill=(2, 0.0), prompts=0.1, waiting={"prefill": 1}))),
+        case("at_the_bounds", [], (3600, fleet(prefill=(2, 0.0), decode=(4, 1.0))), prefill=TWO_TO_FOUR),
+        case("at_the_last_worker", [], (3600, fleet(decode=(1, 0.0)))),
+        case("without_bounds", [], (3600, fleet(decode=(2, 1.0))), decode=NONE),
+        case("a_worker_is_lost", [], (3600, fleet(decode=(2, 0.9), lost=("worker-1",)))),
+        case("an_idle_pool_misses_its_limit", [], (3600, fleet(decode=(2, 0.2), within=counts(tpot=(0, 100))))),
+        case("too_few_missed_a_limit", [], (3600, fleet(decode=(1, 0.5), within=counts(tpot=(0, 9))))),
+        case(
+            "beyond_its_bounds", [], (1200, fleet(decode=(6, 0.9))), (1200, fleet(decode=(1, 0.1))), decode=TWO_TO_FOUR
+        ),
+        # cooldown
+        case("a_change_by_anybody", [(240.0, "decode", 3, 4)], (60, FULL), (195, THREE)),
+        case("an_operation", [(765.0, "decode", 2, 3)], (600, FULL | fleet(under_way=True)), (300, FULL)),
+        case("its_own_decision", [(at_s, "decode", 2, 3) for at_s in (60.0, 240.0, 420.0)], (600, FULL)),
+        # what limits a pool
+        case("places", [(60.0, "decode", 1, 2)], (120, fleet(decode=(1, 0.8)))),
+        case("not_enough_places", [], (120, fleet(decode=(1, 0.79)))),
+        case("blocks", [(60.0, "decode", 1, 2)], (120, fleet(decode=(1, 0.1), blocks=0.85))),
+        case("time_of_prompts", [(75.0, "prefill", 1, 2)], (120, fleet(prefill=(1, 0.0), prompts=0.85))),
+        case("waiting_for_prefill", [], (120, fleet(prefill=(1, 0.0), prompts=0.5, waiting={"prefill": 9}))),
+        case("places_of_prefill", [], (120, fleet(prefill=(1, 0.99), prompts=0.5))),
+        case("places_of_colocated", [(60.0, "colocated", 1, 2)], (120, fleet(colocated=(1, 0.85)))),
+        case("prompts_of_colocated", [], (120, fleet(colocated=(1, 0.4), prompts=0.99))),
+        case("waits", [(60.0, "colocated", 1, 2)], (120, fleet(colocated=(1, 0.4), waiting={"colocated": 1}))),
+        case("blocks_of_colocated", [(60.0, "colocated", 1, 2)], (120, fleet(colocated=(1, 0.1), blocks=0.9))),
+        # limits of latencies
+        case("ttft", [(75.0, "prefill", 1, 2)], (90, SPLIT | fleet(within=counts(ttft=(50, 100))))),
+        case("tpot", [(75.0, "decode", 1, 2)], (90, SPLIT | fleet(within=counts(tpot=(50, 100))))),
+        case("limits_that_are_kept", [], (90, SPLIT | fleet(within=counts(ttft=(95, 100), tpot=(91, 100))))),
+        *(
+            case(
+                f"{latency}_of_colocated",
+                [(75.0, "colocated", 1, 2)],
+                (90, fleet(within=counts(**{latency: (50, 100)}), colocated=(1, 0.5))),
+            )
+            for latency in ("ttft", "tpot")
+        ),
     ],
 )
-def test_a_pool_stays_as_it_is(changes, fleet):
-    assert Story(**changes).go_on(3600, **fleet) == []
+def test_what_is_changed(settings, steps, changes):
+    story = Story(**settings)
+    for for_s, there in steps:
+        story.go_on(for_s, **there)
+    assert story.changes == changes
 
 
-def test_of_two_idle_pools_the_emptier_one_shrinks():
-    story = Story()
-    story.go_on(660, prompts=0.25, prefill=(2, 0.0), decode=(2, 0.05))
-    assert [one.pool for _, one in story.decisions] == ["decode"]
-
-
-def test_growth_goes_before_shrinking():
-    story = Story(up_after_s=600)
-    story.go_on(660, prompts=0.0, prefill=(3, 0.0), decode=(1, 0.9))
-    assert [(one.pool, one.wanted_workers) for _, one in story.decisions] == [("decode", 2)]
-
-
-# What keeps it from changing its mind
+@pytest.mark.parametrize(
+    ("settings", "for_s", "there", "parts"),
+    [
+        ({}, 75, FULL | fleet(waiting={"decode": 4}), ["from 2 to 3", "60 s", "90% of its places", "4 waiting", "80%"]),
+        ({}, 615, fleet(decode=(3, 0.1)), ["from 3 to 2", "would be 15%"]),
+        (
+            {"up_after_s": 0},
+            30,
+            fleet(within=counts(tpot=(50, 100)), decode=(1, 0.5)),
+            ["50% of 100 sequences", "1000 ms", "90%", "50% of its places"],
+        ),
+    ],
+)
+def test_the_sentence_has_the_numbers_that_led_to_the_decision(settings, for_s, there, parts):
+    story = Story(**settings)
+    story.go_on(for_s, **there)
+    assert all(part in story.decisions[0][1].sentence for part in parts)
 
 
 def test_a_load_between_the_thresholds_changes_nothing_however_it_varies():
@@ -198,46 +225,12 @@ def test_under_any_steady_load_the_number_of_workers_settles(load):
     assert story.now_s - (story.changes[-1][0] if steps else 0) > 10_000
 
 
-def test_a_change_of_any_number_by_anybody_begins_a_cooldown():
-    story = Story()
-    story.go_on(60, decode=(2, 0.9))
-    story.go_on(180, decode=(3, 0.9))  # an operator's
-    assert story.changes == []
-    assert story.go_on(15, decode=(3, 0.9)) == [(240.0, "decode", 3, 4)]
-
-
-def test_nothing_is_decided_while_an_operation_is_under_way_and_for_a_while_after():
-    story = Story()
-    story.go_on(600, decode=(2, 0.9), under_way=True)
-    assert story.changes == []
-    story.go_on(300, decode=(2, 0.9))
-    assert story.changes == [(765.0, "decode", 2, 3)], "180 s after the last reading with an operation"
-
-
 def test_an_operation_that_hides_the_fleet_counts_too():
     story = Story(up_after_s=0)
     story.read(FleetUse(), under_way=True)
     story.go_on(165, decode=(2, 0.9))
     assert story.changes == []
     assert story.go_on(15, decode=(2, 0.9)) == [(180.0, "decode", 2, 3)]
-
-
-def test_its_own_decision_begins_a_cooldown_even_if_nothing_came_of_it():
-    story = Story()
-    story.go_on(600, decode=(2, 0.9))
-    assert [at_s for at_s, *_ in story.changes] == [60.0, 240.0, 420.0]
-
-
-# Bounds
-
-
-def test_a_pool_that_an_operator_took_beyond_its_bounds_is_not_forced_back():
-    story = Story(decode={"min_workers": 2, "max_workers": 4})
-    assert story.go_on(1200, decode=(6, 0.9)) == []
-    assert story.go_on(1200, decode=(1, 0.1)) == []
-
-
-# Readings that say little
 
 
 def test_nothing_is_decided_on_an_empty_reading_and_the_time_begins_anew_after_it():
@@ -256,35 +249,6 @@ def test_prefill_is_not_judged_by_workers_that_were_not_there_before():
     assert story.decisions == []
     story.read(a_fleet_use(prefill=(1, 0.0), prompt_steps_s=1015.0))
     assert story.changes == [(30.0, "prefill", 1, 2)]
-
-
-# Limits of latencies
-
-
-@pytest.mark.parametrize(
-    ("missed", "grows"),
-    [({"ttft": (50, 100)}, "prefill"), ({"tpot": (50, 100)}, "decode"), ({"ttft": (95, 100), "tpot": (91, 100)}, None)],
-)
-def test_a_limit_that_is_missed_makes_the_pool_grow_that_it_depends_on(missed, grows):
-    story = Story()
-    story.go_on(90, prompts=0.5, within=counts(**missed), prefill=(1, 0.0), decode=(1, 0.5))
-    assert [one.pool for _, one in story.decisions] == ([grows] if grows else [])
-
-
-@pytest.mark.parametrize("latency", ["ttft", "tpot"])
-def test_in_mode_colocated_either_limit_makes_its_pool_grow(latency):
-    story = Story()
-    story.go_on(90, within=counts(**{latency: (50, 100)}), colocated=(1, 0.5))
-    assert [one.pool for _, one in story.decisions] == ["colocated"]
-
-
-def test_the_sentence_about_a_missed_limit_says_by_how_much():
-    story = Story(up_after_s=0)
-    story.go_on(30, within=counts(tpot=(50, 100)), decode=(1, 0.5))
-    assert story.decisions[0][1].reason == (
-        "it has needed more for 0 s; now 50% of 100 sequences took at most 1000 ms per token (autoscale.min_attainment "
-        "is 90%), 50% of its places are taken"
-    )
 
 
 def test_a_router_that_was_started_again_is_not_counted_until_the_next_reading():

@@ -12,6 +12,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
@@ -83,16 +84,13 @@ async def test_a_call_that_fails_raises_what_the_service_raised_and_the_service_
     await client.close()
 
 
-async def test_a_service_that_cannot_be_made_says_why_at_each_call(children):
-    client = await start_service(BROKEN, "t", on_gone=lambda: None)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="the model is not there"):
-            await client.call("anything")
-    await client.close()
-    client = await start_service("no.such.module:Thing", "t", on_gone=lambda: None)
-    with pytest.raises(ModuleNotFoundError, match="no"):
-        await client.call("anything")
-    await client.close()
+@pytest.mark.parametrize(
+    ("service", "error"), [(BROKEN, RuntimeError), ("no.such.module:Thing", ModuleNotFoundError)], ids=["made", "found"]
+)
+async def test_a_service_that_cannot_be_made_says_why(children, service, error):
+    with pytest.raises(error):
+        await start_service(service, "t", on_gone=lambda: None)
+    assert not [child for child in children.children() if runs(child)]
 
 
 async def test_the_end_of_the_process_is_seen_at_once_also_if_it_has_forked_and_ends_every_call(children):
@@ -121,6 +119,7 @@ async def test_the_end_of_the_process_is_seen_at_once_also_if_it_has_forked_and_
 async def test_a_service_whose_loop_is_blocked_still_answers_what_is_off_the_loop():
     ours, theirs = socket.socketpair()
     has_gone = threading.Event()
+    theirs = Connection(theirs.detach())
     server, loop = CallServer(theirs, Example(), on_gone=has_gone.set), asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -178,10 +177,8 @@ async def test_of_a_module_that_fails_in_another_way_the_second_time_the_first_c
     messages = tmp_path / "messages"
     with preloaded_parent(["tests.support.example_service", "tests.support.fails_anew"], {}, messages) as path:
         monkeypatch.setenv(PRELOADED, path)
-        client = await start_service("tests.support.fails_anew:Service", "t", on_gone=lambda: None)
         with pytest.raises(LookupError, match="the first cause"):
-            await client.call("anything")
-        await client.close()
+            await start_service("tests.support.fails_anew:Service", "t", on_gone=lambda: None)
     assert "the first cause" in messages.read_text()
 
 

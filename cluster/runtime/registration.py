@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import Literal, Protocol
 
 from ridgeline.cluster.runtime.handles.actor import ActorGone, DeploymentFailed, NotReached, WorkerRefused
+from ridgeline.cluster.runtime.handles.routing import Routing
 from ridgeline.contracts.vocabulary import RestartReason
 
 RETRY_S = 0.5
@@ -20,16 +20,6 @@ REFUSED_RETRY_S = 30.0
 MAX_REGISTRATIONS = 10
 """How often every router may fail to reach a new worker, half a minute each, before it counts as broken: to load its
 engine was expensive, and a router may just have much to do."""
-
-
-class Registrar(Protocol):
-    """A router or the dispatcher."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def kind(self) -> Literal["router", "dispatcher"]: ...
-    async def replace_worker(self, address: str, reason: RestartReason | None) -> None: ...
 
 
 class Registration:
@@ -41,7 +31,7 @@ class Registration:
         address: str,
         why: RestartReason | None,
         *,
-        routers: Mapping[str, Registrar],
+        routers: Mapping[str, Routing],
         serves: Mapping[str, asyncio.Event],
         say: Callable[[str], None],
         sleep: Callable[[float], Awaitable[None]],
@@ -94,7 +84,7 @@ class Registration:
             await asyncio.wait_for(self._changed.wait(), within_s)
         self._changed.clear()
 
-    async def to(self, router: Registrar) -> None:
+    async def to(self, router: Routing) -> None:
         """Register it until this router has it or is gone; the dispatcher last, since routers serve what it places."""
         if router.kind == "dispatcher":
             await self._a_router_knows.wait()
@@ -114,7 +104,7 @@ class Registration:
             said = True
             await self._sleep(REFUSED_RETRY_S)
 
-    async def _told(self, router: Registrar) -> bool:
+    async def _told(self, router: Routing) -> bool:
         try:
             await router.replace_worker(self._address, self._why)
         except ActorGone:  # the one that follows may have started before this address was there

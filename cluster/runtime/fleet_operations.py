@@ -1,24 +1,32 @@
-"""What scaling and restarting consist of: who is started, who leaves and in which order, and when to give up.
+"""Takes operations from all routers, carries out one at a time, and tells all routers how it goes on.
 
-Each step has an end. An operation that is cancelled or fails leaves what serves serving. A worker that was being
-started for it ends, and one that drains already leaves, or is started again, as it would have been.
+Calls to a router may be lost in both directions: a router hands an operation out until it hears of it, and what could
+not be told is told again, also to a router that has been started again.
+
+Scaling and restarting consist of steps: who is started, who leaves and in which order, and when to give up. Each step
+has an end. An operation that is cancelled or fails leaves what serves serving. A worker that was being started for it
+ends, and one that drains already leaves, or is started again, as it would have been.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from typing import Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
 
 from ridgeline.cluster.runtime.handles.actor import DeploymentFailed, NoPlace, NotReached
-from ridgeline.cluster.runtime.operation_runner import Note, OperationFailed
+from ridgeline.cluster.runtime.handles.routing import RouterHandle, RoutingHandle
+from ridgeline.cluster.runtime.handles.worker import WorkerHandle
 from ridgeline.cluster.runtime.plan import PlacementError
-from ridgeline.cluster.runtime.supervisor import Supervisor
+from ridgeline.cluster.runtime.supervisor import Say, Supervisor
 from ridgeline.contracts.vocabulary import Pool
-from ridgeline.router.front.operations import Operation
+from ridgeline.router.front.operations import Operation, OperationState, Progress
 from ridgeline.router.observe.fleet_use import Member, Members
 
+ASK_S = 5.0
+"""How long a router is asked for operations at a time."""
 RETRY_S = 0.5
 LOOK_S = 0.2
 """How often it is looked whether a worker has left."""
@@ -29,25 +37,123 @@ LEAD_BACK_WITHIN_S = 120.0
 """How long an operation waits for the router that leads, which may be starting again: that takes 14 s on two cores, and
 more where the disk is slow, since it imports vLLM."""
 T = TypeVar("T")
+Note = Callable[[str], None]
+"""Says how an operation goes on."""
+CarryOut = Callable[[Operation, Note], Awaitable[str]]
+"""Carries an operation out and says what is so now. Raises OperationFailed, DeploymentFailed or PlacementError."""
 
 
-class LeadingRouter(Protocol):
-    """The process that knows all workers' pools and states: the dispatcher, or the only router."""
-
-    async def members(self, started_for: dict[str, Pool]) -> Members: ...
-    async def drain_worker(self, worker_id: str, timeout_s: float, incarnation: str) -> None: ...
+class OperationFailed(Exception):
+    """The operation, or the rest of it, cannot be carried out; the message says why."""
 
 
-class NewWorker(Protocol):
-    """A worker that can be started now."""
+class OperationRunner:
+    """Where all operations come together."""
+
+    def __init__(
+        self,
+        routers: Sequence[RouterHandle],
+        carry_out: CarryOut,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._routers = [(router, asyncio.Event()) for router in routers]
+        """With each, what is set when there is something to tell it."""
+        self._carry_out = carry_out
+        self._clock = clock
+        self._progress: Progress | None = None
+        self._given: asyncio.Queue[Operation] = asyncio.Queue()
+        self._task: asyncio.Task[None] | None = None
+        self._say: Say = lambda _: None
 
     @property
-    def name(self) -> str: ...
-    async def start(self) -> str:
-        """Start it and return its address. Raises NoPlace, PlacementError, DeploymentFailed."""
-        ...
+    def under_way(self) -> bool:
+        """Whether an operation is being carried out."""
+        return self._progress is not None and self._progress.is_open
 
-    async def retire(self) -> None: ...
+    def begin(self, operation: Operation) -> bool:
+        """Begin an operation; False if another one is under way."""
+        if self.under_way:
+            return False
+        number = self._progress.number if self._progress else 0
+        self._progress = Progress(operation, number=number)
+        self._note(operation.reason or "begins")
+        self._given.put_nowait(operation)
+        return True
+
+    async def run(self, say: Say) -> None:
+        """Take and carry out operations until cancelled."""
+        self._say = say
+        async with asyncio.TaskGroup() as group:
+            for router, news in self._routers:
+                group.create_task(self._take(router, news), name="take-operations")
+                group.create_task(self._tell(router, news), name="tell-operations")
+            group.create_task(self._one_at_a_time(), name="operations")
+
+    async def _take(self, router: RouterHandle, news: asyncio.Event) -> None:
+        cancelling = ""
+        while True:
+            try:
+                asked = await router.take_operation(ASK_S, cancelling)
+                if asked.operation is not None:
+                    await router.report(self._answer_to(asked.operation))
+            except DeploymentFailed:  # it is being started again, or the answer was lost
+                news.set()
+                await asyncio.sleep(RETRY_S)
+                continue
+            cancelling = asked.cancels
+            if self._task is not None and self._is_running(cancelling) and not self._task.cancelling():
+                self._task.cancel()  # what it began is cleaned up once, without haste
+
+    async def _tell(self, router: RouterHandle, news: asyncio.Event) -> None:
+        while True:
+            await news.wait()
+            news.clear()
+            try:
+                if self._progress is not None:
+                    await router.report(self._progress)
+            except DeploymentFailed:
+                news.set()
+                await asyncio.sleep(RETRY_S)
+
+    def _answer_to(self, operation: Operation) -> Progress:
+        """Begin what a router was given, or refuse it."""
+        current = self._progress
+        if current is None or current.operation.operation_id != operation.operation_id:
+            if current is not None and current.is_open:
+                return Progress(operation, "refused", (current.operation.under_way,))
+            self.begin(operation)
+        assert self._progress is not None
+        return self._progress
+
+    def _is_running(self, operation_id: str) -> bool:
+        return self.under_way and self._progress is not None and self._progress.operation.operation_id == operation_id
+
+    async def _one_at_a_time(self) -> None:
+        while True:
+            operation = await self._given.get()
+            began_s = self._clock()
+            async with asyncio.TaskGroup() as group:
+                name = f"operation-{operation.operation_id}"
+                self._task = group.create_task(self._carried_out(operation, began_s), name=name)
+            if self._task.cancelled():
+                self._note(f"cancelled after {self._clock() - began_s:.0f} s: the rest of it is not done", "cancelled")
+            self._task = None
+
+    async def _carried_out(self, operation: Operation, began_s: float) -> None:
+        try:
+            is_so = await self._carry_out(operation, self._note)
+        except (DeploymentFailed, OperationFailed, PlacementError) as error:
+            self._note(str(error), "failed")
+        else:
+            self._note(f"done after {self._clock() - began_s:.0f} s: {is_so}", "done")
+
+    def _note(self, sentence: str, state: OperationState = "running") -> None:
+        assert self._progress is not None
+        last = self._progress
+        self._say(f"operation {last.operation.operation_id}: {sentence}")
+        self._progress = replace(last, state=state, sentences=(*last.sentences, sentence), number=last.number + 1)
+        for _, news in self._routers:
+            news.set()
 
 
 class OperationSteps:
@@ -55,9 +161,9 @@ class OperationSteps:
 
     def __init__(
         self,
-        lead: LeadingRouter,
+        lead: RoutingHandle,
         supervisor: Supervisor,
-        make_worker: Callable[[str, Pool], NewWorker],
+        make_worker: Callable[[str, Pool], WorkerHandle],
         start_within_s: float,
         lease_s: float,
         clock: Callable[[], float] = time.monotonic,
@@ -102,7 +208,7 @@ class OperationSteps:
 
     async def _members(self, operation: Operation) -> dict[str, Member]:
         """Return all workers. Raises OperationFailed if the server does not serve in the operation's mode any more."""
-        members = await self._asked(lambda: self._lead.members(self._supervisor.started_for))
+        members: Members = await self._asked(lambda: self._lead.members(self._supervisor.started_for))
         if operation.mode not in (None, members.mode):
             raise OperationFailed(
                 f"it is for mode {operation.mode}, and the server serves {members.mode} now: nothing more is changed; "
@@ -138,7 +244,7 @@ class OperationSteps:
         new = [self._make_worker(self._name(), pool) for pool, number in missing.items() for _ in range(number)]
         failures: list[Exception] = []
 
-        async def one(worker: NewWorker) -> None:
+        async def one(worker: WorkerHandle) -> None:
             try:
                 await self._start(operation, worker, note)
             except (DeploymentFailed, OperationFailed, PlacementError) as error:  # the others are started all the same
@@ -155,14 +261,14 @@ class OperationSteps:
         self._next += 1
         return f"worker-{self._next - 1}"
 
-    async def _start(self, operation: Operation, worker: NewWorker, note: Note) -> None:
+    async def _start(self, operation: Operation, worker: WorkerHandle, note: Note) -> None:
         began_s = self._clock()
         note(f"{worker.name}: starting")
         try:
             async with asyncio.timeout(self._start_within_s):
                 address = await worker.start()
                 await self._members(operation)  # it has no place in another mode
-                await self._supervisor.add(worker, address)  # type: ignore[arg-type]
+                await self._supervisor.add(worker, address)
         except TimeoutError as error:
             await worker.retire()
             raise OperationFailed(
@@ -225,7 +331,8 @@ class OperationSteps:
             raise OperationFailed(f"{name} still has not left; GET /ridgeline/workers says what it holds") from error
 
     async def _known(self) -> Members:
-        return await self._lead.members({})
+        members: Members = await self._lead.members({})
+        return members
 
     # --- all again
 

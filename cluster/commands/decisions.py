@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 from rich.console import Console
 
-from ridgeline.cluster.commands.operators.client import ask, operator_client
+from ridgeline.cluster.commands.operators import ask, operator_client
 from ridgeline.loadtest.run.quantities import duration_text
 from ridgeline.router.observe.explanations import Explanation
 

@@ -1,7 +1,8 @@
-"""Temporary folders in which sockets fit: Ray's, which also has its logs, and those of our own processes.
+"""Folders of this machine: what is kept below a user's home, and temporary ones in which sockets fit.
 
-The path of a Unix socket has little room, and Ray and vLLM take RAY_TMPDIR and TMPDIR whatever their length: where a
-job scheduler gives each job a temporary folder of its own, their sockets do not fit.
+A user's are below the home, or where the XDG variables say. The path of a Unix socket has little room, and Ray and vLLM
+take RAY_TMPDIR and TMPDIR whatever their length: where a job scheduler gives each job a temporary folder of its own,
+their sockets do not fit.
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ridgeline.cluster.user_folders import why_unwritable
-
 SOCKET_PATH_BYTES = 107
 """The longest path that the kernel takes for a Unix socket (unix(7): sun_path, less its final zero)."""
 LONGEST_BELOW = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
@@ -26,6 +25,37 @@ LONGEST_OF_OURS = "/ridgeline-abcdefgh/01234567-0123-0123-0123-0123456789ab"
 INSTEAD = "/tmp"
 MARK = "ridgeline"
 """A file in the folder of a Ray's session that says whose it is; locked while that Ray runs."""
+
+
+class NoHome(RuntimeError):
+    """Nobody says where this user keeps files; the message names the fix."""
+
+
+def state_folder() -> Path:
+    """Return where the deployments of this user say what they do. Raises NoHome."""
+    return _folder("XDG_STATE_HOME", ".local/state")
+
+
+def cache_folder() -> Path:
+    """Return where models and measured facts about this machine are kept. Raises NoHome."""
+    return _folder("XDG_CACHE_HOME", ".cache")
+
+
+def _folder(variable: str, below_home: str) -> Path:
+    try:
+        return Path(os.environ.get(variable) or Path.home() / below_home) / "ridgeline"
+    except RuntimeError as error:
+        raise NoHome("this user has no home: set HOME to a folder that can be written") from error
+
+
+def why_unwritable(path: Path) -> str:
+    """Return why the folder, or the nearest one above that exists, takes no files; empty if it does. It is tried."""
+    there = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)
 
 
 def own_folder() -> Path:
