@@ -113,9 +113,10 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if (missing := (error.name or "").partition(".")[0]) not in SERVING_MODULES:
             raise
+        servers = " To compare servers that run, give --server NAME=URL twice." if "compare" in sys.argv[1:2] else ""
         sys.exit(
             f"error: this needs Ridgeline's serving part, and {missing} is not installed: run `pip install '.[cpu]'`, "
-            "or '.[gpu]' for GPUs, in a clone of Ridgeline"
+            f"or '.[gpu]' for GPUs, in a clone of Ridgeline.{servers}"
         )
 
 

@@ -11,12 +11,14 @@ from rich.console import Console
 from ridgeline.loadtest.errors import ServerError
 from ridgeline.loadtest.plan import ComparePlan
 from ridgeline.loadtest.run.calibration import (
+    PLANNED_PAIRS,
     Schedule,
     Workers,
     beside_arrivals_s,
     fit_budget,
     given_load,
     least_requests,
+    power_note,
     settle,
     workers_of,
 )
@@ -80,6 +82,9 @@ async def prepare(
     if load.rate is None:
         raise ServerError("all requests of this trace arrive at once, so there is no rate to start from: give --rate")
     traces = PairTraces(plan, context_tokens, card.least_prompt_tokens)
+    if not plan.measures_first:
+        power = power_note(plan.most_pairs, traces.requests, len(plan.kinds), f"--pairs {PLANNED_PAIRS}")
+        load = msgspec.structs.replace(load, notes=(power,))
     load = msgspec.structs.replace(load, notes=(*notes, *load.notes, traces.note, *card.notes))
     most = traces.prefix_ids + 1 + max(traces.most_requests, traces.most_at_a_rate)
     ordinals = most + MOST_WAVES * MOST_REQUESTS

@@ -255,6 +255,16 @@ def _as_delta(found: _Counted) -> MetricsDelta:
     return MetricsDelta(dict(found.counters), dict(found.gauges), found.wall_s, dict(found.levels))
 
 
+def make_folder(path: Path) -> None:
+    """Make the folder of a run that is to begin. Raises LoadTestError if nothing can be written there."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise PermissionError(f"no right to write into {path}")
+    except OSError as error:
+        raise LoadTestError(f"a run cannot be kept in {path}: {error}. Give another --out") from error
+
+
 def new_folder(wanted: RunFolder, console: Console) -> RunFolder:
     """Return the folder if it holds no run, else the next one that does not, DIR-2, DIR-3 and so on; then say so."""
     path, number = wanted.path, 1

@@ -124,7 +124,8 @@ def rate_map(
         }
         curves = curves_of(counts, attainment)
         found = {name: curve.max_goodput_rate() for name, curve in curves.items()}
-        is_reached = any(one.outcome != "below" for one in found.values())
+        is_held = any(one.met >= attainment * one.total for each in counts.values() for one in each)
+        is_reached = is_held or any(one.outcome != "below" for one in found.values())
         winner = _winner(judge(curves, counts, undisturbed_pairs)) if is_reached else UNREACHABLE
         return Cell(ttft_ms=slo.ttft_ms, tpot_ms=slo.tpot_ms, winner=winner, max_goodput_rates=found)
 

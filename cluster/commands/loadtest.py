@@ -21,7 +21,7 @@ from ridgeline.loadtest.run.quantities import counted
 from ridgeline.loadtest.run.replay import check_client
 from ridgeline.loadtest.run.server import ModelCard, first_model, open_http
 from ridgeline.loadtest.run.unloaded import sizes_of
-from ridgeline.loadtest.run_folder import Past, RunFolder
+from ridgeline.loadtest.run_folder import Past, RunFolder, make_folder
 from ridgeline.loadtest.running_server import note_models, running_servers
 from ridgeline.loadtest.saved import report_again
 from ridgeline.loadtest.trace.shape import fit_context
@@ -67,6 +67,7 @@ async def compare_command(
     for server in servers:
         notes = (*notes, *await server.check(plan))
     refuse_unequal((*planned, *servers), plan)
+    make_folder(out)
     cards = {server.mode: server.card for server in servers if server.card is not None}
     async with _own(config, plan, console) as (own, card):
         if card is not None:

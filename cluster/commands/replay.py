@@ -17,12 +17,14 @@ from ridgeline.loadtest.run.records import RecordFile
 from ridgeline.loadtest.run.replay import check_client, run_replay
 from ridgeline.loadtest.run.server import with_slo_headers
 from ridgeline.loadtest.run.unloaded import measure_unloaded, sizes_of
-from ridgeline.loadtest.run_folder import RunFolder, new_folder
+from ridgeline.loadtest.run_folder import RunFolder, make_folder, new_folder
 
 
 async def replay_command(url: str, plan: ReplayPlan, out: Path | None, console: Console) -> None:
     """Replay a trace against a running server and print the figures. Raises LoadTestError."""
     await asyncio.to_thread(check_client, plan)
+    if out is not None:
+        make_folder(out)
     trace = sizes_of(plan)
     load = given_load(plan, trace)
     if plan.measures_first:

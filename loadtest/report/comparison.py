@@ -31,7 +31,7 @@ from ridgeline.loadtest.run.server_facts import unknown
 from ridgeline.loadtest.run.server_metrics import MetricsDelta, add_up
 from ridgeline.loadtest.slo_map import grid_of, rate_map
 from ridgeline.loadtest.statistics.attainment_curve import AttainmentCurve, MaxGoodputRate, RoundCount, curves_of
-from ridgeline.loadtest.statistics.verdict import RateVerdict, judge
+from ridgeline.loadtest.statistics.verdict import LEAST_PAIRS, RateVerdict, judge
 from ridgeline.loadtest.variants import Devices, Variant
 from ridgeline.roofline.bottleneck import bottleneck
 
@@ -79,14 +79,19 @@ class _Measured(msgspec.Struct, frozen=True):
         found = [(each, each.result) for each in self.rounds if each.is_kept and each.result is not None]
         return sorted((one for one in found if side in (None, one[0].side)), key=lambda one: one[0].pair)
 
+    def judged(self, side: Side | None = None) -> list[tuple[Round, ReplayResult]]:
+        """Return those that the verdict rests on: undisturbed pairs alone, or all if too few are for a verdict."""
+        undisturbed = undisturbed_pairs(self.rounds)
+        return [one for one in self.kept(side) if len(undisturbed) < LEAST_PAIRS or one[0].pair in undisturbed]
+
     def counts(self, limits_s: tuple[float, float, float]) -> dict[VariantLabel, list[RoundCount]]:
-        """Count the requests within limits on TTFT, TPOT and the largest gap in each round of each variant."""
+        """Count the requests within limits on TTFT, TPOT and the largest gap in each judged round of each variant."""
 
         def count(each: Round, result: ReplayResult) -> RoundCount:
             records = result.counted_records
             return RoundCount(self.rates[each.pair], sum(one.meets(*limits_s) for one in records), len(records))
 
-        return {label: [count(*one) for one in self.kept(side)] for side, label in self.labels.items()}
+        return {label: [count(*one) for one in self.judged(side)] for side, label in self.labels.items()}
 
     def under_load(self, side: Side) -> list[ReplayResult]:
         """Return the results at the highest rate that was measured, where what is short shows most."""
@@ -94,11 +99,11 @@ class _Measured(msgspec.Struct, frozen=True):
         highest = max(self.rates[each.pair] for each, _ in found)
         return [result for each, result in found if self.rates[each.pair] == highest]
 
-    def judged(self, limits_s: tuple[float, float, float]) -> tuple[dict[VariantLabel, AttainmentCurve], RateVerdict]:
+    def verdict(self, limits_s: tuple[float, float, float]) -> tuple[dict[VariantLabel, AttainmentCurve], RateVerdict]:
         """Return the curves of all variants and the verdict on them."""
         counts = self.counts(limits_s)
         curves = curves_of(counts, self.attainment)
-        return curves, judge(curves, counts, undisturbed_pairs(self.rounds))
+        return curves, judge(curves, counts, len(undisturbed_pairs(self.rounds)))
 
 
 def summarise_comparison(
@@ -114,7 +119,7 @@ def summarise_comparison(
     devices = {side: variant.devices for side, variant in variants.items()}
     facts = {labels[side]: variant.facts for side, variant in variants.items()}
     measured = _Measured(rounds, rates, labels, plan.slos, plan.attainment)
-    curves, verdict = measured.judged(plan.slos.in_seconds())
+    curves, verdict = measured.verdict(plan.slos.in_seconds())
     held = {label: curves[label].max_goodput_rate() for label in labels.values()}
     traces = [result.trace for _, result in measured.kept()]
     output_tokens = [row.output_tokens for trace in traces for row in trace.rows]
@@ -129,6 +134,7 @@ def summarise_comparison(
         by_slo=_by_slo(measured),
         pauses=_pauses(measured, held),
         pairs=len(rates),
+        failed={label: _failed(measured.judged(side)) for side, label in labels.items()},
     )
     return {
         "schema": SCHEMA,
@@ -159,12 +165,18 @@ def summarise_comparison(
     }
 
 
+def _failed(judged: Sequence[tuple[Round, ReplayResult]]) -> tuple[int, int]:
+    """Return how many requests failed, other than by taking too long, and of how many."""
+    records = [record for _, result in judged for record in result.counted_records]
+    return sum(not record.ok and not record.was_given_up for record in records), len(records)
+
+
 def _by_slo(measured: _Measured) -> dict[str, RateVerdict]:
     """Return the verdict on TTFT alone, and on the speed of streams alone."""
     ttft_s, tpot_s, gap_s = measured.slo.in_seconds()
     streams = "TPOT" if measured.slo.gap_ms is None else "TPOT and gaps"
     alone = {"TTFT": (ttft_s, NO_LIMIT_S, NO_LIMIT_S), streams: (NO_LIMIT_S, tpot_s, gap_s)}
-    return {name: measured.judged(limits_s)[1] for name, limits_s in alone.items()}
+    return {name: measured.verdict(limits_s)[1] for name, limits_s in alone.items()}
 
 
 def _rate_figures(
@@ -293,9 +305,10 @@ def _map(
     is_per_device = len(owned) == len(measured.labels) and len(units) == 1
     unit = f"requests/s per {units.pop()}" if is_per_device else "requests/s"
     at_rates: dict[str, list[tuple[float, Sequence[RequestRecord]]]] = {side: [] for side in measured.labels}
-    for each, result in kept:
+    for each, result in measured.judged():
         share = owned[each.side].count if is_per_device else 1
         at_rates[each.side].append((measured.rates[each.pair] / share, result.counted_records))
     labels: dict[str, str] = {str(side): label for side, label in measured.labels.items()}
-    found = rate_map(at_rates, labels, grid, plan.attainment, plan.deadline_s, unit, undisturbed_pairs(measured.rounds))
+    undisturbed = len(undisturbed_pairs(measured.rounds))
+    found = rate_map(at_rates, labels, grid, plan.attainment, plan.deadline_s, unit, undisturbed)
     return dict(msgspec.to_builtins(found))

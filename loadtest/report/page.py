@@ -79,7 +79,7 @@ def rate_rows(summary: Summary) -> tuple[list[str], list[list[str]]]:
     """Return a header, and a row for each variant: its highest rate, and latencies at a rate that it held."""
     variants = summary["variants"].values()
     header = ["", "highest rate, requests/s", "share under load", "output tokens/s"]
-    header += [f"highest rate measured with {summary['attainment']:.0%}", "TTFT p50", "TPOT p50", "longest pause"]
+    header += ["latencies at, requests/s", "TTFT p50", "TPOT p50", "longest pause"]
     is_per_device = all(variant["per_device"] for variant in variants)
     if is_per_device:
         header.append(f"requests/s per {next(iter(variants))['per_device']['unit']}")
@@ -92,7 +92,7 @@ def rate_rows(summary: Summary) -> tuple[list[str], list[list[str]]]:
             rate_text(MaxGoodputRate(**variant["max_goodput_rate"])),
             format_figure(loaded.get(variant["label"]), ".0%"),
             format_figure(variant["output_tokens_per_s"], ".0f"),
-            "no rate" if point is None else f"{point['rate']:.3g}",
+            format_figure(point and point["rate"], ".3g"),
             *(_ms(point and point[name]) for name in ("median_ttft_ms", "median_tpot_ms", "max_itl_ms")),
         ]
         rows.append([*row, format_figure(variant["per_device"]["rate_per_device"], ".3g")] if is_per_device else row)
@@ -315,7 +315,7 @@ def _slo_map(summary: Summary) -> str:
     head = "".join(f"<th>TPOT &le; {tpot_ms:g} ms</th>" for tpot_ms in tpots_ms)
 
     def cell(each: Summary) -> str:
-        figures = (_cell_text(one, found["measured"][side]) for side, one in each["max_goodput_rates"].items())
+        figures = (rate_text(MaxGoodputRate(**one)) for one in each["max_goodput_rates"].values())
         winner: str = each["winner"]
         text = html.escape(labels.get(winner, winner))
         shown = html.escape(" / ".join(figures))
@@ -334,12 +334,6 @@ def _slo_map(summary: Summary) -> str:
         f'<div class="map"><table><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table>'
         f'<p class="muted">{html.escape(note)}</p></div>'
     )
-
-
-def _cell_text(found: Summary, measured: Sequence[float]) -> str:
-    if found["outcome"] == "below":
-        return f"< {measured[0]:.3g}"
-    return f"{found['rate']:.3g}" if found["outcome"] == "found" else f"> {measured[1]:.3g}"
 
 
 def _method(summary: Summary) -> list[str]:

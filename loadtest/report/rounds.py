@@ -50,13 +50,13 @@ def labels_of(*names: str) -> dict[Side, VariantLabel]:
     }
 
 
-def undisturbed_pairs(rounds: Sequence[Round]) -> int:
-    """Return the number of pairs in which every kept round is one that no other work disturbed."""
+def undisturbed_pairs(rounds: Sequence[Round]) -> set[int]:
+    """Return the pairs in which every kept round is one that no other work disturbed."""
     kept: dict[int, list[Round]] = {}
     for each in rounds:
         if each.is_kept:
             kept.setdefault(each.pair, []).append(each)
-    return sum(not any(each.reasons for each in pair) for pair in kept.values())
+    return {number for number, pair in kept.items() if not any(each.reasons for each in pair)}
 
 
 def round_summary(each: Round, rate: float, label: VariantLabel, slo: Slo) -> dict[str, Any]:

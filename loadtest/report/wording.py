@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from ridgeline.loadtest.plan import Slo
+from ridgeline.loadtest.plan import MODES, Slo
 from ridgeline.loadtest.run.quantities import counted
 from ridgeline.loadtest.statistics.attainment_curve import MaxGoodputRate, RoundCount
 from ridgeline.loadtest.statistics.verdict import ALIKE, LEAST_PAIRS, RateVerdict
@@ -20,6 +20,8 @@ MOST_FACTOR: Final = 20.0
 """A longer run is not foretold from the scatter of a short one."""
 REACHED: Final = 0.05
 """Where no variant meets the SLOs for this share of requests, the load says nothing of them."""
+TOLD_FAILED: Final = 0.02
+"""The share of failed requests from which on the verdict tells of them: a fifth of those that may miss SLOs."""
 Rounds = Mapping[str, Sequence[RoundCount]]
 """The valid rounds of each variant, in the order of pairs."""
 
@@ -45,15 +47,19 @@ class Findings(msgspec.Struct, frozen=True):
     pauses: Pauses | None = None
     pairs: int = 0
     """Pairs of rounds, disturbed ones included."""
+    failed: Mapping[str, tuple[int, int]] = {}
+    """How many requests of each variant failed, other than by taking too long, and of how many."""
 
 
 def say(found: Findings) -> list[str]:
     """Return the verdict with the counts that it rests on, the highest rates, and what is not known."""
     is_reached = max(shares_at(found.rounds, _rates_of(found.rounds)).values()) >= REACHED
     if found.verdict.pairs < LEAST_PAIRS or not is_reached:
-        return [_why_nothing(found), _counts(found)]
+        sentences = [_why_nothing(found), _failed(found), _counts(found), _missing_bound(found)]
+        return list(filter(None, sentences))
     sentences = [
         _verdict(found),
+        _failed(found),
         _counts(found),
         _disturbed(found),
         _by_slo(found.by_slo),
@@ -159,15 +165,26 @@ def _counts(found: Findings) -> str:
             f"{found.attainment:.0%} or more: {each}. Only higher rates can tell them apart."
         )
     return (
-        f"Where a variant missed {found.attainment:.0%}, at {_listed(f'{rate:.3g}' for rate in where)} requests/s, of "
-        f"the same {counted(requests, 'request')} within the SLOs: {each}."
+        f"Within the SLOs where a variant missed {found.attainment:.0%}, at "
+        f"{_listed(f'{rate:.3g}' for rate in where)} requests/s, of the same {counted(requests, 'request')}: {each}."
     )
 
 
 def _disturbed(found: Findings) -> str:
     if found.pairs <= found.verdict.pairs:
         return ""
-    return f"{found.verdict.pairs} of {counted(found.pairs, 'pair')} of rounds were free of other work."
+    pairs = counted(found.pairs, "pair")
+    return f"{found.verdict.pairs} of {pairs} of rounds were free of other work; all of this rests on these."
+
+
+def _failed(found: Findings) -> str:
+    """Say whose requests failed, which counts against a variant as slow answers do."""
+    told = [
+        f"{failed} of {counted(total, 'request')} of {name}"
+        for name, (failed, total) in found.failed.items()
+        if failed >= TOLD_FAILED * total and failed
+    ]
+    return f"Failed, other than by taking too long: {_listed(told)}." if told else ""
 
 
 def _by_slo(by_slo: Mapping[str, RateVerdict]) -> str:
@@ -185,10 +202,13 @@ def _by_slo(by_slo: Mapping[str, RateVerdict]) -> str:
 
 def _rates(found: Findings) -> str:
     each = [f"{name} {rate_text(found.held[name])}" for name in found.verdict.variants]
-    bounded = f"Highest rate with {found.attainment:.0%} of requests within the SLOs, in requests/s: {', '.join(each)}."
-    if any(None in (one.low, one.high) for one in found.held.values()):
-        bounded += " A missing bound needs more pairs, or rates further off."
-    return bounded
+    told = f"Highest rate with {found.attainment:.0%} of requests within the SLOs, in requests/s: {', '.join(each)}."
+    return " ".join(filter(None, (told, _missing_bound(found))))
+
+
+def _missing_bound(found: Findings) -> str:
+    is_missing = any(None in (one.low, one.high) for one in found.held.values())
+    return "A missing bound of a highest rate needs more pairs, or rates further off." if is_missing else ""
 
 
 def rate_text(found: MaxGoodputRate) -> str:
@@ -204,13 +224,13 @@ def rate_text(found: MaxGoodputRate) -> str:
 
 def _unknown(found: Findings) -> str:
     verdict = found.verdict
-    if verdict.factor is None or not verdict.open:
+    if verdict.factor is None or not verdict.open or not loaded_rates(found.rounds, found.attainment):
         return ""
     if verdict.factor > MOST_FACTOR:
         longer = f"a run over {MOST_FACTOR:g} times as long"
     else:
         longer = counted(max(1, math.ceil((verdict.factor - 1) * found.took_s / 60)), "more minute")
-    return f"If what was seen so far holds, {longer} will show which serves more, or that no difference matters."
+    return f"If what was seen so far holds, {longer} may show which serves more, or that no difference matters."
 
 
 def _pauses(found: Pauses | None) -> str:
@@ -229,8 +249,8 @@ def _rates_of(rounds: Rounds) -> list[float]:
 
 
 def _upper(text: str) -> str:
-    """Begin a sentence with a capital, but leave a name that has its own, such as vLLM."""
-    return text[:1].upper() + text[1:] if text.split()[0].islower() else text
+    """Begin a sentence with a capital, but leave the names that users give to their servers."""
+    return text[:1].upper() + text[1:] if text.split()[0].rstrip(",") in (*MODES, "by") else text
 
 
 def _listed(words: Iterable[str]) -> str:

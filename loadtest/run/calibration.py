@@ -267,17 +267,17 @@ def fit_budget(
         f"arrivals for {(requests - 1) / load.rate:.0f} s ({requests} requests at the first rate), about "
         f"{minutes_text(pair_s)} a pair"
     ]
-    if pairs < LEAST_PAIRS:
-        notes.append(
-            f"this budget allows one pair, too few for a verdict: give --budget-s "
-            f"{math.ceil(spent_s + PLANNED_PAIRS * pair_s)} or more"
-        )
-    else:
-        notes.append(
-            f"at best, {counted(pairs, 'pair')} show that highest rates differ if they do by "
-            f"{told_apart(pairs, requests, schedule.rounds) - 1:.0%} or more"
-        )
+    more = f"--budget-s {math.ceil(spent_s + PLANNED_PAIRS * pair_s)}" if plan.budget_s else f"--pairs {PLANNED_PAIRS}"
+    notes.append(power_note(pairs, requests, schedule.rounds, more))
     return plan, msgspec.structs.replace(load, notes=(*load.notes, *notes))
+
+
+def power_note(pairs: int, requests: int, variants: int, more: str) -> str:
+    """Say what so many pairs can tell at best; `more` is the option that allows enough."""
+    if pairs < LEAST_PAIRS:
+        return f"warning: one pair of rounds is too few for a verdict: give {more} or more"
+    least = told_apart(pairs, requests, variants) - 1
+    return f"{pairs} pairs of rounds can tell highest rates apart that differ by {least:.0%} or more"
 
 
 def _given_rate_source(plan: ReplayPlan) -> str:

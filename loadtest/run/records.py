@@ -5,6 +5,9 @@ from pathlib import Path
 
 import msgspec
 
+GIVEN_UP = "no complete answer within the deadline"
+"""How the error of a request begins that took too long."""
+
 
 class RequestRecord(msgspec.Struct, frozen=True):
     """One request as its client saw it. Times are in seconds; those after `sent_s` count from when it was sent.
@@ -32,6 +35,11 @@ class RequestRecord(msgspec.Struct, frozen=True):
     def ok(self) -> bool:
         """Whether the request finished: everything asked for came, without an error."""
         return self.error is None
+
+    @property
+    def was_given_up(self) -> bool:
+        """Whether it failed by taking longer than its client would wait."""
+        return self.error is not None and self.error.startswith(GIVEN_UP)
 
     @property
     def send_lag_s(self) -> float:

@@ -59,11 +59,10 @@ class PairTraces:
     def note(self) -> str:
         """Where the requests of a pair come from, in words."""
         if self._is_generated:
-            return f"each pair has {self.requests} requests of a seed of its own"
-        windows = "window of the trace" if self.windows == 1 else f"of {self.windows} windows of the trace"
-        again = "; after the last the first comes again" if self._plan.most_pairs > self.windows else ""
-        which = "each pair has the same" if self.windows == 1 else "each pair has the next"
-        return f"{which} {windows}, {self.requests} requests{again if self.windows > 1 else ''}"
+            return f"each pair replays {self.requests} requests that are generated with another seed"
+        if self.windows == 1:
+            return f"each pair replays the same {self.requests} requests of the trace"
+        return f"pairs replay {self.windows} windows of the trace in turn, of {self.requests} requests each"
 
     @property
     def _is_generated(self) -> bool:

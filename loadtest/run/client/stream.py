@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 import aiohttp
 import msgspec
 
-from ridgeline.loadtest.run.records import RequestRecord
+from ridgeline.loadtest.run.records import GIVEN_UP, RequestRecord
 
 EVENT_END = b"\n\n"
 DATA = b"data:"
@@ -149,7 +149,7 @@ class LoadClient:
             async with asyncio.timeout(deadline_s):
                 await self._stream_until_answered(request, sent, progress)
         except TimeoutError:
-            error = f"no complete answer within the deadline of {deadline_s:g} s"
+            error = f"{GIVEN_UP} of {deadline_s:g} s"
         except Exception as caught:  # noqa: BLE001 - one request must never end the others and lose their records
             error = _reason(caught)
         elapsed_s = time.perf_counter() - sent
