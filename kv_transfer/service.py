@@ -24,7 +24,7 @@ from ridgeline.decode_worker.kv_fetch.heartbeat import Heartbeats
 from ridgeline.decode_worker.kv_fetch.results import Completed, CompletionBoard, TransferStats
 from ridgeline.kv_transfer.control import release_with_retries
 from ridgeline.kv_transfer.memory.blocks import BlockPool
-from ridgeline.kv_transfer.memory.device import OnLost
+from ridgeline.kv_transfer.memory.device import OnLost, pool_of
 from ridgeline.kv_transfer.memory.shared import SharedOffer
 from ridgeline.kv_transfer.options import TransferOptions
 from ridgeline.kv_transfer.transports import Exports, exports, make_transport
@@ -72,7 +72,7 @@ class TransferService:
         Raises ValueError if the layout does not match the layers.
         """
         layers, layout = list(cache.layers.values()), cache.layout
-        self._pool = BlockPool.from_layer_tensors(layers, cache.on_lost)
+        self._pool = pool_of(layers, cache.on_lost)
         check_layout(self._pool, layout)
         self._lease_s = options.lease_s
         self._board = CompletionBoard(on_news)

@@ -181,12 +181,12 @@ class OpenedPool:
             self.pool = _own_pool(offer)
             return
         proof = _open(offer.proof_region, offer.pid, device)
-        if bytes(BlockPool(DeviceMemory([proof[None]])).read(0, [0])[0]) != offer.proof:
+        if bytes(DeviceMemory([proof[None]]).read(0, [0])[0]) != offer.proof:
             raise CannotOpen("what is read of its memory is not what is there: is there an IOMMU between the GPUs?")
         memory = [_open(region, offer.pid, device) for region in offer.regions]
         shape, strides = (offer.num_blocks, offer.block_bytes), (offer.block_stride_bytes, 1)
-        self.pool = BlockPool(
-            DeviceMemory([memory[region].as_strided(shape, strides, offset) for region, offset in offer.layers])
+        self.pool: BlockPool = DeviceMemory(
+            [memory[region].as_strided(shape, strides, offset) for region, offset in offer.layers]
         )
 
 
@@ -300,4 +300,4 @@ def _own_pool(offer: IpcOffer) -> BlockPool:
     ours = _exports.get(offer.proof)
     if ours is None:
         raise CannotOpen("it is of this process, and no longer exported")
-    return BlockPool(DeviceMemory(ours.layers))
+    return DeviceMemory(ours.layers)

@@ -21,7 +21,7 @@ from ridgeline.contracts import errors
 from ridgeline.contracts.handoff import KvHandoff, KvLayout, new_handoff_id
 from ridgeline.decode_worker.kv_fetch.fetcher import KvFetcher
 from ridgeline.decode_worker.kv_fetch.stream import SourceStream
-from ridgeline.kv_transfer.memory.blocks import BlockPool
+from ridgeline.kv_transfer.memory.device import pool_of
 from ridgeline.kv_transfer.memory.shared import KvCacheAllocation
 from ridgeline.kv_transfer.options import TransferOptions
 from ridgeline.kv_transfer.transports import exports
@@ -59,7 +59,7 @@ def make_pool(num_blocks: int = 32, num_layers: int = NUM_LAYERS, block_bytes: i
     layers = list(tensors.numpy())
     for layer in layers:
         layer[:] = random.integers(0, 256, (num_blocks, block_bytes), dtype=np.uint8)
-    return BlockPool.from_layer_tensors(list(tensors)), allocation.offer(list(tensors)), layers
+    return pool_of(list(tensors)), allocation.offer(list(tensors)), layers
 
 
 class TransportHarness(Protocol):

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from ridgeline.contracts import errors
 from ridgeline.kv_transfer.interfaces import FetchProgress
-from ridgeline.kv_transfer.memory.blocks import BlockPool
+from ridgeline.kv_transfer.memory.host import HostMemory
 from ridgeline.kv_transfer.wire import frames
 
 LAYERS, BLOCKS, BLOCK_BYTES = 2, 12, 128
@@ -47,7 +47,7 @@ def valid_frames(count: int, segments: int) -> list[bytes]:
     """Return an undamaged answer for `count` blocks, in this many segments."""
     random = np.random.default_rng(count)
     layers = [(random.standard_normal((BLOCKS, BLOCK_BYTES // 2)).astype(np.float32)) for _ in range(LAYERS)]
-    pool = BlockPool([(layer.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8) for layer in layers])
+    pool = HostMemory([(layer.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8) for layer in layers])
     ids = list(range(count))
     sent: list[bytes] = []
     step = -(-count // segments)
@@ -113,7 +113,7 @@ def _damaged(draw: st.DrawFn, frame: bytes, kind: str) -> bytes:
 def check_stream(stream: Stream) -> None:
     """Feed the stream to a reader, then check the pool, its surroundings and the memory that was allocated."""
     memory = np.full((LAYERS, BLOCKS + 2, BLOCK_BYTES), CANARY, np.uint8)
-    pool = BlockPool([memory[layer, 1:-1] for layer in range(LAYERS)])
+    pool = HostMemory([memory[layer, 1:-1] for layer in range(LAYERS)])
     reader = frames.FrameReader(pool, stream.targets, FetchProgress(started_s=0.0))
     reason = errors.CORRUPTED
     try:

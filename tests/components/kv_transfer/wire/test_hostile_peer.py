@@ -23,7 +23,7 @@ from ridgeline.kv_transfer.collective.puller import _Place
 from ridgeline.kv_transfer.collective.wire import Chunk, Invitation
 from ridgeline.kv_transfer.control import GrpcControl, release_with_retries
 from ridgeline.kv_transfer.interfaces import FetchProgress, FetchRequest
-from ridgeline.kv_transfer.memory.blocks import BlockPool
+from ridgeline.kv_transfer.memory.host import HostMemory
 from ridgeline.kv_transfer.options import TransferOptions
 from ridgeline.kv_transfer.wire import frames, grpc_methods
 from ridgeline.prefill_worker.kv_source.block_server import RankCache
@@ -44,7 +44,7 @@ def make_layers():
 
 
 def make_pool():
-    return BlockPool(make_layers())
+    return HostMemory(make_layers())
 
 
 def make_frame(payload=b"", **changes):
@@ -76,7 +76,7 @@ def make_frame(payload=b"", **changes):
 )
 def test_a_frame_that_claims_the_absurd_is_refused_before_memory_is_taken(changes):
     layers = make_layers()
-    reader = frames.FrameReader(BlockPool(layers), [0, 1, 2, 3], FetchProgress(started_s=0.0))
+    reader = frames.FrameReader(HostMemory(layers), [0, 1, 2, 3], FetchProgress(started_s=0.0))
     frame = make_frame(b"\xff" * LAYOUT.block_bytes, **changes)
     tracemalloc.start()
     try:
@@ -104,7 +104,7 @@ def test_no_header_whatsoever_makes_the_reader_fail_otherwise_or_write_outside()
         changes = {name: rng.choice([0, 1, 4, 5, limits[name]]) for name in rng.sample(FIELDS, rng.randint(0, 4))}
         payload = bytes([255]) * rng.choice([0, 1, LAYOUT.block_bytes, 4 * LAYOUT.block_bytes])
         layers = make_layers()
-        reader = frames.FrameReader(BlockPool(layers), targets, FetchProgress(started_s=0.0))
+        reader = frames.FrameReader(HostMemory(layers), targets, FetchProgress(started_s=0.0))
         with pytest.raises(errors.TransferFailed):
             accept_again_and_again(reader, make_frame(payload, **changes))
         assert not any(layer[4:].any() for layer in layers)

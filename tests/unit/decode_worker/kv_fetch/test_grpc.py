@@ -18,8 +18,8 @@ from ridgeline.decode_worker.kv_fetch.fetcher import KvFetcher
 from ridgeline.decode_worker.kv_fetch.grpc_puller import GrpcPuller
 from ridgeline.kv_transfer.control import GrpcControl
 from ridgeline.kv_transfer.interfaces import FetchRequest
-from ridgeline.kv_transfer.memory.blocks import BlockPool
 from ridgeline.kv_transfer.memory.glibc import keep_freed_memory
+from ridgeline.kv_transfer.memory.host import HostMemory
 from ridgeline.kv_transfer.options import TransferOptions
 from ridgeline.kv_transfer.wire import grpc_methods
 from ridgeline.prefill_worker.kv_source import grpc_source
@@ -34,7 +34,7 @@ LAYOUT = kv_layout(block_size=4, num_layers=4, block_bytes=32)
 
 @pytest.fixture
 def pool():
-    return BlockPool([np.full((8, 32), layer, np.uint8) for layer in range(4)])
+    return HostMemory([np.full((8, 32), layer, np.uint8) for layer in range(4)])
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ async def test_fetches_beyond_the_slots_wait_their_turn(source, pool):
     source.server.frames = slowly
     fetcher = make_fetcher(PATIENCE_S)
     layers = [np.zeros((8, 32), np.uint8) for _ in range(4)]
-    target = BlockPool(layers)
+    target = HostMemory(layers)
     fetches = [fetcher.fetch(published(source, f"r{n}"), 0, [2 * n, 2 * n + 1], target) for n in range(4)]
     results = await asyncio.gather(*fetches)
     await fetcher.close()

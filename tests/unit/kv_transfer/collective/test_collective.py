@@ -24,8 +24,8 @@ from ridgeline.kv_transfer.collective.group import (
 from ridgeline.kv_transfer.collective.puller import _Membership
 from ridgeline.kv_transfer.collective.source import CollectiveSource
 from ridgeline.kv_transfer.control import GrpcControl
-from ridgeline.kv_transfer.memory.blocks import BlockPool
 from ridgeline.kv_transfer.memory.device import DeviceMemory, weighted_sum
+from ridgeline.kv_transfer.memory.host import HostMemory
 from ridgeline.kv_transfer.names import AUTO
 from ridgeline.kv_transfer.options import TransferOptions
 from ridgeline.prefill_worker.kv_source.block_server import RankCache
@@ -181,9 +181,9 @@ def pools(seed, num_blocks=8, block_bytes=101):
     layers = np.random.default_rng(seed).integers(0, 256, (2, num_blocks, block_bytes), dtype=np.uint8)
     together, apart = torch.from_numpy(layers.copy()), [torch.from_numpy(layer.copy()) for layer in layers]
     return (
-        (layers, BlockPool(list(layers))),
-        (together.numpy(), BlockPool(DeviceMemory(list(together)))),
-        ([layer.numpy() for layer in apart], BlockPool(DeviceMemory(apart))),
+        (layers, HostMemory(list(layers))),
+        (together.numpy(), DeviceMemory(list(together))),
+        ([layer.numpy() for layer in apart], DeviceMemory(apart)),
     )
 
 
@@ -254,7 +254,7 @@ def test_the_weighted_sum_of_no_more_than_a_few_bytes_is_defined():
 @contextlib.asynccontextmanager
 async def joining(**options):
     """A source, and a function by which another fetching rank joins a group with it."""
-    pool = BlockPool([np.zeros((8, 64), np.uint8)])
+    pool = HostMemory([np.zeros((8, 64), np.uint8)])
     extension = CollectiveSource(pool, HOST)
     source = GrpcKvSource(
         RankCache(pool, LeaseTable(), kv_layout(num_layers=1, block_bytes=64)),

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from ridgeline.decode_worker.kv_fetch.pinned import Readable
-from ridgeline.kv_transfer.memory.blocks import BlockPool, CannotOpen
+from ridgeline.kv_transfer.memory.blocks import CannotOpen
+from ridgeline.kv_transfer.memory.device import pool_of
 from ridgeline.kv_transfer.nixl.agent import merged
 from ridgeline.kv_transfer.nixl.offer import NixlOffer
 from ridgeline.kv_transfer.nixl.puller import pieces
@@ -83,7 +84,7 @@ def test_memory_is_registered_once_where_layers_overlap():
 
 def test_a_pool_of_interleaved_layers_says_where_each_block_lies():
     buffer = torch.arange(240, dtype=torch.uint8).view(4, 2, 30)  # 4 blocks, each with 2 layers
-    pool = BlockPool.from_layer_tensors([buffer[:, 0], buffer[:, 1]])
+    pool = pool_of([buffer[:, 0], buffer[:, 1]])
     spans = pool.spans()
     assert [span.address - buffer.data_ptr() for span in spans] == [0, 30]
     assert {(span.stride_bytes, span.num_bytes) for span in spans} == {(60, 210)}
