@@ -20,7 +20,7 @@ import torch
 
 from ridgeline.contracts import errors
 from ridgeline.contracts.handoff import KvHandoff, KvLayout, TransferResult
-from ridgeline.decode_worker.kv_fetch.heartbeat import Heartbeats
+from ridgeline.decode_worker.kv_fetch.fetcher import Heartbeats
 from ridgeline.decode_worker.kv_fetch.results import Completed, CompletionBoard, TransferStats
 from ridgeline.kv_transfer.control import release_with_retries
 from ridgeline.kv_transfer.memory.blocks import BlockPool

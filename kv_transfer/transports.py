@@ -15,7 +15,7 @@ import torch
 from ridgeline.decode_worker.kv_fetch.fetcher import KvFetcher
 from ridgeline.decode_worker.kv_fetch.grpc_puller import GrpcPuller
 from ridgeline.decode_worker.kv_fetch.ipc_puller import IpcPuller
-from ridgeline.decode_worker.kv_fetch.shm_puller import ShmPuller
+from ridgeline.decode_worker.kv_fetch.pinned import ShmPuller
 from ridgeline.kv_transfer.collective.puller import CollectivePuller
 from ridgeline.kv_transfer.collective.source import CollectiveSource
 from ridgeline.kv_transfer.control import GrpcControl

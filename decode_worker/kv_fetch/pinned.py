@@ -28,6 +28,7 @@ from ridgeline.decode_worker.kv_fetch.threads import FetchThreads
 from ridgeline.kv_transfer.control import GrpcControl
 from ridgeline.kv_transfer.interfaces import UNSUPPORTED, Pull, Puller, SourceDescription
 from ridgeline.kv_transfer.memory.blocks import BlockPool, CannotOpen
+from ridgeline.kv_transfer.memory.shared import MappedPool, SharedOffer
 from ridgeline.kv_transfer.wire import grpc_methods
 
 _decode_pinned: Final = msgspec.msgpack.Decoder(grpc_methods.PinnedBlocks).decode
@@ -200,3 +201,19 @@ class PinnedRead:
         wanted = len(self._pull.target_block_ids)
         if self._done != wanted or self._layers_done:
             raise errors.TransferFailed(errors.CORRUPTED, f"{self._done} of {wanted} blocks were pinned")
+
+
+class ShmPuller(PinnedPuller[MappedPool]):
+    """The `shm` transport: maps the source's KV cache, once for each process, and copies each byte once."""
+
+    name = "shm"
+    not_offered = "its KV cache is not in shared memory"
+
+    def __init__(self, control: GrpcControl) -> None:
+        super().__init__(control, "kv-copy")
+
+    def open(self, offer: dict[str, Any]) -> MappedPool:
+        return MappedPool(msgspec.convert(offer, SharedOffer))
+
+    def copier(self, opened: MappedPool, pull: Pull) -> Copy:
+        return copy_out_of(opened.pool, pull)

@@ -29,7 +29,7 @@ import msgspec
 import torch
 
 from ridgeline.contracts import errors
-from ridgeline.kv_transfer.memory.blocks import BlockPool, CannotOpen, byte_rows
+from ridgeline.kv_transfer.memory.blocks import CannotOpen, byte_rows
 from ridgeline.kv_transfer.memory.device import DeviceMemory
 from ridgeline.kv_transfer.memory.shared import (
     SharedMemory,
@@ -185,9 +185,7 @@ class OpenedPool:
             raise CannotOpen("what is read of its memory is not what is there: is there an IOMMU between the GPUs?")
         memory = [_open(region, offer.pid, device) for region in offer.regions]
         shape, strides = (offer.num_blocks, offer.block_bytes), (offer.block_stride_bytes, 1)
-        self.pool: BlockPool = DeviceMemory(
-            [memory[region].as_strided(shape, strides, offset) for region, offset in offer.layers]
-        )
+        self.pool = DeviceMemory([memory[region].as_strided(shape, strides, offset) for region, offset in offer.layers])
 
 
 def require_access(theirs: str, ours: torch.device) -> None:
@@ -296,7 +294,7 @@ def _open(region: Region, pid: int, device: torch.device) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
-def _own_pool(offer: IpcOffer) -> BlockPool:
+def _own_pool(offer: IpcOffer) -> DeviceMemory:
     ours = _exports.get(offer.proof)
     if ours is None:
         raise CannotOpen("it is of this process, and no longer exported")

@@ -23,7 +23,7 @@ from ridgeline.kv_transfer.interfaces import Pull
 from ridgeline.kv_transfer.memory.blocks import BlockPool
 from ridgeline.kv_transfer.nixl.agent import Agent, Read
 from ridgeline.kv_transfer.nixl.library import NixlFailed
-from ridgeline.kv_transfer.nixl.offer import BlockAddresses, NixlOffer
+from ridgeline.kv_transfer.nixl.source import BlockAddresses, NixlOffer
 from ridgeline.kv_transfer.nixl.staging import PIECE_BYTES, Room, Staging
 
 STALLED_S: Final = 5.0

@@ -25,7 +25,6 @@ from typing import Final, Literal
 
 from ridgeline.contracts import errors
 from ridgeline.contracts.handoff import shown_id
-from ridgeline.prefill_worker.kv_source.journal import HandoffJournal
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +76,40 @@ class Lease:
     final_layers: int = 0
     """How many layers of `all_block_ids` that step has computed."""
     complete_since_s: float = math.inf
+
+
+REMEMBERED_LIVES: Final = 512
+LONGEST_LIFE_EVENTS: Final = 24
+"""Events kept for one hand-off; later ones replace the last entry."""
+
+
+class HandoffJournal:
+    """The history of recent hand-offs, so that a report about one that was never released shows how it got there.
+
+    Such a hand-off costs its blocks for a lease and shows nowhere else. Each event is one entry in a short list, and
+    the lists of the newest hand-offs are kept. Stale ones are reported in a worker's status, those that expire are
+    logged. It has no lock: `LeaseTable` calls it under its own.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lives: OrderedDict[str, list[tuple[float, str]]] = OrderedDict()
+
+    def note(self, handoff_id: str, event: str) -> None:
+        """Record an event of this hand-off, with the time."""
+        life = self._lives.setdefault(handoff_id, [])
+        if len(life) >= LONGEST_LIFE_EVENTS:
+            life.pop()
+        life.append((self._clock(), event))
+        if len(self._lives) > REMEMBERED_LIVES:
+            self._lives.popitem(last=False)
+
+    def life(self, handoff_id: str) -> str:
+        """Describe the hand-off's events in one sentence, each with its seconds since the first."""
+        events = self._lives.get(handoff_id, [])
+        began_s = events[0][0] if events else self._clock()
+        entries = [f"{event} at {at_s - began_s:.3f} s" for at_s, event in events]
+        return f"hand-off {shown_id(handoff_id)}: {', '.join([*entries, f'now {self._clock() - began_s:.3f} s'])}"
 
 
 class LeaseTable:

@@ -14,8 +14,7 @@ from ridgeline.kv_transfer.measure import Cache, CacheShape, SourceProcess
 from ridgeline.kv_transfer.memory.device import pool_of
 from ridgeline.kv_transfer.nixl.agent import Agent, descriptors
 from ridgeline.kv_transfer.nixl.library import NixlFailed
-from ridgeline.kv_transfer.nixl.offer import NixlOffer
-from ridgeline.kv_transfer.nixl.source import NixlSource
+from ridgeline.kv_transfer.nixl.source import NixlOffer, NixlSource
 from ridgeline.kv_transfer.nixl.staging import Staging
 from tests.support.fetches import begin, result_of
 from tests.support.nixl import needs_nixl

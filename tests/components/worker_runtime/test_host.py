@@ -31,8 +31,7 @@ from ridgeline.decode_worker.handler import DecodeHandler
 from ridgeline.engine.stall import StallWatch
 from ridgeline.prefill_worker.handler import PrefillHandler
 from ridgeline.worker_runtime.client import MEANT, OPTIONS, SERVICE, Meant, WorkerClient, decoder, encode
-from ridgeline.worker_runtime.draining import kv_unneeded
-from ridgeline.worker_runtime.host import HEALTH_LOOK_S, RouterSession, Undeliverable, WorkerHost
+from ridgeline.worker_runtime.host import HEALTH_LOOK_S, RouterSession, Undeliverable, WorkerHost, kv_unneeded
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import FakeEngine, FakeStats, make_task
 from tests.support.patience import PATIENCE_S, eventually
@@ -88,7 +87,7 @@ async def serving(engine: FakeEngine | None = None, handler=None) -> AsyncIterat
 @pytest.fixture
 def settles_quickly(monkeypatch):
     """A drained worker waits a fifth of a second for what may still be published, not a whole one."""
-    monkeypatch.setattr("ridgeline.worker_runtime.draining.SETTLED_S", 0.2)
+    monkeypatch.setattr("ridgeline.worker_runtime.host.SETTLED_S", 0.2)
 
 
 class Proxy:
@@ -648,7 +647,7 @@ async def test_a_worker_is_drained_only_once_nobody_needs_its_kv_blocks_any_more
 
 @pytest.mark.usefixtures("settles_quickly")
 async def test_a_lease_that_nobody_ends_holds_a_draining_worker_for_its_time_only(monkeypatch):
-    monkeypatch.setattr("ridgeline.worker_runtime.draining.LEASE_MARGIN_S", 0.0)
+    monkeypatch.setattr("ridgeline.worker_runtime.host.LEASE_MARGIN_S", 0.0)
     stats = FakeStats(counters={"open_leases": 1.0})
     async with asyncio.timeout(PATIENCE_S):
         await kv_unneeded(stats, lease_s=0.1)

@@ -3,7 +3,7 @@
 import platform
 
 from ridgeline.cluster.doctor.facts import read_cpu_flags
-from ridgeline.engine.vllm_workarounds.amx import ask_for_tiles
+from ridgeline.engine.vllm_workarounds.engine_process import ask_for_tiles
 
 
 def test_the_kernel_is_asked_as_its_documentation_says():

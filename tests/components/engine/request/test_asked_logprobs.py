@@ -11,7 +11,7 @@ from vllm.v1.sample import sampler as vllm_sampler
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
 
-from ridgeline.engine.request.asked_logprobs import keep_rows_apart
+from ridgeline.engine.vllm_workarounds.model_runner import keep_rows_apart
 from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
 
 VOCABULARY = 9

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
 
-from ridgeline.engine.vllm_workarounds.queue_names import forget_queue_names
+from ridgeline.engine.vllm_workarounds.engine_process import forget_queue_names
 from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
 
 

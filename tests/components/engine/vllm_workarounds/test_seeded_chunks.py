@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ridgeline.engine.vllm_workarounds.seeded_chunks import put_generators_back
+from ridgeline.engine.vllm_workarounds.model_runner import put_generators_back
 
 
 def generator(seed: int) -> torch.Generator:

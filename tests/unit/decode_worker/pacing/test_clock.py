@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ridgeline.decode_worker.pacing.clock import StepClock
-from ridgeline.decode_worker.pacing.model import StepLoad
+from ridgeline.decode_worker.pacing.model import StepClock, StepLoad
 
 ONE, TWO = StepLoad(0, 1, 10, 0.0), StepLoad(0, 2, 20, 0.0)
 

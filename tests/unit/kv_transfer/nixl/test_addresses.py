@@ -9,8 +9,8 @@ from ridgeline.decode_worker.kv_fetch.pinned import Readable
 from ridgeline.kv_transfer.memory.blocks import CannotOpen
 from ridgeline.kv_transfer.memory.device import pool_of
 from ridgeline.kv_transfer.nixl.agent import merged
-from ridgeline.kv_transfer.nixl.offer import NixlOffer
 from ridgeline.kv_transfer.nixl.puller import pieces
+from ridgeline.kv_transfer.nixl.source import NixlOffer
 
 
 def offer(**changes):
