@@ -35,7 +35,6 @@ from ridgeline.kv_transfer.collective.wire import (
     Invitation,
     Transfer,
     most_blocks,
-    offered,
 )
 from ridgeline.kv_transfer.control import GrpcControl
 from ridgeline.kv_transfer.interfaces import Pull, Puller, SourceDescription
@@ -61,7 +60,7 @@ class CollectivePuller(Puller):
         keep_freed_memory()
         self._control = control
         self._device = device
-        self._backend = offered(backend_for(device))
+        self._backend = backend_for(device)
         self._host = host
         self._pairs: dict[str, _Pair] = {}
         self._threads = ThreadPoolExecutor(MAX_CONCURRENT_FETCHES, thread_name_prefix="kv-collect")
@@ -223,7 +222,8 @@ class _RunningTransfer:
         self._membership = membership
         message = _encode(Transfer(group=membership.name, request=pull.request))
         self._stream = SourceStream(membership.channel, COLLECT, pull, message)
-        self._place = _Place(len(pull.target_block_ids), most_blocks(pull.pool))
+        self._landed = 0
+        """The position of the next chunk: positions ascend."""
         self._checksums: list[torch.Tensor] = []
 
     def run(self) -> None:
@@ -246,58 +246,37 @@ class _RunningTransfer:
         if not isinstance(end, End):
             raise errors.TransferFailed(errors.UNREACHABLE, f"{self._pull.address} ended the transfer in the middle")
         self.settled = True
-        self._place.check_whole()
+        if self._landed != len(self._pull.target_block_ids):
+            raise _corrupted(f"the end came where block {self._landed} was due")
         if self._pull.pool.on_host(self._checksums) != end.checksums:
-            raise errors.TransferFailed(errors.CORRUPTED, "the checksums of the tensors are wrong")
+            raise _corrupted("the checksums of the tensors are wrong")
         self._pull.progress.first_token = end.first_token
 
     def _receive(self, chunk: Chunk) -> None:
         """Receive one tensor, and write it."""
         self._pull.progress.first_byte()
-        self._place.expect(chunk)
         pool = self._pull.pool
+        check_chunk(chunk, self._landed, len(self._pull.target_block_ids), most_blocks(pool))
         blocks = pool.staging(pool.num_layers, chunk.count)
         self._membership.group.receive(blocks, self._pull.give_up_at_s)
         self._stream.raise_if_cancelled()
         self._checksums.append(pool.checksum(blocks))
         target_ids = self._pull.target_block_ids[chunk.first : chunk.first + chunk.count]
         pool.scatter(pool.layers, target_ids, blocks)
+        self._landed += chunk.count
         self._pull.progress.landed(blocks.nbytes)
-        if self._place.segment_ended:
+        if chunk.ends_segment:
             self._pull.progress.segment_ends()
 
 
-class _Place:
-    """The position of the next chunk: segment by segment, positions ascending."""
+def check_chunk(chunk: Chunk, due: int, num_blocks: int, most_blocks: int) -> None:
+    """Raise TransferFailed(`corrupted`) unless this is the chunk that begins at position `due`, with blocks left."""
+    if chunk.first != due or not 1 <= chunk.count <= min(num_blocks - due, most_blocks):
+        raise _corrupted(f"{chunk.count} blocks from {chunk.first} came where block {due} of {num_blocks} was due")
 
-    def __init__(self, num_blocks: int, most_in_chunk: int) -> None:
-        self._num_blocks = num_blocks
-        self._most_in_chunk = most_in_chunk
-        self._end = 0
-        self._next = 0
 
-    @property
-    def segment_ended(self) -> bool:
-        """Whether the last chunk received ended its segment."""
-        return self._next == self._end
-
-    def expect(self, chunk: Chunk) -> None:
-        """Raise TransferFailed(`corrupted`) unless this is the next chunk in order."""
-        if chunk.first != self._next or not (self.segment_ended or chunk.end == self._end):
-            raise self._corrupted(f"block {chunk.first} of a segment that ends at {chunk.end}")
-        if chunk.end > self._num_blocks or not 1 <= chunk.count <= min(chunk.end - chunk.first, self._most_in_chunk):
-            raise self._corrupted(f"{chunk.count} blocks from {chunk.first} of {chunk.end}")
-        self._end = chunk.end
-        self._next += chunk.count
-
-    def check_whole(self) -> None:
-        """Raise TransferFailed(`corrupted`) unless everything has arrived."""
-        if self._next != self._num_blocks:
-            raise self._corrupted("the end")
-
-    def _corrupted(self, what: str) -> errors.TransferFailed:
-        due = f"block {self._next} of {self._num_blocks} was due"
-        return errors.TransferFailed(errors.CORRUPTED, f"{what} came where {due}")
+def _corrupted(message: str) -> errors.TransferFailed:
+    return errors.TransferFailed(errors.CORRUPTED, message)
 
 
 def _next(call: Any) -> bytes:

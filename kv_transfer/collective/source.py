@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import grpc
 import msgspec
+import torch
 
 from ridgeline.contracts import errors
 from ridgeline.contracts.handoff import new_handoff_id
-from ridgeline.kv_transfer.collective.group import SOURCE_RANK, PairGroup, SendWindow, backend_for, host_store
+from ridgeline.kv_transfer.collective.group import SOURCE_RANK, PairGroup, backend_for, host_store
 from ridgeline.kv_transfer.collective.wire import (
     COLLECT,
     FORMED,
@@ -30,7 +32,6 @@ from ridgeline.kv_transfer.collective.wire import (
     Invitation,
     Transfer,
     most_blocks,
-    offered,
 )
 from ridgeline.kv_transfer.memory.blocks import BlockPool
 from ridgeline.kv_transfer.names import MAX_GROUPS
@@ -65,7 +66,7 @@ class CollectiveSource(SourceExtension):
         self._closed = False
 
     def offer(self) -> dict[str, Any] | None:
-        backend = offered(backend_for(self._device))
+        backend = backend_for(self._device)
         return None if backend is None else {"backend": backend}
 
     def handlers(self, server: BlockServer, slot: FetchSlot) -> Mapping[str, grpc.RpcMethodHandler]:
@@ -167,37 +168,53 @@ class _ServedGroup:
         """Send the blocks that are asked for, and yield a message for each tensor."""
         left_s = context.time_remaining()
         assert left_s is not None  # the slot requires a deadline
-        window = SendWindow(self.group, WINDOW_CHUNKS, time.monotonic() + left_s)
-
-        def wanted() -> bool:
-            return bool(context.is_active())
-
+        sent = _Sent(self.group, time.monotonic() + left_s)
         try:
-            with server.read(transfer.request, wanted) as read:
-                end = yield from _send_all(server, read, window, wanted)
-            window.finish()
+            with server.read(transfer.request, context.is_active) as read:
+                end = yield from _send_all(server, read, sent, context.is_active)
+            sent.finish()
         except BaseException as error:
-            if window.has_sent:
+            if sent.any:
                 if isinstance(error, errors.HandoffError):
                     with suppress(errors.TransferFailed):
-                        window.finish()  # the fetcher receives everything announced so far, then the error
+                        sent.finish()  # the fetcher receives everything announced so far, then the error
                 self.group.break_off()
             raise
         yield _encode(end)
 
 
-def _send_all(server: BlockServer, read: BlockRead, window: SendWindow, wanted: Wanted) -> Generator[bytes, None, End]:
+class _Sent:
+    """The tensors sent and not yet received: at most WINDOW_CHUNKS, which bounds the memory that a transfer holds."""
+
+    def __init__(self, group: PairGroup, deadline_s: float) -> None:
+        self._group = group
+        self._deadline_s = deadline_s
+        self._under_way: deque[tuple[Any, torch.Tensor]] = deque()
+        self.any = False
+
+    def finish(self, but: int = 0) -> None:
+        """Wait until all tensors have arrived but so many; raises like `PairGroup.finish`."""
+        while len(self._under_way) > but:
+            self._group.finish(self._under_way.popleft()[0], self._deadline_s)
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """Begin to send a tensor, and keep it until it has arrived; raises like `PairGroup.send`."""
+        self.any = True
+        self._under_way.append((self._group.send(tensor), tensor))
+
+
+def _send_all(server: BlockServer, read: BlockRead, sent: _Sent, wanted: Wanted) -> Generator[bytes, None, End]:
     """Yield the encoded chunks; return the End. Raises TransferFailed if the fetcher leaves meanwhile."""
     pool, checksums = read.pool, []
     for segment in read.segments(wanted):
         for start, block_ids in _chunks(pool, segment):
-            window.make_room()
+            sent.finish(but=WINDOW_CHUNKS - 1)
             tensor = pool.gather(pool.layers, block_ids)
             checksums.append(pool.checksum(tensor))
-            window.send(tensor)
+            sent.send(tensor)
             server.count_sent(tensor.nbytes)
-            end = segment.first + len(segment.block_ids)
-            yield _encode(Chunk(first=segment.first + start, count=len(block_ids), end=end))
+            ends = start + len(block_ids) == len(segment.block_ids)
+            yield _encode(Chunk(first=segment.first + start, count=len(block_ids), ends_segment=ends))
         if segment.last:
             return End(first_token=segment.first_token, checksums=pool.on_host(checksums))
     raise errors.TransferFailed(errors.UNREACHABLE, "the fetcher has left")

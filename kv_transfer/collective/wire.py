@@ -22,8 +22,6 @@ WINDOW_CHUNKS: Final = 3
 CHUNK_BYTES: Final = {"cpu": 2 << 20, "cuda": 16 << 20}
 """Size of a tensor aimed at, by the kind of device. Links between GPUs reach their speed with messages of this size; in
 host memory they would leave the caches between two copies, and gloo moves half as much (measured)."""
-FORMAT: Final = 3
-"""Of the messages and of what they describe."""
 
 
 class Invitation(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,14 +40,12 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """One tensor: all layers of `count` blocks, positions ascending from `first`, of a segment that ends at `end`.
-
-    Positions are relative to the request's, as they are in frames.
-    """
+    """One tensor: all layers of `count` blocks, positions ascending from `first`, relative to the request's."""
 
     first: int
     count: int
-    end: int
+    ends_segment: bool
+    """Whether prefill had made no more blocks final when this one was sent."""
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -58,11 +54,6 @@ class End(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     first_token: int | None = None
     checksums: list[int] = []
     """`BlockPool.checksum` of each tensor. They come at the end, so that a GPU is waited for once."""
-
-
-def offered(backend: str | None) -> str | None:
-    """Return what a source offers and a fetcher wants, with the format: versions before it compare this alone."""
-    return None if backend is None else f"{backend}/{FORMAT}"
 
 
 def most_blocks(pool: BlockPool) -> int:

@@ -1,6 +1,6 @@
 """Messages of a hostile source of the collective transport: unexpected chunks, or none.
 
-`expect` decides how much memory a tensor gets and where it is written, so what it accepts is checked here.
+`check_chunk` decides how much memory a tensor gets and where it is written, so what it accepts is checked here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import msgspec
 from hypothesis import strategies as st
 
 from ridgeline.contracts import errors
-from ridgeline.kv_transfer.collective.puller import _decode_told, _Place
+from ridgeline.kv_transfer.collective.puller import _decode_told, check_chunk
 from ridgeline.kv_transfer.collective.wire import Chunk, End
 from ridgeline.kv_transfer.wire import grpc_methods
 from tools.fuzz.damage import messages
@@ -19,7 +19,10 @@ BLOCKS = 4
 
 def _valid() -> list[bytes]:
     """Return the messages for two segments of two blocks, the first one in two tensors."""
-    chunks = [Chunk(first=first, count=count, end=end) for first, count, end in ((0, 1, 2), (1, 1, 2), (2, 2, 4))]
+    chunks = [
+        Chunk(first=first, count=count, ends_segment=ends)
+        for first, count, ends in ((0, 1, False), (1, 1, True), (2, 2, True))
+    ]
     end = End(first_token=5, checksums=[7, 8, -9])
     return [msgspec.msgpack.encode(told) for told in (*chunks, end)]
 
@@ -42,15 +45,13 @@ def conversations(draw: st.DrawFn) -> list[bytes]:
 
 def check_conversation(said: list[bytes]) -> None:
     """Check that each accepted chunk lies inside what was asked for, and only once; a whole answer has all of them."""
-    place, landed, reason = _Place(BLOCKS, most_in_chunk=BLOCKS), set[int](), errors.CORRUPTED
+    landed, reason = set[int](), errors.CORRUPTED
     try:
         for message in said:
             told = grpc_methods.read_answer(_decode_told, message, "fuzz")
             if isinstance(told, End):
-                place.check_whole()
-                assert len(landed) == BLOCKS
                 return
-            place.expect(told)
+            check_chunk(told, due=len(landed), num_blocks=BLOCKS, most_blocks=BLOCKS)
             blocks = set(range(told.first, told.first + told.count))
             assert blocks <= set(range(BLOCKS)), told
             assert not blocks & landed, told

@@ -17,7 +17,6 @@ from ridgeline.kv_transfer.collective.group import (
     FETCHER_RANK,
     SOURCE_RANK,
     PairGroup,
-    SendWindow,
     host_store,
     join_store,
 )
@@ -79,22 +78,6 @@ def test_tensors_arrive_in_the_order_they_were_sent(pair):
         assert torch.equal(got, tensor)
     for sending in sendings:
         source.finish(sending, soon())
-
-
-def test_a_window_lets_no_more_leave_than_its_limit(pair):
-    source, fetcher = pair
-    window = SendWindow(source, 2, soon())
-    for _ in range(2):
-        window.make_room()
-        window.send(numbers(10))
-    with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(window.make_room)
-        time.sleep(0.1)
-        assert not waiting.done()
-        fetcher.receive(torch.empty(10, dtype=torch.uint8), soon())
-        waiting.result(PATIENCE_S)
-    fetcher.receive(torch.empty(10, dtype=torch.uint8), soon())
-    window.finish()
 
 
 def test_a_tensor_that_never_comes_is_a_timeout_and_breaks_the_group(pair):
