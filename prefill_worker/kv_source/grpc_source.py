@@ -166,10 +166,10 @@ class GrpcKvSource:
     @contextmanager
     def _slot(self, context: grpc.ServicerContext) -> Iterator[None]:
         """Reserve room for one stream; a HandoffError inside becomes the call's status."""
-        left_s = context.time_remaining()
-        if left_s is None or left_s > LONGEST_FETCH_S:  # 0.0 is a deadline that has passed
-            sentence = f"a fetch must carry a deadline of at most {LONGEST_FETCH_S:g} s"
-            grpc_methods.abort(context, errors.TransferFailed(errors.BAD_REQUEST, sentence))
+        try:
+            limit_of(context)
+        except errors.HandoffError as error:
+            grpc_methods.abort(context, error)
         if not self._fetch_slots.acquire(blocking=False):
             grpc_methods.abort(context, errors.TransferFailed(errors.BUSY, "all fetch slots of this source are taken"))
         try:
@@ -196,6 +196,15 @@ class GrpcKvSource:
 
     def _describe(self, _message: bytes, _context: grpc.ServicerContext) -> bytes:
         return _encode(self.server.describe())
+
+
+def limit_of(context: grpc.ServicerContext) -> float:
+    """Return the seconds that a fetch has left. Raises TransferFailed(`bad_request`) unless they have a bound."""
+    left_s: float | None = context.time_remaining()
+    if left_s is None or left_s > LONGEST_FETCH_S:  # 0.0 is a deadline that has passed
+        sentence = f"a fetch must carry a deadline of at most {LONGEST_FETCH_S:g} s"
+        raise errors.TransferFailed(errors.BAD_REQUEST, sentence)
+    return left_s
 
 
 def parse(decode: Callable[[bytes], Parsed], message: bytes) -> Parsed:

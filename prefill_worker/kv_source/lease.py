@@ -261,12 +261,13 @@ class LeaseTable:
         return first
 
     @contextmanager
-    def reading(self, handoff_id: str) -> Iterator[Lease]:
+    def reading(self, handoff_id: str, *, again: bool = False) -> Iterator[Lease]:
         """Pin against expiry and release while the block runs. Raises LeaseExpired, UnknownHandoff or TransferFailed.
 
-        This also renews the lease, so that a reader whose connection breaks unnoticed still has that long.
+        This also renews the lease, so that a reader whose connection breaks unnoticed still has that long. Read `again`
+        is what a read holds open already, even if it was released since.
         """
-        lease = self._begin_read(handoff_id)
+        lease = self._begin_read(handoff_id, again)
         try:
             yield lease
         finally:
@@ -353,10 +354,10 @@ class LeaseTable:
             return errors.TransferFailed(errors.REVOKED, f"the prefill of hand-off {name} was given up")
         return errors.UnknownHandoff(errors.UNKNOWN_HANDOFF, f"no hand-off {name} is open here")
 
-    def _begin_read(self, handoff_id: str) -> Lease:
+    def _begin_read(self, handoff_id: str, again: bool) -> Lease:
         with self._changed:
             lease = self._live(handoff_id)
-            if lease is not None and not lease.released:
+            if lease is not None and (lease.active_reads if again else not lease.released):
                 lease.active_reads += 1
                 self._journal.note(handoff_id, "read")
                 lease.expires_at_s = max(lease.expires_at_s, self._clock() + lease.lease_s)

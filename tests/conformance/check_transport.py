@@ -166,18 +166,17 @@ def slow_copies(_source: Node, target: Node) -> threading.Event:
 
 
 def slow_gathers(source: Node, _target: Node) -> threading.Event:
-    """For transports that send tensors."""
-    go_on, gather, count_sent = going_on(), source.pool.gather, source.source.server.count_sent
+    """For transports that send tensors: a fetch is under way when the first one is gathered, not when it has a pin."""
+    go_on, gather, server = going_on(), source.pool.gather, source.source.server
+    count_sent, server.count_sent = server.count_sent, lambda _num_bytes: None
 
     def slowly(layers, block_ids):
-        time.sleep(0.01 * len(layers))
+        count_sent(1)
+        go_on.wait(PATIENCE_S)
+        time.sleep(0.004)
         return gather(layers, block_ids)
 
-    def count_and_wait(num_bytes):
-        count_sent(num_bytes)
-        go_on.wait(PATIENCE_S)
-
-    source.pool.gather, source.source.server.count_sent = slowly, count_and_wait
+    source.pool.gather = slowly
     return go_on
 
 
@@ -200,7 +199,7 @@ def kept(node: Node) -> list[Any]:
     """Everything that its fetcher has open for later fetches."""
     fetcher = node.fetcher
     parts = [fetcher._pairings, getattr(fetcher._control, "_channels", {})]
-    parts += [getattr(puller, name, {}) for puller in fetcher._pullers.values() for name in ("_opened", "_pairs")]
+    parts += [getattr(puller, name, {}) for puller in fetcher._pullers.values() for name in ("_opened",)]
     return [one for part in parts for one in part]
 
 

@@ -1,13 +1,12 @@
 """Sends malformed input to every port of Ridgeline.
 
-run.py                  the long run of all campaigns
-campaign.py             runs many examples in seeded batches
-targets.py              the campaigns, and what must hold afterwards
-server.py               the server under test, with fake engines
-http_bodies.py          malformed HTTP requests
-openapi_cases.py        requests generated from the server's own OpenAPI document
-grpc_messages.py        malformed gRPC messages
-collective_messages.py  messages of a hostile source of tensors
-damage.py               almost valid trees and bytes
-transfer_frames.py      malformed transfer frames
+run.py              the long run of all campaigns
+campaign.py         runs many examples in seeded batches
+targets.py          the campaigns, and what must hold afterwards
+server.py           the server under test, with fake engines
+http_bodies.py      malformed HTTP requests
+openapi_cases.py    requests generated from the server's own OpenAPI document
+grpc_messages.py    malformed gRPC messages
+damage.py           almost valid trees and bytes
+transfer_frames.py  malformed transfer frames
 """

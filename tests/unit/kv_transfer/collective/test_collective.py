@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -22,11 +23,14 @@ from ridgeline.kv_transfer.collective.group import (
 )
 from ridgeline.kv_transfer.collective.puller import _Membership
 from ridgeline.kv_transfer.collective.source import CollectiveSource
+from ridgeline.kv_transfer.collective.wire import TENSOR_BYTES, Ask
 from ridgeline.kv_transfer.control import GrpcControl
+from ridgeline.kv_transfer.interfaces import FetchRequest
 from ridgeline.kv_transfer.memory.device import DeviceMemory, weighted_sum
 from ridgeline.kv_transfer.memory.host import HostMemory
 from ridgeline.kv_transfer.names import AUTO
 from ridgeline.kv_transfer.options import TransferOptions
+from ridgeline.kv_transfer.wire import grpc_methods
 from ridgeline.prefill_worker.kv_source.block_server import RankCache
 from ridgeline.prefill_worker.kv_source.grpc_source import GrpcKvSource
 from ridgeline.prefill_worker.kv_source.lease import LeaseTable
@@ -35,6 +39,7 @@ from tests.support.samples import kv_layout
 
 CPU = torch.device("cpu")
 HOST = "127.0.0.1"
+LAYOUT = kv_layout(num_layers=1, block_bytes=64)
 
 
 @pytest.fixture(autouse=True)
@@ -240,7 +245,7 @@ async def joining(**options):
     pool = HostMemory([np.zeros((8, 64), np.uint8)])
     extension = CollectiveSource(pool, HOST)
     source = GrpcKvSource(
-        RankCache(pool, LeaseTable(), kv_layout(num_layers=1, block_bytes=64)),
+        RankCache(pool, LeaseTable(), LAYOUT),
         TransferOptions(HOST),
         [extension],
         **options,
@@ -251,6 +256,8 @@ async def joining(**options):
     def join():
         channel = control.channel(source.address)
         members.append(_Membership.join(channel, source.address, source.server.incarnation, HOST, CPU))
+
+        return members[-1]
 
     try:
         yield control, source, join
@@ -274,3 +281,40 @@ async def test_a_group_beyond_those_that_a_source_can_have_is_refused_in_words(m
         join()
         with pytest.raises(errors.TransferFailed, match="is in 1 pair groups already"):
             join()
+
+
+@pytest.mark.parametrize(
+    ("changes", "pinned", "reason"),
+    [
+        pytest.param({}, True, None, id="what is pinned"),
+        pytest.param({}, False, errors.UNKNOWN_HANDOFF, id="what is not"),
+        pytest.param({"first_layer": -1}, True, errors.BAD_REQUEST, id="a layer before the first"),
+        pytest.param({"end_layer": 2}, True, errors.BAD_REQUEST, id="a layer after the last"),
+        pytest.param({"end_layer": 0}, True, errors.BAD_REQUEST, id="no layer"),
+        pytest.param({"num_blocks": 3}, True, errors.BAD_REQUEST, id="more blocks than there are"),
+        pytest.param({"num_blocks": 1 << 62}, True, errors.BAD_REQUEST, id="an absurd number"),
+        pytest.param({"num_blocks": 2, "largest_bytes": 1}, True, errors.BAD_REQUEST, id="a tensor that is too large"),
+    ],
+)
+async def test_a_source_sends_only_what_its_fetcher_has_pinned(changes, pinned, reason, monkeypatch):
+    asked = {"first_layer": 0, "end_layer": 1, "num_blocks": 1} | changes
+    monkeypatch.setitem(TENSOR_BYTES, "cpu", asked.pop("largest_bytes", 1 << 20))
+    async with joining() as (_, source, join):
+        member, leases = join(), source._leases
+        leases.publish("h", "r", [1, 2], 8, 30.0)
+        request = FetchRequest(
+            handoff_id="h",
+            first_block=0,
+            num_blocks=asked.pop("num_blocks"),
+            layout=LAYOUT,
+            part_start=0,
+            part_bytes=64,
+        )
+        ask = Ask(group=member._name, number=0, request=request, **asked)
+        with leases.reading("h") if pinned else contextlib.nullcontext():
+            call = member._ask.future(msgspec.msgpack.encode(ask), timeout=PATIENCE_S)
+            if reason is None:
+                member.group.receive(torch.empty(64, dtype=torch.uint8), soon())
+                assert isinstance(msgspec.msgpack.decode(call.result()), int)
+            else:
+                assert grpc_methods.reason_of(call.exception()) == reason

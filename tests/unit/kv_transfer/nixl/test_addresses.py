@@ -5,11 +5,10 @@ import numpy as np
 import pytest
 import torch
 
-from ridgeline.decode_worker.kv_fetch.pinned import Readable
+from ridgeline.decode_worker.kv_fetch.pinned import Readable, pieces
 from ridgeline.kv_transfer.memory.blocks import CannotOpen
 from ridgeline.kv_transfer.memory.device import pool_of
 from ridgeline.kv_transfer.nixl.agent import merged
-from ridgeline.kv_transfer.nixl.puller import pieces
 from ridgeline.kv_transfer.nixl.source import NixlOffer
 
 
@@ -67,7 +66,7 @@ def test_a_part_outside_a_block_is_refused(start, num_bytes):
 
 @pytest.mark.parametrize("most_bytes", [1, 10, 25, 60, 1000])
 def test_pieces_cover_every_block_of_every_layer_once_and_fit(most_bytes):
-    readable = Readable([5, 6, 7], [0, 2, 4], range(1, 6))
+    readable = Readable([5, 6, 7], [0, 2, 4], range(1, 6), 0)
     cut = list(pieces(readable, 10, most_bytes))
     seen = [(layer, s, t) for piece in cut for layer in piece.layers for s, t in zip(*_ids(piece), strict=True)]
     assert sorted(seen) == [(layer, s, t) for layer in range(1, 6) for s, t in ((5, 0), (6, 2), (7, 4))]
