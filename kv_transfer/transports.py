@@ -21,7 +21,7 @@ from ridgeline.kv_transfer.collective.source import CollectiveSource
 from ridgeline.kv_transfer.control import GrpcControl
 from ridgeline.kv_transfer.faults import FaultPlan, FaultyPuller
 from ridgeline.kv_transfer.interfaces import UNSUPPORTED, Puller
-from ridgeline.kv_transfer.memory.ipc import CannotExport, IpcExport, export, export_shared
+from ridgeline.kv_transfer.memory.ipc import CannotExport, IpcExport, export
 from ridgeline.kv_transfer.memory.shared import SharedOffer
 from ridgeline.kv_transfer.names import TRANSPORT_NAMES, TransportName
 from ridgeline.kv_transfer.nixl.library import NixlFailed
@@ -45,20 +45,13 @@ class Exports:
 def exports(layers: Sequence[torch.Tensor], shared: SharedOffer | None, transport: TransportName) -> Exports:
     """Return how peers reach these layers: by `shared`, if they are in host memory, and by CUDA IPC.
 
-    The second only for a `transport` that may use it, so that otherwise nothing is asked of CUDA. Host memory is
-    exported in that way too if it is named, for tests and measurements: no configuration can do that.
+    The second only for a `transport` that may use it, so that otherwise nothing is asked of CUDA.
     """
     offers = {} if shared is None else {"shm": msgspec.to_builtins(shared)}
-    on_gpu = layers[0].device.type == "cuda"
-    if transport != "cuda-ipc" and not (transport == "auto" and on_gpu):
+    if layers[0].device.type != "cuda" or transport not in ("auto", IpcPuller.name):
         return Exports(offers, None)
     try:
-        if on_gpu:
-            ipc = export(layers)
-        elif shared is not None:
-            ipc = export_shared(shared)
-        else:
-            return Exports(offers, None)
+        ipc = export(layers)
     except CannotExport as error:
         return Exports({**offers, "cuda-ipc": {UNSUPPORTED: str(error)}}, None)
     return Exports({**offers, "cuda-ipc": msgspec.to_builtins(ipc.offer)}, ipc)

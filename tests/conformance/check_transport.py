@@ -22,6 +22,7 @@ from ridgeline.contracts.handoff import KvHandoff, KvLayout, new_handoff_id
 from ridgeline.decode_worker.kv_fetch.fetcher import KvFetcher
 from ridgeline.decode_worker.kv_fetch.stream import SourceStream
 from ridgeline.kv_transfer.memory.device import pool_of
+from ridgeline.kv_transfer.memory.ipc import export
 from ridgeline.kv_transfer.memory.shared import KvCacheAllocation
 from ridgeline.kv_transfer.options import TransferOptions
 from ridgeline.kv_transfer.transports import exports
@@ -89,9 +90,13 @@ class Node:
         self.layout = layout
         self.pool, shared, self.layers = make_pool(num_blocks, layout.num_layers, layout.block_bytes, seed)
         self.leases = LeaseTable()
-        self.exports = exports([torch.from_numpy(layer) for layer in self.layers], shared, "cuda-ipc")
+        tensors = [torch.from_numpy(layer) for layer in self.layers]
+        offers = dict(exports(tensors, shared, "auto").offers)
+        if getattr(harness, "exports_as_a_gpu", False):
+            self.exported = export(tensors)
+            offers["cuda-ipc"] = msgspec.to_builtins(self.exported.offer)
         self.source, self.fetcher = harness.make(
-            RankCache(self.pool, self.leases, layout, rank, self.exports.offers),
+            RankCache(self.pool, self.leases, layout, rank, offers),
             # No fetch ends by its deadline, but in the tests of deadlines.
             TransferOptions("127.0.0.1", port, kv_fetch_timeout_s=2 * PATIENCE_S),
         )

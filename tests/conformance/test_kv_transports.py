@@ -26,6 +26,7 @@ from tests.conformance.check_transport import (
     slow_pieces,
 )
 from tests.support.certificates import Authority
+from tests.support.cuda_handles import made_up_handles
 from tests.support.nixl import needs_nixl
 from tests.support.patience import PATIENCE_S
 
@@ -92,7 +93,10 @@ class TestCudaIpc(FollowingConformance, LayerConformance, TransportConformance):
 
     @pytest.fixture
     def harness(self):
-        return Harness("cuda-ipc", slow_copies)
+        harness = Harness("cuda-ipc", slow_copies)
+        harness.exports_as_a_gpu = True
+        with made_up_handles():
+            yield harness
 
 
 class TestCollective(FollowingConformance, LayerConformance, TransportConformance):

@@ -106,12 +106,3 @@ def test_a_transport_that_does_not_work_here_is_named_beside_the_figures_of_the_
     status, shown, _, _ = bench()
     assert status == 0
     assert "not measured: shm: not shm: it is on another host [x]" in shown
-
-
-def test_figures_of_cuda_ipc_are_said_to_be_of_host_memory(bench, monkeypatch):
-    assert "no figure of a GPU" not in bench()[1]
-    row = TransferFigures("cuda-ipc", 39_813_120, [0.04], [0.08])
-    monkeypatch.setattr(
-        ridgeline.cluster.commands.bench, "measure", lambda settings, on_progress: some_report(figures=(row, row))
-    )
-    assert "no figure of a GPU" in " ".join(bench()[1].split())
