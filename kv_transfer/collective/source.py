@@ -26,7 +26,6 @@ from ridgeline.kv_transfer.wire import grpc_methods
 from ridgeline.prefill_worker.kv_source.block_server import BlockServer
 from ridgeline.prefill_worker.kv_source.grpc_source import (
     MAX_CONCURRENT_FETCHES,
-    FetchSlot,
     SourceExtension,
     limit_of,
     parse,
@@ -59,7 +58,7 @@ class CollectiveSource(SourceExtension):
         backend = backend_for(self._device)
         return None if backend is None else {"backend": backend}
 
-    def handlers(self, server: BlockServer, slot: FetchSlot) -> Mapping[str, grpc.RpcMethodHandler]:
+    def handlers(self, server: BlockServer) -> Mapping[str, grpc.RpcMethodHandler]:
         def join(message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
             return self._join(server, context)
 

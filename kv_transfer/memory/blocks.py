@@ -162,8 +162,8 @@ class BlockPool(ABC):
         """Copy blocks from another pool that this process maps, or that this pool's device can read.
 
         The copying happens during iteration, which yields the number of bytes after each step of a few milliseconds.
-        Only these `layers` are copied, if given. In host memory each byte is copied once, unless one of the pools is
-        indexed. Raises ValueError if the pools, the ids or the layers do not match.
+        Only these `layers` are copied, if given. In host memory each byte is copied once. Raises ValueError if the
+        pools, the ids or the layers do not match.
         """
         wanted = self.layers if layers is None else layers
         self._check_layers(wanted)

@@ -110,14 +110,6 @@ class DeviceMemory(BlockPool):
         self._may_use_kernel = may_use_kernel
         self._on_lost = on_lost
 
-    @classmethod
-    def over(cls, memory: BlockPool) -> DeviceMemory:
-        """Return this memory as one whose blocks are copied by index; of host memory, a view without a copy."""
-        if isinstance(memory, HostMemory):
-            return cls([torch.from_numpy(rows) for rows in memory.matrices])
-        assert isinstance(memory, DeviceMemory)
-        return memory
-
     def _copies_from(
         self, source: Any, source_ids: Sequence[int], block_ids: Sequence[int], layers: range
     ) -> Generator[int, None, None]:
@@ -125,8 +117,7 @@ class DeviceMemory(BlockPool):
 
         What was yielded has arrived. However this ends, nothing that it began still writes then.
         """
-        source = self.over(source)
-        if source.device != self.device:
+        if not isinstance(source, DeviceMemory) or source.device != self.device:
             raise ValueError(f"blocks on {source.device} were not opened on {self.device}")
         if not block_ids:
             return

@@ -67,8 +67,7 @@ class HostMemory(BlockPool):
         self, source: Any, source_ids: Sequence[int], block_ids: Sequence[int], layers: range
     ) -> Generator[int, None, None]:
         if not isinstance(source, HostMemory):
-            yield from source.over(self).copies_from(source, source_ids, block_ids, layers)
-            return
+            raise ValueError(f"blocks on {source.device} were not opened in host memory")
         most = max(1, COPY_STEP_BYTES // (len(layers) * self.block_bytes))
         for source_first, first, count in runs(source_ids, block_ids, most):
             self._copy_run(source, source_first, first, count, slice(layers.start, layers.stop))

@@ -18,7 +18,7 @@ from ridgeline.contracts.handoff import new_handoff_id
 from ridgeline.kv_transfer.memory.blocks import BlockPool, CannotOpen
 from ridgeline.kv_transfer.nixl.agent import Agent, Descriptors, descriptors, merged
 from ridgeline.prefill_worker.kv_source.block_server import BlockServer
-from ridgeline.prefill_worker.kv_source.grpc_source import FetchSlot, SourceExtension
+from ridgeline.prefill_worker.kv_source.grpc_source import SourceExtension
 
 Numbers = npt.NDArray[np.uint64]
 Address = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
@@ -123,7 +123,7 @@ class NixlSource(SourceExtension):
         offer: dict[str, Any] = msgspec.structs.asdict(self._offer)
         return offer
 
-    def handlers(self, server: BlockServer, slot: FetchSlot) -> Mapping[str, grpc.RpcMethodHandler]:
+    def handlers(self, server: BlockServer) -> Mapping[str, grpc.RpcMethodHandler]:
         return {}
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from ridgeline.contracts import errors
 from ridgeline.contracts.handoff import KvHandoff, KvLayout, new_handoff_id
 from ridgeline.decode_worker.kv_fetch.fetcher import KvFetcher
 from ridgeline.decode_worker.kv_fetch.stream import SourceStream
-from ridgeline.kv_transfer.memory.device import pool_of
+from ridgeline.kv_transfer.memory.device import DeviceMemory, pool_of
 from ridgeline.kv_transfer.memory.ipc import export
 from ridgeline.kv_transfer.memory.shared import KvCacheAllocation
 from ridgeline.kv_transfer.options import TransferOptions
@@ -93,7 +93,7 @@ class Node:
         tensors = [torch.from_numpy(layer) for layer in self.layers]
         offers = dict(exports(tensors, shared, "auto").offers)
         if getattr(harness, "exports_as_a_gpu", False):
-            self.exported = export(tensors)
+            self.pool, self.exported = DeviceMemory(tensors), export(tensors)
             offers["cuda-ipc"] = msgspec.to_builtins(self.exported.offer)
         self.source, self.fetcher = harness.make(
             RankCache(self.pool, self.leases, layout, rank, offers),

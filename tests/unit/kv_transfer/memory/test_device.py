@@ -82,16 +82,6 @@ def test_a_cache_allocated_in_inference_mode_is_written_from_another_thread():
     assert torch.equal(storage[:5], make_layers("BLHNC")[0][:5])
 
 
-def test_ids_and_sizes_are_checked_before_anything_is_copied():
-    storage, layers = make_layers("LBHNC")
-    pool = device_pool(layers)
-    with pytest.raises(ValueError, match="outside the pool"):
-        pool.read(0, [NUM_BLOCKS])
-    with pytest.raises(ValueError, match="do not fill"):
-        pool.write(0, [1, 2], memoryview(bytes(pool.block_bytes)))
-    assert torch.equal(storage, make_layers("LBHNC")[0])
-
-
 def test_layers_on_several_devices_are_refused():
     with pytest.raises(ValueError, match="one device"):
         DeviceMemory([torch.zeros((2, 8), dtype=torch.uint8), torch.zeros((2, 8), dtype=torch.uint8, device="meta")])
@@ -210,17 +200,6 @@ def test_blocks_of_another_pool_are_copied_as_the_host_pool_does(from_order, to_
     pool = pool_of(expected)
     assert copied == sum(pool.copies_from(pool_of(source), source_ids, target_ids, layers))
     assert torch.equal(storage, expected_storage)
-
-
-@pytest.mark.parametrize("mapped", ["source", "target"])
-def test_a_pool_in_host_memory_is_indexed_where_the_other_one_is(mapped):
-    _, source = make_layers("LBHNC", seed=1)
-    _, target = make_layers("LBHNC", seed=2)
-    from_ = pool_of(source) if mapped == "source" else device_pool(source)
-    to = pool_of(target) if mapped == "target" else device_pool(target)
-    sum(to.copies_from(from_, [4, 0, 8], [1, 2, 3]))
-    for ours, theirs in zip(target, source, strict=True):
-        assert torch.equal(ours.view(torch.int16)[[1, 2, 3]], theirs.view(torch.int16)[[4, 0, 8]])
 
 
 def test_parts_of_blocks_are_copied_and_the_rest_of_each_stays():
