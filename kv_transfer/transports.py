@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -33,28 +32,23 @@ from ridgeline.prefill_worker.kv_source.block_server import RankCache
 from ridgeline.prefill_worker.kv_source.grpc_source import GrpcKvSource, SourceExtension
 
 
-@dataclass(frozen=True, slots=True)
-class Exports:
-    """The ways in which peers can reach a cache directly. They end with this object."""
+def exports(
+    layers: Sequence[torch.Tensor], shared: SharedOffer | None, transport: TransportName
+) -> tuple[dict[str, dict[str, Any]], IpcExport | None]:
+    """Return how peers reach these layers directly: by `shared`, if they are in host memory, and by CUDA IPC.
 
-    offers: Mapping[str, dict[str, Any]]
-    ipc: IpcExport | None
-    """What the offer for `cuda-ipc` describes."""
-
-
-def exports(layers: Sequence[torch.Tensor], shared: SharedOffer | None, transport: TransportName) -> Exports:
-    """Return how peers reach these layers: by `shared`, if they are in host memory, and by CUDA IPC.
+    The offer for `cuda-ipc` ends with the second of what is returned.
 
     The second only for a `transport` that may use it, so that otherwise nothing is asked of CUDA.
     """
     offers = {} if shared is None else {"shm": msgspec.to_builtins(shared)}
     if layers[0].device.type != "cuda" or transport not in ("auto", IpcPuller.name):
-        return Exports(offers, None)
+        return offers, None
     try:
         ipc = export(layers)
     except CannotExport as error:
-        return Exports({**offers, "cuda-ipc": {UNSUPPORTED: str(error)}}, None)
-    return Exports({**offers, "cuda-ipc": msgspec.to_builtins(ipc.offer)}, ipc)
+        return {**offers, "cuda-ipc": {UNSUPPORTED: str(error)}}, None
+    return {**offers, "cuda-ipc": msgspec.to_builtins(ipc.offer)}, ipc
 
 
 def puller_class(name: str) -> type[Puller]:

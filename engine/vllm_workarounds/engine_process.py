@@ -18,10 +18,13 @@ import platform
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import wait
 from typing import Any
+from unittest.mock import patch
 
+import vllm.renderers.hf
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
@@ -187,3 +190,18 @@ def forget_queue_names() -> None:
         if type(found) is ShmRingBuffer and found.is_creator:
             found.shared_memory.unlink()
             found.is_creator = False  # otherwise closing the queue would unlink it again
+
+
+@contextmanager
+def one_tokenizer() -> Iterator[None]:
+    """Have a front end that is made meanwhile copy no tokenizer.
+
+    vLLM makes two copies of it for threads that render chats, before it starts the engine process. Here the router
+    renders, and the front end gets tokens: its tokenizer is used in the event loop alone.
+    """
+    with patch.object(vllm.renderers.hf, "maybe_make_thread_pool", _as_it_is):
+        yield
+
+
+def _as_it_is(tokenizer: Any, copies: int = 1) -> Any:
+    return tokenizer

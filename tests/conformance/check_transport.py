@@ -91,7 +91,7 @@ class Node:
         self.pool, shared, self.layers = make_pool(num_blocks, layout.num_layers, layout.block_bytes, seed)
         self.leases = LeaseTable()
         tensors = [torch.from_numpy(layer) for layer in self.layers]
-        offers = dict(exports(tensors, shared, "auto").offers)
+        offers, _ = exports(tensors, shared, "auto")
         if getattr(harness, "exports_as_a_gpu", False):
             self.pool, self.exported = DeviceMemory(tensors), export(tensors)
             offers["cuda-ipc"] = msgspec.to_builtins(self.exported.offer)

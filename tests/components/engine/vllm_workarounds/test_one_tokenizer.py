@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from vllm.renderers.hf import HfRenderer
 from vllm.tokenizers.hf import ThreadSafeHFTokenizerMixin
 
-from ridgeline.engine.vllm_workarounds.one_tokenizer import one_tokenizer
+from ridgeline.engine.vllm_workarounds.engine_process import one_tokenizer
 
 
 @pytest.fixture

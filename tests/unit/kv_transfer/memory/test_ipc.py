@@ -93,9 +93,9 @@ def test_why_a_cache_cannot_be_exported_takes_the_place_of_the_offer(monkeypatch
 
     monkeypatch.setattr("ridgeline.kv_transfer.transports.export", cannot)
     made = exports([OnGpu()], None, "cuda-ipc")  # type: ignore[list-item]
-    assert made.offers == {"cuda-ipc": {UNSUPPORTED: "CUDA does not export its KV cache"}}
+    assert made[0] == {"cuda-ipc": {UNSUPPORTED: "CUDA does not export its KV cache"}}
     assert exports([OnGpu()], None, "auto") == made  # type: ignore[list-item]
-    assert exports([OnGpu()], None, "grpc").offers == {}, "nothing is asked of CUDA"  # type: ignore[list-item]
+    assert exports([OnGpu()], None, "grpc") == ({}, None), "nothing is asked of CUDA"  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize(
