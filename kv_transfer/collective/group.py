@@ -121,26 +121,17 @@ class PairGroup:
         """Whether this end is closed, by a failure or by `break_off`."""
         return self._end is None
 
-    def send(self, tensor: torch.Tensor) -> Any:
-        """Begin to send a contiguous tensor, which must not change or be freed before `finish` of what is returned.
-
-        Raises TransferFailed if the group is broken.
-        """
-        with self._failures(None):
-            return self._whole().post_send(tensor)
-
-    def finish(self, sending: Any, deadline_s: float) -> None:
-        """Wait until the tensor has left, which takes until the other end receives it.
+    def send(self, tensor: torch.Tensor, deadline_s: float) -> None:
+        """Send a contiguous tensor, and return when it has left, which takes until the other end receives it.
 
         Raises TransferFailed, after which the group is broken. `deadline_s` is on time.monotonic's scale.
         """
-        with self._failures(deadline_s):
-            self._whole().wait(sending, deadline_s)
+        with self._failures(deadline_s) as end:
+            end.wait(end.post_send(tensor), deadline_s)
 
     def receive(self, tensor: torch.Tensor, deadline_s: float) -> None:
-        """Fill a contiguous tensor with the next one sent; raises like `finish`."""
-        with self._failures(deadline_s):
-            end = self._whole()
+        """Fill a contiguous tensor with the next one sent; raises like `send`."""
+        with self._failures(deadline_s) as end:
             end.wait(end.post_receive(tensor), deadline_s)
 
     def break_off(self) -> None:
@@ -153,29 +144,24 @@ class PairGroup:
         if end is not None:
             end.close()
 
-    def _whole(self) -> _Gloo | _Nccl:
-        end = self._end
-        if end is None:
-            raise errors.TransferFailed(errors.UNREACHABLE, f"the pair group with {self._peer} was broken off")
-        return end
-
     def _greet(self, rank: int, byte: torch.Tensor, deadline_s: float) -> None:
         """Send one byte each way: both ends are there, and a backend that connects on first use has connected."""
         if rank == SOURCE_RANK:
-            self.finish(self.send(byte), deadline_s)
+            self.send(byte, deadline_s)
             self.receive(byte, deadline_s)
         else:
             self.receive(byte, deadline_s)
-            self.finish(self.send(byte), deadline_s)
+            self.send(byte, deadline_s)
 
     @contextmanager
-    def _failures(self, deadline_s: float | None) -> Iterator[None]:
+    def _failures(self, deadline_s: float) -> Iterator[_Gloo | _Nccl]:
+        if (end := self._end) is None:
+            raise errors.TransferFailed(errors.UNREACHABLE, f"the pair group with {self._peer} was broken off")
         try:
-            yield
+            yield end
         except RuntimeError as error:  # torch raises nothing more specific: its subclasses carry no more information
-            late = deadline_s is not None and time.monotonic() >= deadline_s
+            reason = errors.TIMEOUT if time.monotonic() >= deadline_s else errors.UNREACHABLE
             self.break_off()
-            reason = errors.TIMEOUT if late else errors.UNREACHABLE
             raise errors.TransferFailed(reason, f"{self._peer}: {errors.first_line(error)}") from error
 
 

@@ -156,7 +156,7 @@ class _ServedGroup:
                     pool = read.pool
                     tensor = pool.gather(*_wanted(pool, ask, read.block_ids()))
                     [checksum] = pool.on_host([pool.checksum(tensor)])
-                    self.group.finish(self.group.send(tensor), deadline_s)
+                    self.group.send(tensor, deadline_s)
                     return checksum
             except BaseException:
                 self.group.break_off()

@@ -195,8 +195,7 @@ class TestCollective(FollowingConformance, LayerConformance, TransportConformanc
             group = self.group(decode)
             decode.fetcher._options = dataclasses.replace(decode.fetcher._options, kv_fetch_timeout_s=0.4)
             with monkeypatch.context() as patched:
-                patched.setattr(PairGroup, "send", lambda self, tensor: None)
-                patched.setattr(PairGroup, "finish", lambda self, sending, deadline_s: None)
+                patched.setattr(PairGroup, "send", lambda self, tensor, deadline_s: None)
                 result = await decode.fetcher.fetch(handoff, 0, ids, decode.pool)
             assert (result.outcome, result.reason) == ("failed", errors.TIMEOUT), result
             decode.fetcher._options = dataclasses.replace(decode.fetcher._options, kv_fetch_timeout_s=PATIENCE_S)

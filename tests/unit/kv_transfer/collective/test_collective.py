@@ -76,13 +76,13 @@ def numbers(count, seed=0):
 def test_tensors_arrive_in_the_order_they_were_sent(pair):
     source, fetcher = pair
     sent = [numbers(size, size) for size in (1, 5, 3 << 20)]
-    sendings = [source.send(tensor) for tensor in sent]
-    for tensor in sent:
-        got = torch.empty_like(tensor)
-        fetcher.receive(got, soon())
-        assert torch.equal(got, tensor)
-    for sending in sendings:
-        source.finish(sending, soon())
+    with ThreadPoolExecutor(1) as threads:
+        sendings = [threads.submit(source.send, tensor, soon()) for tensor in sent]
+        for tensor, sending in zip(sent, sendings, strict=True):
+            got = torch.empty_like(tensor)
+            fetcher.receive(got, soon())
+            assert torch.equal(got, tensor)
+            sending.result(PATIENCE_S)
 
 
 def test_a_tensor_that_never_comes_is_a_timeout_and_breaks_the_group(pair):
@@ -124,7 +124,7 @@ def test_breaking_off_releases_who_waits_at_either_end(pair, who):
             waiting.result(PATIENCE_S)
     assert caught.value.reason == errors.UNREACHABLE, "and not a timeout"
     with pytest.raises(errors.TransferFailed):
-        source.finish(source.send(numbers(4)), soon())
+        source.send(numbers(4), soon())
 
 
 def test_an_end_that_nobody_meets_says_so_in_time(monkeypatch):
