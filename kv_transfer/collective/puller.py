@@ -42,6 +42,8 @@ from ridgeline.kv_transfer.wire import grpc_methods
 
 TURN_LOOK_S: Final = 0.02
 """How often a copy that waits for its turn looks whether it was cancelled."""
+STALLED_S: Final = 5.0
+"""A tensor that takes longer has lost its source; a cancelled pull waits for its tensor, so no longer than this."""
 REFUSAL_S: Final = 1.0
 """How long the source's word on a tensor that did not come is waited for."""
 
@@ -165,11 +167,14 @@ class _Membership:
         pool = pull.pool
         blocks = pool.staging(len(piece.layers), len(piece.source_ids))
         try:
-            self.group.receive(blocks, pull.give_up_at_s)
-        except errors.TransferFailed:
+            self.group.receive(blocks, min(pull.give_up_at_s, time.monotonic() + STALLED_S))
+        except errors.TransferFailed as error:
             with suppress(grpc.FutureTimeoutError):
                 if (failure := call.exception(REFUSAL_S)) is not None and grpc_methods.reason_of(failure):
                     raise grpc_methods.error_of(failure, pull.address) from failure
+            if error.reason == errors.TIMEOUT and time.monotonic() < pull.give_up_at_s:
+                sentence = f"{pull.address} sent nothing whole for {STALLED_S:g} s"
+                raise errors.TransferFailed(errors.UNREACHABLE, sentence) from error
             raise
         try:
             checksum = grpc_methods.read_answer(_decode_checksum, call.result(), pull.address)

@@ -202,6 +202,19 @@ class TestCollective(FollowingConformance, LayerConformance, TransportConformanc
             assert await self._fetch_ok(prefill, decode, handoff, ids)
             assert self.group(decode) is not group
 
+    async def test_a_fetch_that_is_cancelled_waits_no_longer_for_a_source_that_stands_still(self, harness, monkeypatch):
+        monkeypatch.setattr("ridgeline.kv_transfer.collective.puller.STALLED_S", 0.2)
+        monkeypatch.setattr("ridgeline.kv_transfer.collective.puller.REFUSAL_S", 0.1)
+        async with self.nodes(harness) as (prefill, decode):
+            go_on = harness.slow_down(prefill, decode)
+            go_on.clear()
+            task = asyncio.create_task(decode.fetcher.fetch(prefill.publish([1]), 0, [1], decode.pool))
+            await eventually(lambda: prefill.source.bytes_sent_total > 0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asyncio.wait_for(task, PATIENCE_S / 2)
+            go_on.set()
+
     @pytest.mark.parametrize("end", ["source's", "fetcher's"])
     async def test_a_group_that_broke_while_idle_is_replaced(self, harness, end):
         async with self.nodes(harness) as (prefill, decode):
