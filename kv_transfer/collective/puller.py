@@ -31,8 +31,8 @@ from ridgeline.kv_transfer.collective.wire import (
     JOIN,
     TENSOR_BYTES,
     WINDOW,
-    Ask,
     Invitation,
+    TensorRequest,
 )
 from ridgeline.kv_transfer.control import GrpcControl
 from ridgeline.kv_transfer.interfaces import Pull
@@ -152,7 +152,7 @@ class _Membership:
     def ask(self, piece: Readable, pull: Pull) -> Any:
         """Ask for a piece; return the call, whose answer is the checksum."""
         first_block = pull.request.first_block + piece.first
-        ask = Ask(
+        ask = TensorRequest(
             group=self._name,
             number=self._asked,
             request=msgspec.structs.replace(pull.request, first_block=first_block, num_blocks=len(piece.source_ids)),

@@ -19,7 +19,7 @@ import msgspec
 from ridgeline.contracts import errors
 from ridgeline.contracts.handoff import new_handoff_id
 from ridgeline.kv_transfer.collective.group import SOURCE_RANK, PairGroup, backend_for, host_store
-from ridgeline.kv_transfer.collective.wire import COLLECT, FORMED, JOIN, TENSOR_BYTES, WINDOW, Ask, Invitation
+from ridgeline.kv_transfer.collective.wire import COLLECT, FORMED, JOIN, TENSOR_BYTES, WINDOW, Invitation, TensorRequest
 from ridgeline.kv_transfer.memory.blocks import BlockPool
 from ridgeline.kv_transfer.names import MAX_GROUPS
 from ridgeline.kv_transfer.wire import grpc_methods
@@ -34,7 +34,7 @@ from ridgeline.prefill_worker.kv_source.grpc_source import (
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
-_decode_ask: Final = msgspec.msgpack.Decoder(Ask).decode
+_decode_ask: Final = msgspec.msgpack.Decoder(TensorRequest).decode
 _encode: Final = msgspec.msgpack.Encoder().encode
 
 
@@ -144,7 +144,7 @@ class _ServedGroup:
         self._turn = threading.Condition()
         self._next = 0
 
-    def send(self, server: BlockServer, ask: Ask, deadline_s: float) -> int:
+    def send(self, server: BlockServer, ask: TensorRequest, deadline_s: float) -> int:
         """Send the tensor that is asked for, after those before it; return its checksum."""
         with self._turn:
             if not self._turn.wait_for(lambda: self._next >= ask.number, deadline_s - time.monotonic()):
@@ -166,7 +166,7 @@ class _ServedGroup:
                 self._turn.notify_all()
 
 
-def _wanted(pool: BlockPool, ask: Ask, block_ids: tuple[int, ...]) -> tuple[range, tuple[int, ...]]:
+def _wanted(pool: BlockPool, ask: TensorRequest, block_ids: tuple[int, ...]) -> tuple[range, tuple[int, ...]]:
     """Return what to gather. Raises TransferFailed(`bad_request`) for layers that are not there, or too many bytes."""
     layers = range(ask.first_layer, ask.end_layer)
     num_bytes = len(layers) * len(block_ids) * pool.block_bytes

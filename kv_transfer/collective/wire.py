@@ -2,7 +2,7 @@
 
 Join     the fetcher opens it, reads an `Invitation`, meets the source in a new group, and reads `FORMED`; the group
          lives as long as the stream does
-Collect  asks for one tensor by an `Ask`; the group carries it, and the answer is its checksum
+Collect  asks for one tensor by a `TensorRequest`; the group carries it, and the answer is its checksum
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Invitation(msgspec.Struct, frozen=True, kw_only=True):
     store_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True):
+class TensorRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Asks a group for these layers of the blocks of a request, which its fetcher has pinned."""
 
     group: str

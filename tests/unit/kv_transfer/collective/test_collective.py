@@ -23,7 +23,7 @@ from ridgeline.kv_transfer.collective.group import (
 )
 from ridgeline.kv_transfer.collective.puller import _Membership
 from ridgeline.kv_transfer.collective.source import CollectiveSource
-from ridgeline.kv_transfer.collective.wire import TENSOR_BYTES, Ask
+from ridgeline.kv_transfer.collective.wire import TENSOR_BYTES, TensorRequest
 from ridgeline.kv_transfer.control import GrpcControl
 from ridgeline.kv_transfer.interfaces import FetchRequest
 from ridgeline.kv_transfer.memory.device import DeviceMemory, weighted_sum
@@ -309,7 +309,7 @@ async def test_a_source_sends_only_what_its_fetcher_has_pinned(changes, pinned, 
             part_start=0,
             part_bytes=64,
         )
-        ask = Ask(group=member._name, number=0, request=request, **asked)
+        ask = TensorRequest(group=member._name, number=0, request=request, **asked)
         with leases.reading("h") if pinned else contextlib.nullcontext():
             call = member._ask.future(msgspec.msgpack.encode(ask), timeout=PATIENCE_S)
             if reason is None:
