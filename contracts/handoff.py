@@ -16,15 +16,8 @@ import msgspec
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """The exceptions that msgspec raises for bytes that are not the expected message."""
 
-WIRE_VERSION = 4
-"""The protocol version, which must be the same in both workers. History, one line each:
-
-1 = checksummed frames of whole blocks, one layer per frame, msgpack control messages.
-2 = partial hand-offs (frames in segments, a first token at the end), parts of blocks for unequal tensor parallelism,
-    releases counted by reader, pins for shared memory, encoded payloads (a codec number in each frame).
-3 = pins of blocks whose layers become final one after the other.
-4 = blocks travel as they are: no codec number in a frame, no encoding in a request.
-"""
+WIRE_VERSION = 5
+"""The protocol version, which must be the same in both workers: raise it when frames or messages change."""
 
 
 HANDOFF_ID_CHARACTERS: Final = 64

@@ -61,7 +61,7 @@ class LegTiming(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds from the first step to the leg's first token."""
     compute_s: float
     """Seconds from the first step to the leg's last token, which on prefill is its only one."""
-    transfer_result: TransferResult | None = msgspec.field(default=None, name="receipt")  # its older name travels
+    transfer_result: TransferResult | None = None
 
 
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -196,7 +196,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Flat names, as the scheduler side and the worker side of the connector count them."""
     draining: bool = False
     engine_failed: bool = False
-    stale_handoffs: list[str] = msgspec.field(default_factory=list, name="lingering")
+    stale_handoffs: list[str] = msgspec.field(default_factory=list)
     """The lives of the oldest hand-offs that have not been released for long, a sentence each."""
     stalled_s: float = 0.0
     """Seconds since the engine's last step, while it has work; 0 without work."""

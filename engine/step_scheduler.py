@@ -20,8 +20,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from ridgeline.decode_worker.pacing.bound import Prompt, most_prefill_tokens
-from ridgeline.decode_worker.pacing.clock import StepClock
-from ridgeline.decode_worker.pacing.model import StepFit, StepLoad
+from ridgeline.decode_worker.pacing.model import StepClock, StepFit, StepLoad
 from ridgeline.decode_worker.pacing.slack import DecodeSteps, TpotSlack
 from ridgeline.engine.connector.messages import FORETOLD, STEP_MODEL
 from ridgeline.engine.request.sampling import FORCED, SURE_TOKENS, TPOT_LIMIT

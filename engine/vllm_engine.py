@@ -42,10 +42,9 @@ from ridgeline.engine.stall import StallWatch
 from ridgeline.engine.step_scheduler import bound_steps
 from ridgeline.engine.vllm_arguments import engine_values
 from ridgeline.engine.vllm_workarounds.bounded_grammars import bound_validation
-from ridgeline.engine.vllm_workarounds.engine_process import cause_file, prepare_engine_processes
+from ridgeline.engine.vllm_workarounds.core_loop import LIMIT_STEPS
+from ridgeline.engine.vllm_workarounds.engine_process import cause_file, one_tokenizer, prepare_engine_processes
 from ridgeline.engine.vllm_workarounds.forked import fork_engines
-from ridgeline.engine.vllm_workarounds.one_tokenizer import one_tokenizer
-from ridgeline.engine.vllm_workarounds.step_limits import LIMIT_STEPS
 from ridgeline.kv_transfer.service import PairedTransport
 
 PAIR_S = 20.0

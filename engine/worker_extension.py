@@ -8,9 +8,8 @@ import msgspec
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from ridgeline.engine.connector.kv_connector import RidgelineConnector
-from ridgeline.engine.request.asked_logprobs import keep_rows_apart
 from ridgeline.engine.vllm_workarounds.gloo_device import share_gloo_device
-from ridgeline.engine.vllm_workarounds.seeded_chunks import put_generators_back
+from ridgeline.engine.vllm_workarounds.model_runner import keep_rows_apart, put_generators_back
 
 share_gloo_device()  # vLLM imports this module before it makes its process groups, and calls nothing of it until later
 

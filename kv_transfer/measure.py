@@ -3,8 +3,7 @@
 A child process owns the source and this one the target, both through `TransferService`, as in production. Transports
 alternate hand-off by hand-off, so that a disturbance of the machine affects all of them alike. The blocks of a hand-off
 are scattered, as they are in a cache that has been used. memcpy is the baseline because no transfer can be faster than
-one copy of its bytes. The caches are in host memory: `cuda-ipc` copies them by index as it would on a GPU, and its
-figures say nothing about one. `ridgeline bench transfer` prints the result.
+one copy of its bytes. The caches are in host memory. `ridgeline bench transfer` prints the result.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ from ridgeline.kv_transfer.options import TransferOptions
 from ridgeline.kv_transfer.service import RankLayers, TransferService
 from ridgeline.roofline.process_cores import usable_cores
 
-MEASURABLE: Final = tuple(name for name in TRANSPORT_NAMES if name != "auto")
-"""The transports with figures of their own: `auto` picks one of the others."""
+MEASURABLE: Final = tuple(name for name in TRANSPORT_NAMES if name not in ("auto", "cuda-ipc"))
+"""The transports between caches in host memory with figures of their own: `auto` picks one of the others."""
 BLOCK_TOKENS: Final = 32
 LEAST_ROUNDS: Final = 3
 CACHE_PER_HANDOFF: Final = 2
@@ -318,13 +317,11 @@ class MeasureSettings:
         return wrong or list(self._wrong_sizes(memory_available_bytes))
 
     def _wrong_sizes(self, memory_available_bytes: int) -> Iterator[str]:
-        mapped = [name for name in ("shm", "cuda-ipc") if name in self.transports]
-        if mapped and self.cache.num_bytes < SMALLEST_BYTES:
+        if "shm" in self.transports and self.cache.num_bytes < SMALLEST_BYTES:
             more = math.ceil(SMALLEST_BYTES / (CACHE_PER_HANDOFF * self.layers * self.block_bytes)) * BLOCK_TOKENS
             yield (
                 f"a cache of {self.cache.num_bytes} bytes is too small for shared memory, which takes at least "
-                f"{SMALLEST_BYTES} bytes: raise tokens to {more}, raise layers or block-bytes, or leave "
-                f"{' and '.join(mapped)} out"
+                f"{SMALLEST_BYTES} bytes: raise tokens to {more}, raise layers or block-bytes, or leave shm out"
             )
         needed_bytes = COPIES_IN_MEMORY * self.num_bytes
         if needed_bytes > memory_available_bytes:

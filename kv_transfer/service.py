@@ -20,14 +20,14 @@ import torch
 
 from ridgeline.contracts import errors
 from ridgeline.contracts.handoff import KvHandoff, KvLayout, TransferResult
-from ridgeline.decode_worker.kv_fetch.heartbeat import Heartbeats
+from ridgeline.decode_worker.kv_fetch.fetcher import Heartbeats
 from ridgeline.decode_worker.kv_fetch.results import Completed, CompletionBoard, TransferStats
 from ridgeline.kv_transfer.control import release_with_retries
 from ridgeline.kv_transfer.memory.blocks import BlockPool
-from ridgeline.kv_transfer.memory.device import OnLost
+from ridgeline.kv_transfer.memory.device import OnLost, pool_of
 from ridgeline.kv_transfer.memory.shared import SharedOffer
 from ridgeline.kv_transfer.options import TransferOptions
-from ridgeline.kv_transfer.transports import Exports, exports, make_transport
+from ridgeline.kv_transfer.transports import exports, make_transport
 from ridgeline.prefill_worker.kv_source.block_server import RankCache
 from ridgeline.prefill_worker.kv_source.lease import LeaseTable
 
@@ -72,14 +72,14 @@ class TransferService:
         Raises ValueError if the layout does not match the layers.
         """
         layers, layout = list(cache.layers.values()), cache.layout
-        self._pool = BlockPool.from_layer_tensors(layers, cache.on_lost)
+        self._pool = pool_of(layers, cache.on_lost)
         check_layout(self._pool, layout)
         self._lease_s = options.lease_s
         self._board = CompletionBoard(on_news)
         self.leases = LeaseTable(on_finished=self._board.wake)
         """Our hand-offs: the step loop extends and revokes them here; `publish` is the service's."""
-        self._exports: Exports | None = exports(layers, cache.shared, options.transport)
-        rank_cache = RankCache(self._pool, self.leases, layout, cache.rank, self._exports.offers)
+        offers, self._export = exports(layers, cache.shared, options.transport)
+        rank_cache = RankCache(self._pool, self.leases, layout, cache.rank, offers)
         self._source, self._fetcher = make_transport(rank_cache, options)
         self._heartbeats = Heartbeats(self._fetcher)
         self._fetches: dict[str, asyncio.Task[TransferResult]] = {}
@@ -191,7 +191,7 @@ class TransferService:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(CLOSE_S)
         self._source.close()
-        self._exports = None
+        self._export = None
         self._board.finish_all(CANCELLED_RESULT)
         if not self._thread.is_alive():
             self._loop.close()

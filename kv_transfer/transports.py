@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -15,13 +14,13 @@ import torch
 from ridgeline.decode_worker.kv_fetch.fetcher import KvFetcher
 from ridgeline.decode_worker.kv_fetch.grpc_puller import GrpcPuller
 from ridgeline.decode_worker.kv_fetch.ipc_puller import IpcPuller
-from ridgeline.decode_worker.kv_fetch.shm_puller import ShmPuller
+from ridgeline.decode_worker.kv_fetch.pinned import ShmPuller
 from ridgeline.kv_transfer.collective.puller import CollectivePuller
 from ridgeline.kv_transfer.collective.source import CollectiveSource
 from ridgeline.kv_transfer.control import GrpcControl
 from ridgeline.kv_transfer.faults import FaultPlan, FaultyPuller
 from ridgeline.kv_transfer.interfaces import UNSUPPORTED, Puller
-from ridgeline.kv_transfer.memory.ipc import CannotExport, IpcExport, export, export_shared
+from ridgeline.kv_transfer.memory.ipc import CannotExport, IpcExport, export
 from ridgeline.kv_transfer.memory.shared import SharedOffer
 from ridgeline.kv_transfer.names import TRANSPORT_NAMES, TransportName
 from ridgeline.kv_transfer.nixl.library import NixlFailed
@@ -33,35 +32,23 @@ from ridgeline.prefill_worker.kv_source.block_server import RankCache
 from ridgeline.prefill_worker.kv_source.grpc_source import GrpcKvSource, SourceExtension
 
 
-@dataclass(frozen=True, slots=True)
-class Exports:
-    """The ways in which peers can reach a cache directly. They end with this object."""
+def exports(
+    layers: Sequence[torch.Tensor], shared: SharedOffer | None, transport: TransportName
+) -> tuple[dict[str, dict[str, Any]], IpcExport | None]:
+    """Return how peers reach these layers directly: by `shared`, if they are in host memory, and by CUDA IPC.
 
-    offers: Mapping[str, dict[str, Any]]
-    ipc: IpcExport | None
-    """What the offer for `cuda-ipc` describes."""
+    The offer for `cuda-ipc` ends with the second of what is returned.
 
-
-def exports(layers: Sequence[torch.Tensor], shared: SharedOffer | None, transport: TransportName) -> Exports:
-    """Return how peers reach these layers: by `shared`, if they are in host memory, and by CUDA IPC.
-
-    The second only for a `transport` that may use it, so that otherwise nothing is asked of CUDA. Host memory is
-    exported in that way too if it is named, for tests and measurements: no configuration can do that.
+    The second only for a `transport` that may use it, so that otherwise nothing is asked of CUDA.
     """
     offers = {} if shared is None else {"shm": msgspec.to_builtins(shared)}
-    on_gpu = layers[0].device.type == "cuda"
-    if transport != "cuda-ipc" and not (transport == "auto" and on_gpu):
-        return Exports(offers, None)
+    if layers[0].device.type != "cuda" or transport not in ("auto", IpcPuller.name):
+        return offers, None
     try:
-        if on_gpu:
-            ipc = export(layers)
-        elif shared is not None:
-            ipc = export_shared(shared)
-        else:
-            return Exports(offers, None)
+        ipc = export(layers)
     except CannotExport as error:
-        return Exports({**offers, "cuda-ipc": {UNSUPPORTED: str(error)}}, None)
-    return Exports({**offers, "cuda-ipc": msgspec.to_builtins(ipc.offer)}, ipc)
+        return {**offers, "cuda-ipc": {UNSUPPORTED: str(error)}}, None
+    return {**offers, "cuda-ipc": msgspec.to_builtins(ipc.offer)}, ipc
 
 
 def puller_class(name: str) -> type[Puller]:

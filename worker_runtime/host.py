@@ -50,7 +50,6 @@ from ridgeline.worker_runtime.client import (
     stream_handler,
     unary_handler,
 )
-from ridgeline.worker_runtime.draining import kv_unneeded
 
 logger = logging.getLogger(__name__)
 HEALTH_LOOK_S = 0.5
@@ -66,6 +65,11 @@ MAX_BATCH_BYTES = 4 << 20
 MAX_OUTBOX_BYTES = 128 << 20
 """How much may wait for a router that does not read. A minute of 1,000 streams of 30 tokens/s is a tenth of that."""
 MAX_ERROR_CHARACTERS = 2000
+UNNEEDED_POLL_S = 0.1
+SETTLED_S = 1.0
+"""How long a worker must report that nothing is held: what a request leaves behind is published one step after its end.
+"""
+LEASE_MARGIN_S = 2.0
 
 
 class Handler(Protocol):
@@ -487,3 +491,23 @@ class WorkerHost:
 
 def _known(model: StepModel | None) -> StepModel | None:
     return model if model is not None and model.steps >= MIN_FITTED_STEPS else None
+
+
+class CounterSource(Protocol):
+    """Where the engine's newest statistics are."""
+
+    @property
+    def counters(self) -> dict[str, float]: ...
+
+
+async def kv_unneeded(stats: CounterSource, lease_s: float) -> None:
+    """Wait until no hand-off is open and no block is pinned, at most for the time of a lease."""
+    loop = asyncio.get_running_loop()
+    give_up_s = loop.time() + max(lease_s, SETTLED_S) + LEASE_MARGIN_S
+    free_since_s = loop.time()
+    while loop.time() < give_up_s:
+        if stats.counters.get("open_leases", 0.0) or stats.counters.get("pinned_blocks", 0.0):
+            free_since_s = loop.time()
+        elif loop.time() - free_since_s >= SETTLED_S:
+            return
+        await asyncio.sleep(UNNEEDED_POLL_S)

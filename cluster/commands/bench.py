@@ -34,8 +34,6 @@ def bench_transfer(settings: MeasureSettings, file: Path | None, console: Consol
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # or gRPC tells of every connection that ends, in both processes
     report = measure(settings, lambda sentence: console.print(sentence, highlight=False, markup=False))
     console.print(render(report))
-    if any(row.transport == "cuda-ipc" for row in report.figures):
-        console.print("cuda-ipc copied host memory here, as it would copy a GPU's: this is no figure of a GPU")
     for transport, why in report.refused.items():
         console.print(f"[yellow]not measured:[/] {transport}: {escape(why)}", highlight=False)
     if file is not None:

@@ -1,7 +1,7 @@
 """Starts the workers and the routers on Ray, watches them, and takes them down again.
 
 Everything is tied to this process: when it ends, however it ends, Ray ends its actors, every service ends with its
-actor, and an engine with its worker (`ridgeline.engine.vllm_workarounds.orphan_watch`).
+actor, and an engine with its worker (`ridgeline.engine.vllm_workarounds.engine_process`).
 """
 
 from __future__ import annotations

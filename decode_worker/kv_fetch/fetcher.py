@@ -6,22 +6,61 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from ridgeline.contracts import errors
-from ridgeline.contracts.handoff import KvHandoff, KvLayout, TransferResult, explain_mismatch
-from ridgeline.decode_worker.kv_fetch.ranks import RankPart, parts_for_rank, readers_per_source
+from ridgeline.contracts.handoff import KvHandoff, KvLayout, TransferResult, explain_mismatch, shown_id
 from ridgeline.kv_transfer.control import GrpcControl
 from ridgeline.kv_transfer.interfaces import FetchProgress, FetchRequest, Pull, Puller, SourceDescription
 from ridgeline.kv_transfer.memory.blocks import BlockPool
 from ridgeline.kv_transfer.names import AUTO, LONGEST_FETCH_DEADLINE_S
 from ridgeline.kv_transfer.options import TransferOptions
 
+log = logging.getLogger(__name__)
+
 FOLLOW_LIMIT_S: Final = LONGEST_FETCH_DEADLINE_S
 """Longest duration of a fetch that overlaps its prefill. A dead source is noticed much sooner, by its connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """Bytes [source_start, source_start + num_bytes) of each block of `source_rank` go to `target_start` of ours.
+
+    Heads come first in a block, so the heads of a rank are one run of bytes, and splitting or joining is slicing. If
+    this side has two ranks with three heads each and the other side one rank with six, our second rank reads the second
+    half of each of its blocks. The other way round, our only rank reads two whole blocks and lays them side by side.
+    """
+
+    source_rank: int
+    source_start: int
+    target_start: int
+    num_bytes: int
+
+
+def parts_for_rank(rank: int, our_ranks: int, their_ranks: int, our_block_bytes: int) -> list[RankPart]:
+    """Return what rank `rank` of `our_ranks` reads from `their_ranks`, in the order it lies in our block.
+
+    Raises ValueError if neither number of ranks divides the other.
+    """
+    if their_ranks >= our_ranks:
+        ratio, rest = divmod(their_ranks, our_ranks)
+        if rest or our_block_bytes % ratio:
+            raise ValueError(f"the KV heads of {their_ranks} ranks cannot be joined on {our_ranks}")
+        share = our_block_bytes // ratio
+        return [RankPart(rank * ratio + i, 0, i * share, share) for i in range(ratio)]
+    ratio, rest = divmod(our_ranks, their_ranks)
+    if rest:
+        raise ValueError(f"the KV heads of {their_ranks} ranks cannot be split over {our_ranks}")
+    return [RankPart(rank // ratio, (rank % ratio) * our_block_bytes, 0, our_block_bytes)]
+
+
+def readers_per_source(our_ranks: int, their_ranks: int) -> int:
+    """Return how many of our ranks read from one of theirs, and so must release before its blocks are free."""
+    return max(1, our_ranks // their_ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,3 +249,63 @@ def _first(failures: BaseExceptionGroup[errors.HandoffError]) -> errors.HandoffE
         error = error.exceptions[0]
     assert isinstance(error, errors.HandoffError)
     return error
+
+
+BEATS_PER_LEASE: Final = 6
+"""Renewals per lease time, so that five in a row may be lost before the lease runs out."""
+SHORTEST_BEAT_S: Final = 0.02
+
+
+class Heartbeats:
+    """One task for each watched hand-off; it ends by itself when the lease is lost. It runs on the fetcher's loop."""
+
+    def __init__(self, fetcher: KvFetcher) -> None:
+        self._fetcher = fetcher
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def watch(self, handoff: KvHandoff) -> None:
+        """Start renewing; does nothing if the hand-off is watched already."""
+        if handoff.handoff_id in self._tasks:
+            return
+        task = asyncio.get_running_loop().create_task(self._beat(handoff))
+        self._tasks[handoff.handoff_id] = task
+        task.add_done_callback(lambda _: self._forget(handoff.handoff_id, task))
+
+    def stop(self, handoff: KvHandoff) -> None:
+        """Stop renewing; the lease then runs until its end."""
+        task = self._tasks.pop(handoff.handoff_id, None)
+        if task is not None:
+            task.cancel()
+
+    async def close(self) -> None:
+        """Stop renewing all leases."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _forget(self, handoff_id: str, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(handoff_id) is task:
+            del self._tasks[handoff_id]
+
+    async def _beat(self, handoff: KvHandoff) -> None:
+        """Renew until refused, or until a whole lease time has passed without success.
+
+        An unpublished or unreachable source may still come.
+        """
+        loop = asyncio.get_running_loop()
+        give_up_at_s = loop.time() + handoff.lease_s
+        while True:
+            await asyncio.sleep(max(SHORTEST_BEAT_S, handoff.lease_s / BEATS_PER_LEASE))
+            try:
+                await self._fetcher.renew(handoff)
+                give_up_at_s = loop.time() + handoff.lease_s
+            except errors.HandoffError as error:
+                if error.reason == errors.LEASE_EXPIRED or loop.time() >= give_up_at_s:
+                    log.warning(
+                        "stopped renewing hand-off %s of %s: %s", shown_id(handoff.handoff_id), handoff.addresses, error
+                    )
+                    return

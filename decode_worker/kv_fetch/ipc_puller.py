@@ -28,7 +28,7 @@ from ridgeline.decode_worker.kv_fetch.pinned import Copy, PinnedPuller, Readable
 from ridgeline.kv_transfer.control import GrpcControl
 from ridgeline.kv_transfer.interfaces import Pull, SourceDescription
 from ridgeline.kv_transfer.memory.blocks import CannotOpen
-from ridgeline.kv_transfer.memory.ipc import IpcOffer, OpenedPool, is_on
+from ridgeline.kv_transfer.memory.ipc import IpcOffer, OpenedPool, gpu_uuid
 from ridgeline.kv_transfer.memory.shared import require_same_host
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class IpcPuller(PinnedPuller[OpenedPool]):
     def open(self, offer: dict[str, Any]) -> OpenedPool:
         described = msgspec.convert(offer, IpcOffer)
         require_same_host(described.host)
-        if not self._any_gpu and not is_on(described.device, self._device):
+        if not self._any_gpu and described.device != gpu_uuid(self._device):
             raise CannotOpen(
                 "its KV cache is on another GPU, and between two GPUs this has not run yet; "
                 "transfer.transport: cuda-ipc tries it"

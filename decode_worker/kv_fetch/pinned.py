@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Generic, TypeVar
@@ -28,6 +28,7 @@ from ridgeline.decode_worker.kv_fetch.threads import FetchThreads
 from ridgeline.kv_transfer.control import GrpcControl
 from ridgeline.kv_transfer.interfaces import UNSUPPORTED, Pull, Puller, SourceDescription
 from ridgeline.kv_transfer.memory.blocks import BlockPool, CannotOpen
+from ridgeline.kv_transfer.memory.shared import MappedPool, SharedOffer
 from ridgeline.kv_transfer.wire import grpc_methods
 
 _decode_pinned: Final = msgspec.msgpack.Decoder(grpc_methods.PinnedBlocks).decode
@@ -43,6 +44,8 @@ class Readable:
     source_ids: Sequence[int]
     target_ids: Sequence[int]
     layers: range
+    first: int
+    """Position of the first block, relative to the request's."""
 
 
 Copy = Callable[[Readable], Generator[int, None, None]]
@@ -124,6 +127,20 @@ def copy_out_of(pool: BlockPool, pull: Pull) -> Copy:
     return lambda readable: pull.pool.copies_from(part, readable.source_ids, readable.target_ids, readable.layers)
 
 
+def pieces(readable: Readable, block_bytes: int, most_bytes: int) -> Iterator[Readable]:
+    """Cut what is readable into pieces of at most `most_bytes`, or of one block: whole layers, or parts of one."""
+    source_ids, target_ids, layers = readable.source_ids, readable.target_ids, readable.layers
+    if not source_ids:
+        return
+    most_layers = most_bytes // (len(source_ids) * block_bytes)
+    most_blocks = len(source_ids) if most_layers else max(1, most_bytes // block_bytes)
+    for first in range(layers.start, layers.stop, max(1, most_layers)):
+        some = range(first, min(first + max(1, most_layers), layers.stop))
+        for start in range(0, len(source_ids), most_blocks):
+            blocks = slice(start, start + most_blocks)
+            yield Readable(source_ids[blocks], target_ids[blocks], some, readable.first + start)
+
+
 class PinnedRead:
     """The answer to one pin, read on its thread: checks each message, and has copied what it makes readable."""
 
@@ -181,7 +198,7 @@ class PinnedRead:
             raise errors.TransferFailed(errors.CORRUPTED, "more blocks were pinned than were asked for")
         self._pull.progress.first_byte()
         try:
-            with closing(self._copy(Readable(block_ids, targets, layers))) as pieces:
+            with closing(self._copy(Readable(block_ids, targets, layers, self._done))) as pieces:
                 for num_bytes in pieces:
                     self._pull.progress.landed(num_bytes)
                     self._raise_if_cancelled()
@@ -200,3 +217,19 @@ class PinnedRead:
         wanted = len(self._pull.target_block_ids)
         if self._done != wanted or self._layers_done:
             raise errors.TransferFailed(errors.CORRUPTED, f"{self._done} of {wanted} blocks were pinned")
+
+
+class ShmPuller(PinnedPuller[MappedPool]):
+    """The `shm` transport: maps the source's KV cache, once for each process, and copies each byte once."""
+
+    name = "shm"
+    not_offered = "its KV cache is not in shared memory"
+
+    def __init__(self, control: GrpcControl) -> None:
+        super().__init__(control, "kv-copy")
+
+    def open(self, offer: dict[str, Any]) -> MappedPool:
+        return MappedPool(msgspec.convert(offer, SharedOffer))
+
+    def copier(self, opened: MappedPool, pull: Pull) -> Copy:
+        return copy_out_of(opened.pool, pull)

@@ -25,11 +25,10 @@ Consume = Callable[[Any], None]
 class SourceStream:
     """One streamed answer of a source. `run` runs on its own thread; `cancel` may be called from any other."""
 
-    def __init__(self, channel: grpc.Channel, method: str, pull: Pull, message: bytes | None = None) -> None:
-        """`message` replaces the pull's own request."""
+    def __init__(self, channel: grpc.Channel, method: str, pull: Pull) -> None:
         self._channel = channel  # an unreferenced channel closes and ends its calls
         self._method = channel.unary_stream(f"/{grpc_methods.SERVICE}/{method}")
-        self._message = message or _encode(pull.request)
+        self._message = _encode(pull.request)
         self._address = pull.address
         self._give_up_at_s = pull.give_up_at_s
         self._progress = pull.progress

@@ -30,28 +30,26 @@ class FetchThreads:
         self._overlapping = ThreadPoolExecutor(MAX_CONCURRENT_OVERLAPS, thread_name_prefix=f"{name}-overlap")
 
     async def run(self, pull: Pull, work: Callable[[], None], stop: Callable[[], None]) -> None:
-        """Run like `run_in_thread`, on a thread of the pool for this kind of pull."""
-        await run_in_thread(self._overlapping if pull.overlaps else self._whole, work, stop)
+        """Await `work` on a thread of the pool for this kind of pull.
+
+        If cancelled, call `stop` and return only when the thread has ended.
+        """
+        running = (self._overlapping if pull.overlaps else self._whole).submit(work)
+        ended = asyncio.wrap_future(running)
+        try:
+            await asyncio.wait((ended,))  # unlike awaiting it, this leaves it running when we are cancelled
+        except asyncio.CancelledError:
+            stop()
+            running.cancel()  # succeeds only if no thread has taken it yet
+            while not ended.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait((ended,))
+            if not ended.cancelled():
+                ended.exception()  # retrieve the result; how it ended no longer matters
+            raise
+        ended.result()
 
     def close(self) -> None:
         """Start no more work. Calling it again does nothing."""
         for threads in (self._whole, self._overlapping):
             threads.shutdown(wait=False, cancel_futures=True)
-
-
-async def run_in_thread(threads: ThreadPoolExecutor, work: Callable[[], None], stop: Callable[[], None]) -> None:
-    """Await `work` on a thread. If cancelled, call `stop` and return only when the thread has ended."""
-    running = threads.submit(work)
-    ended = asyncio.wrap_future(running)
-    try:
-        await asyncio.wait((ended,))  # unlike awaiting it, this leaves it running when we are cancelled
-    except asyncio.CancelledError:
-        stop()
-        running.cancel()  # succeeds only if no thread has taken it yet
-        while not ended.done():
-            with suppress(asyncio.CancelledError):
-                await asyncio.wait((ended,))
-        if not ended.cancelled():
-            ended.exception()  # retrieve the result; how it ended no longer matters
-        raise
-    ended.result()

@@ -2,9 +2,7 @@
 
 `ridgeline.engine.step_scheduler` bounds vLLM's scheduler by these.
 
-model.py    fits a step's time to what the step computes
-weights.py  the least squares behind it, without negative results
+model.py    from when to when a step lasts, and the fit of that time to what the step computes
 bound.py    the longest chunks of prompts that fit a time
 slack.py    the TPOT slack of single sequences
-clock.py    from when to when a step lasts
 """

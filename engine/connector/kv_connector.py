@@ -38,12 +38,14 @@ from ridgeline.engine.connector.step_cost import step_cost_model
 from ridgeline.engine.connector.transferable_cache import by_manager_block, require_servable
 from ridgeline.engine.connector.worker_side import WorkerSide
 from ridgeline.engine.vllm_workarounds.bounded_grammars import bound_grammars
-from ridgeline.engine.vllm_workarounds.core_loop import join_loop, send_at_once, wake
+from ridgeline.engine.vllm_workarounds.core_loop import add_limit_steps, join_loop, send_at_once, wake
 from ridgeline.engine.vllm_workarounds.cores import helpers_on_all_cores_of
-from ridgeline.engine.vllm_workarounds.engine_process import cause_file, end_process
-from ridgeline.engine.vllm_workarounds.orphan_watch import exit_with_parent
-from ridgeline.engine.vllm_workarounds.queue_names import forget_queue_names
-from ridgeline.engine.vllm_workarounds.step_limits import add_limit_steps
+from ridgeline.engine.vllm_workarounds.engine_process import (
+    cause_file,
+    end_process,
+    exit_with_parent,
+    forget_queue_names,
+)
 from ridgeline.kv_transfer.memory.shared import KvCacheAllocation
 from ridgeline.kv_transfer.options import TransferOptions
 from ridgeline.kv_transfer.service import RankLayers

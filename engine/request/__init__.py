@@ -2,6 +2,5 @@
 
 sampling.py        the SamplingParams of the two legs
 logprobs.py        log-probabilities between vLLM and the wire
-asked_logprobs.py  log-probabilities of chosen token ids, beside others in one step
 forced_tokens.py   makes an engine repeat tokens that a client already has
 """

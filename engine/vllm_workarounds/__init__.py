@@ -1,15 +1,10 @@
 """Workarounds for vLLM; `README.md` says what each one is for and how to see that it can go.
 
-seeded_chunks.py     makes seeds work with prompts of several steps on CPU
-queue_names.py       frees shared memory that would outlive a killed engine
+model_runner.py      makes seeds work with prompts of several steps on CPU, and log-probabilities of chosen ids
 gloo_device.py       keeps the process groups of a lone rank from waking a thread each
 forked.py            has engine processes forked and not started afresh
-one_tokenizer.py     keeps an engine's front end from copying its tokenizer
-orphan_watch.py      ends a child process whose parent is gone
-core_loop.py         sends statistics before a step, and has the step loop wait for news where vLLM sleeps
-step_limits.py       changes the limits of an engine's steps while it runs
-engine_process.py    what each process of an engine does first, and leaves behind when it fails
-amx.py               asks the kernel for the CPU's matrix tiles
+core_loop.py         sends statistics before a step, waits for news where vLLM sleeps, and changes the steps' limits
+engine_process.py    what each process of an engine does first, what ends it, and what it leaves behind
 bounded_grammars.py  bounds the time that a grammar takes of an engine
 cores.py             decides which cores a CPU engine computes on
 """

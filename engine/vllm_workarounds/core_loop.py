@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequestType
-from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.metrics.stats import SchedulerStats
 
 _cores: Final[list[Any]] = []
@@ -71,3 +71,22 @@ def _take_next(core: Any, within_s: float) -> None:
     except queue.Empty:
         return
     core._handle_client_request(*message)
+
+
+LIMIT_STEPS: Final = "ridgeline_limit_steps"
+
+
+def add_limit_steps() -> None:
+    """Let the front end call LIMIT_STEPS between two steps; calling this again changes nothing.
+
+    vLLM's scheduler reads both limits at every step, but no call of vLLM sets them.
+    """
+    setattr(EngineCore, LIMIT_STEPS, _limit_steps)
+
+
+def _limit_steps(core: Any, max_num_seqs: int, max_num_batched_tokens: int, step_target_s: float) -> None:
+    """Set what a step may hold, within what the model runner's buffers were made for, and how long it may take."""
+    scheduler, made_for = core.scheduler, core.vllm_config.scheduler_config
+    scheduler.max_num_active_reqs = min(max_num_seqs, made_for.max_num_seqs)
+    scheduler.max_num_scheduled_tokens = min(max_num_batched_tokens, made_for.max_num_batched_tokens)
+    scheduler.step_target_s = step_target_s  # read by `ridgeline.engine.step_scheduler`

@@ -1,24 +1,33 @@
 """What each process of an engine does before vLLM's own code, and what it leaves behind when it fails.
 
 vLLM's front end cannot tell why a process of its engine ended (`ridgeline.engine.root_cause`), its kernels use tiles
-unasked (`ridgeline.engine.vllm_workarounds.amx`), and it leaves the file of its process groups in the temporary folder.
+unasked (`ask_for_tiles`), and it leaves the file of its process groups in the temporary folder.
 It also asks how a process ended before the kernel can say it. Installed where the engine's process is started; that one
 installs it for the processes of its ranks.
 """
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import functools
+import gc
+import multiprocessing
 import os
 import platform
+import threading
+import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import wait
 from typing import Any
+from unittest.mock import patch
 
+import vllm.renderers.hf
 from vllm import envs
 from vllm.config import VllmConfig
+from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
 from vllm.logger import init_logger
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.utils import CoreEngineProcManager
@@ -26,7 +35,6 @@ from vllm.v1.executor import multiproc_executor, uniproc_executor
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
 from ridgeline.engine.root_cause import CauseFile
-from ridgeline.engine.vllm_workarounds.amx import ask_for_tiles
 
 logger = init_logger(f"vllm.{__name__}")
 _run_engine_core = EngineCoreProc.run_engine_core
@@ -121,3 +129,79 @@ def _told(run: Callable[..., None]) -> Callable[..., None]:
 def _file_of_groups() -> str:
     """Return vLLM's own kind of path, in the folder of its sockets, which is removed with the worker."""
     return f"file://{envs.VLLM_RPC_BASE_PATH}/vllm_dist_{uuid.uuid4().hex}"
+
+
+SYS_ARCH_PRCTL = 158
+ARCH_REQ_XCOMP_PERM = 0x1023
+XFEATURE_XTILEDATA = 18
+"""Of arch_prctl(2) on x86-64; the same three numbers are in the kernel's documentation, arch/x86/xstate.rst."""
+
+
+def ask_for_tiles(machine: str | None = None, syscall: Callable[[int, int, int], int] | None = None) -> bool:
+    """Ask; returns whether this process may use tiles from now on. Without AMX the kernel refuses, and nothing changes.
+
+    Linux lets a process use the CPU's matrix tiles only once it has asked; without that their first use is SIGILL,
+    which ends the engine at its first step in bfloat16. vLLM's kernels use them unasked; oneDNN asks, when something
+    of it happens to run first.
+
+    Its threads and what it forks may then use them too; a program that it starts asks anew.
+    """
+    if (machine or platform.machine()) != "x86_64":
+        return False
+    ask = syscall or ctypes.CDLL(None).syscall
+    return ask(SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0
+
+
+_POLL_S = 0.5
+_started = threading.Event()
+
+
+def exit_with_parent() -> None:
+    """Start the watch, once per process; it ends this process within a second of the parent's end.
+
+    vLLM's engine process does not watch the process that started it: after a SIGKILL of the worker it would keep its
+    memory and its core forever. The connector starts the watch there and, if there are several ranks, in the process of
+    each, which would notice only between two steps.
+    """
+    if _started.is_set():
+        return
+    _started.set()
+    # Not getppid(): a parent that died while the model was loading would already have been replaced.
+    parent = multiprocessing.parent_process()
+    expected = os.getppid() if parent is None or parent.pid is None else parent.pid
+    threading.Thread(target=_watch, args=(expected,), name="parent-watch", daemon=True).start()
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_POLL_S)
+    # There is nothing to clean up for: the parent is dead, and leases and streams end with the sockets.
+    os._exit(1)
+
+
+def forget_queue_names() -> None:
+    """Unlink every queue that this process has created. Takes about 50 ms to scan all objects.
+
+    vLLM removes a queue's name when the queue is closed in order. After a SIGKILL, or a stop that did not wait, the
+    memory stays in /dev/shm forever, up to 240 MiB each. Once both ends have opened a queue its name is not needed, and
+    without a name the memory is freed with the last process. The connector calls this when all queues are open.
+    """
+    for found in gc.get_objects():
+        if type(found) is ShmRingBuffer and found.is_creator:
+            found.shared_memory.unlink()
+            found.is_creator = False  # otherwise closing the queue would unlink it again
+
+
+@contextmanager
+def one_tokenizer() -> Iterator[None]:
+    """Have a front end that is made meanwhile copy no tokenizer.
+
+    vLLM makes two copies of it for threads that render chats, before it starts the engine process. Here the router
+    renders, and the front end gets tokens: its tokenizer is used in the event loop alone.
+    """
+    with patch.object(vllm.renderers.hf, "maybe_make_thread_pool", _as_it_is):
+        yield
+
+
+def _as_it_is(tokenizer: Any, copies: int = 1) -> Any:
+    return tokenizer

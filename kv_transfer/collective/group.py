@@ -18,11 +18,8 @@ import os
 import socket
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
@@ -89,21 +86,13 @@ def _store(host: str, port: int, **options: Any) -> TCPStore:
     return store
 
 
-@dataclass(frozen=True, slots=True)
-class Sending:
-    """One posted send; the tensor must not change or be freed before it has finished."""
-
-    work: Any
-    tensor: torch.Tensor
-
-
 class PairGroup:
     """One end of a pair. It runs one transfer at a time; `break_off` may be called from any other thread."""
 
-    def __init__(self, end: _GroupEnd, peer: str) -> None:
+    def __init__(self, end: _Gloo | _Nccl, peer: str) -> None:
         self._peer = peer
         self._lock = threading.Lock()
-        self._end: _GroupEnd | None = end
+        self._end: _Gloo | _Nccl | None = end
 
     @classmethod
     def form(cls, rank: int, key: str, store: Store, host: str, device: torch.device, peer: str) -> PairGroup:
@@ -113,7 +102,7 @@ class PairGroup:
         """
         store = _c10d.PrefixStore(key, store)
         try:
-            end: _GroupEnd = _Nccl(store, rank, device) if device.type == "cuda" else _Gloo(store, rank, host)
+            end: _Gloo | _Nccl = _Nccl(store, rank, device) if device.type == "cuda" else _Gloo(store, rank, host)
         except RuntimeError as error:
             sentence = f"no pair group with {peer}: {errors.first_line(error)}"
             raise errors.TransferFailed(errors.UNREACHABLE, sentence) from error
@@ -132,23 +121,17 @@ class PairGroup:
         """Whether this end is closed, by a failure or by `break_off`."""
         return self._end is None
 
-    def send(self, tensor: torch.Tensor) -> Sending:
-        """Begin to send a contiguous tensor; raises TransferFailed if the group is broken."""
-        with self._failures(None):
-            return Sending(self._whole().post_send(tensor), tensor)
-
-    def finish(self, sending: Sending, deadline_s: float) -> None:
-        """Wait until the tensor has left, which takes until the other end receives it.
+    def send(self, tensor: torch.Tensor, deadline_s: float) -> None:
+        """Send a contiguous tensor, and return when it has left, which takes until the other end receives it.
 
         Raises TransferFailed, after which the group is broken. `deadline_s` is on time.monotonic's scale.
         """
-        with self._failures(deadline_s):
-            self._whole().wait(sending.work, deadline_s)
+        with self._failures(deadline_s) as end:
+            end.wait(end.post_send(tensor), deadline_s)
 
     def receive(self, tensor: torch.Tensor, deadline_s: float) -> None:
-        """Fill a contiguous tensor with the next one sent; raises like `finish`."""
-        with self._failures(deadline_s):
-            end = self._whole()
+        """Fill a contiguous tensor with the next one sent; raises like `send`."""
+        with self._failures(deadline_s) as end:
             end.wait(end.post_receive(tensor), deadline_s)
 
     def break_off(self) -> None:
@@ -161,78 +144,32 @@ class PairGroup:
         if end is not None:
             end.close()
 
-    def _whole(self) -> _GroupEnd:
-        end = self._end
-        if end is None:
-            raise errors.TransferFailed(errors.UNREACHABLE, f"the pair group with {self._peer} was broken off")
-        return end
-
     def _greet(self, rank: int, byte: torch.Tensor, deadline_s: float) -> None:
         """Send one byte each way: both ends are there, and a backend that connects on first use has connected."""
         if rank == SOURCE_RANK:
-            self.finish(self.send(byte), deadline_s)
+            self.send(byte, deadline_s)
             self.receive(byte, deadline_s)
         else:
             self.receive(byte, deadline_s)
-            self.finish(self.send(byte), deadline_s)
+            self.send(byte, deadline_s)
 
     @contextmanager
-    def _failures(self, deadline_s: float | None) -> Iterator[None]:
+    def _failures(self, deadline_s: float) -> Iterator[_Gloo | _Nccl]:
+        if (end := self._end) is None:
+            raise errors.TransferFailed(errors.UNREACHABLE, f"the pair group with {self._peer} was broken off")
         try:
-            yield
+            yield end
         except RuntimeError as error:  # torch raises nothing more specific: its subclasses carry no more information
-            late = deadline_s is not None and time.monotonic() >= deadline_s
+            reason = errors.TIMEOUT if time.monotonic() >= deadline_s else errors.UNREACHABLE
             self.break_off()
-            reason = errors.TIMEOUT if late else errors.UNREACHABLE
             raise errors.TransferFailed(reason, f"{self._peer}: {errors.first_line(error)}") from error
 
 
-class SendWindow:
-    """The tensors sent and not yet received: at most `limit`, which bounds the memory that a transfer holds."""
+class _Gloo:
+    """Sockets between host memories. A send ends only when the other side receives, which is the back-pressure.
 
-    def __init__(self, group: PairGroup, limit: int, deadline_s: float) -> None:
-        self._group = group
-        self._limit = limit
-        self._deadline_s = deadline_s
-        self._under_way: deque[Sending] = deque()
-        self.has_sent = False
-
-    def make_room(self) -> None:
-        """Wait until another tensor may be sent; raises like `PairGroup.finish`."""
-        while len(self._under_way) >= self._limit:
-            self._group.finish(self._under_way.popleft(), self._deadline_s)
-
-    def send(self, tensor: torch.Tensor) -> None:
-        """Send a tensor; call `make_room` first. Raises like `PairGroup.send`."""
-        self.has_sent = True
-        self._under_way.append(self._group.send(tensor))
-
-    def finish(self) -> None:
-        """Wait until all tensors have arrived; raises like `PairGroup.finish`."""
-        while self._under_way:
-            self._group.finish(self._under_way.popleft(), self._deadline_s)
-
-
-class _GroupEnd(ABC):
-    """What differs between backends. After any RuntimeError from here the group cannot be used any more."""
-
-    @abstractmethod
-    def post_send(self, tensor: torch.Tensor) -> Any: ...
-
-    @abstractmethod
-    def post_receive(self, tensor: torch.Tensor) -> Any: ...
-
-    @abstractmethod
-    def wait(self, work: Any, deadline_s: float) -> None:
-        """Block this thread, but not the engine, until the bytes have left or arrived."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release every thread that waits, at both ends."""
-
-
-class _Gloo(_GroupEnd):
-    """Sockets between host memories. A send ends only when the other side receives, which is the back-pressure."""
+    After any RuntimeError the group cannot be used any more.
+    """
 
     def __init__(self, store: Store, rank: int, host: str) -> None:
         backend = _c10d.ProcessGroupGloo
@@ -261,8 +198,11 @@ class _Gloo(_GroupEnd):
             self._group.recv([nothing], self._peer, _NEVER_SENT_TAG).wait(timedelta(milliseconds=1))
 
 
-class _Nccl(_GroupEnd):
-    """GPUs, on a separate stream, so that the engine's stream never waits for a peer. Never executed: see above."""
+class _Nccl:
+    """The same for GPUs, on a separate stream, so that the engine's stream never waits for a peer.
+
+    Never executed: see above.
+    """
 
     def __init__(self, store: Store, rank: int, device: torch.device) -> None:
         backend = _c10d.ProcessGroupNCCL

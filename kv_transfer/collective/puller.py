@@ -1,20 +1,19 @@
-"""The `collective` transport's receiving end: whole tensors through a pair group, their descriptions over gRPC.
+"""The `collective` transport's receiving end: tensors of pinned blocks through a pair group.
 
-There is one group for each source, formed when it is first used. It runs one transfer at a time, since its messages
-carry no names. A transfer that is cancelled or fails in the middle drops its group, and the next fetch forms another.
-Checksums come last, so a transfer that fails by them has written the blocks that it was for. `group.py` says which
-parts of this have run.
+There is one group for each source process, formed when it is first used. It carries one copy's tensors at a time, in
+the order in which they were asked for. A copy that is cancelled or fails in the middle drops its group, and the next
+one forms another. A tensor is written when its checksum is right. `group.py` says which parts of this have run;
+`pinned` asks for the pin and checks what the source says.
 """
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+import weakref
+from collections import deque
+from collections.abc import Generator
+from contextlib import suppress
 from typing import Any, Final
 
 import grpc
@@ -23,158 +22,105 @@ import torch
 
 from ridgeline.contracts import errors
 from ridgeline.contracts.rpc.address import split_host_port
-from ridgeline.decode_worker.kv_fetch.stream import SourceStream, read_last_events
-from ridgeline.decode_worker.kv_fetch.threads import run_in_thread
+from ridgeline.decode_worker.kv_fetch.pinned import Copy, PinnedPuller, Readable, pieces
+from ridgeline.decode_worker.kv_fetch.stream import read_last_events
 from ridgeline.kv_transfer.collective.group import FETCHER_RANK, FORM_S, PairGroup, backend_for, join_store
 from ridgeline.kv_transfer.collective.wire import (
     COLLECT,
     FORMED,
     JOIN,
-    Chunk,
-    End,
+    TENSOR_BYTES,
+    WINDOW,
     Invitation,
-    Transfer,
-    most_blocks,
-    offered,
+    TensorRequest,
 )
 from ridgeline.kv_transfer.control import GrpcControl
-from ridgeline.kv_transfer.interfaces import Pull, Puller, SourceDescription
+from ridgeline.kv_transfer.interfaces import Pull
+from ridgeline.kv_transfer.memory.blocks import CannotOpen
 from ridgeline.kv_transfer.memory.glibc import keep_freed_memory
 from ridgeline.kv_transfer.wire import grpc_methods
 
-MAX_CONCURRENT_FETCHES: Final = 8
-FORMING_THREADS: Final = 4
+TURN_LOOK_S: Final = 0.02
+"""How often a copy that waits for its turn looks whether it was cancelled."""
+STALLED_S: Final = 5.0
+"""A tensor that takes longer has lost its source; a cancelled pull waits for its tensor, so no longer than this."""
+REFUSAL_S: Final = 1.0
+"""How long the source's word on a tensor that did not come is waited for."""
 
 _decode_invitation: Final = msgspec.msgpack.Decoder(Invitation).decode
-_decode_told: Final = msgspec.msgpack.Decoder(Chunk | End).decode
+_decode_checksum: Final = msgspec.msgpack.Decoder(int).decode
 _encode: Final = msgspec.msgpack.Encoder().encode
 
 
-class CollectivePuller(Puller):
+class CollectivePuller(PinnedPuller["_Peer"]):
     """The `collective` transport; keeps one pair group for each source process."""
 
     name = "collective"
     covered_by_tls = False  # torch.distributed has none
+    not_offered = "its build of torch.distributed has no backend for its device"
 
     def __init__(self, control: GrpcControl, device: torch.device, host: str) -> None:
         """`device` is the pool's; `host` is this machine's address to use."""
+        super().__init__(control, "kv-collect")
         keep_freed_memory()
-        self._control = control
-        self._device = device
-        self._backend = offered(backend_for(device))
+        self._backend = backend_for(device)
         self._host = host
-        self._pairs: dict[str, _Pair] = {}
-        self._threads = ThreadPoolExecutor(MAX_CONCURRENT_FETCHES, thread_name_prefix="kv-collect")
-        self._forming = ThreadPoolExecutor(FORMING_THREADS, thread_name_prefix="kv-pair")
 
-    def unsupported_reason(self, source: SourceDescription) -> str | None:
-        if self._backend is None:
-            return f"this build of torch.distributed has no backend for {self._device.type}"
-        theirs = source.offers.get(self.name, {}).get("backend")
-        if theirs != self._backend:
-            return f"its backend is {theirs or 'none'}, {self._backend} here"
-        return None
+    def open(self, offer: dict[str, Any]) -> _Peer:
+        if self._backend is None or offer.get("backend") != self._backend:
+            raise CannotOpen(f"its backend is {offer.get('backend')}, {self._backend or 'none'} here")
+        return _Peer(self._host)
 
-    async def pull(self, pull: Pull) -> None:
-        pair = self._pair(pull)
-        async with pair.turn(pull):
-            membership = await self._membership(pair, pull)
-            transfer = _RunningTransfer(pull, membership)
-            try:
-                await run_in_thread(self._threads, transfer.run, transfer.stop)
-            finally:
-                if not transfer.settled or self._pairs.get(pull.address) is not pair:
-                    self._leave(pair)
+    def copier(self, opened: _Peer, pull: Pull) -> Copy:
+        channel = self._control.channel(pull.address)
+        return lambda readable: opened.copy(readable, pull, channel)
 
-    def forget(self, source: SourceDescription) -> None:
-        for address, pair in list(self._pairs.items()):
-            if pair.incarnation == source.incarnation:
-                del self._pairs[address]
-                if not pair.lock.locked():  # otherwise the transfer that holds the group leaves it at its end
-                    self._leave(pair)
 
-    async def close(self) -> None:
-        for pair in self._pairs.values():
-            self._leave(pair)
-        self._pairs.clear()
-        self._forming.shutdown(wait=False)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+class _Peer:
+    """One source process, and the group with it once there is one."""
 
-    def _pair(self, pull: Pull) -> _Pair:
-        """Return the pair with this source, after dropping that of an earlier process at its address."""
-        pair = self._pairs.get(pull.address)
-        if pair is None or pair.incarnation != pull.source.incarnation:
-            if pair is not None:
-                self._leave(pair)
-            pair = self._pairs[pull.address] = _Pair(pull.source.incarnation)
-        return pair
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._turn = threading.Lock()
+        self.membership: _Membership | None = None
 
-    async def _membership(self, pair: _Pair, pull: Pull) -> _Membership:
-        """Form the group unless it exists. Forming continues if we are cancelled: the next fetch will need it."""
-        if pair.membership is not None and _has_broken(pair.membership):
-            self._leave(pair)
-        if pair.membership is None:
-            channel = self._control.channel(pull.address)
-            pair.membership = self._forming.submit(
-                lambda: _Membership.join(channel, pull.address, pair.incarnation, self._host, self._device)
-            )
-        forming = asyncio.wrap_future(pair.membership)
-        await asyncio.wait((forming,), timeout=pull.give_up_at_s - time.monotonic())
-        if not forming.done():
-            raise errors.TransferFailed(errors.TIMEOUT, f"no pair group with {pull.address} in time")
+    def copy(self, readable: Readable, pull: Pull, channel: grpc.Channel) -> Generator[int, None, None]:
+        """Copy what is readable in its turn; see `pinned.Copy`."""
+        while not self._turn.acquire(timeout=TURN_LOOK_S):
+            if time.monotonic() >= pull.give_up_at_s:
+                sentence = f"other transfers from {pull.address} took all the time"
+                raise errors.TransferFailed(errors.TIMEOUT, sentence)
+            yield 0
+        membership, self.membership = self.membership, None
         try:
-            return forming.result()
-        except errors.HandoffError:
-            pair.membership = None
-            raise
-
-    def _leave(self, pair: _Pair) -> None:
-        """Leave the group on another thread, because closing one can block."""
-        membership, pair.membership = pair.membership, None
-        if membership is not None:
-            self._forming.submit(_leave_when_formed, membership)
-
-
-@dataclass(slots=True)
-class _Pair:
-    """The state kept for one source process; used on the event loop only."""
-
-    incarnation: str
-    membership: Future[_Membership] | None = None
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    @asynccontextmanager
-    async def turn(self, pull: Pull) -> AsyncIterator[None]:
-        """Wait for the group; raises TransferFailed(`timeout`) if the transfers before this one take too long."""
-        try:
-            async with asyncio.timeout(pull.give_up_at_s - time.monotonic()):
-                await self.lock.acquire()
-        except TimeoutError as error:
-            sentence = f"other transfers from {pull.address} took all the time"
-            raise errors.TransferFailed(errors.TIMEOUT, sentence) from error
-        try:
-            yield
+            if membership is None or membership.group.broken:
+                membership = _Membership.join(
+                    channel, pull.address, pull.source.incarnation, self._host, pull.pool.device
+                )
+            under_way: deque[tuple[Readable, Any]] = deque()
+            for piece in pieces(readable, pull.pool.block_bytes, TENSOR_BYTES[pull.pool.device.type]):
+                under_way.append((piece, membership.ask(piece, pull)))
+                if len(under_way) == WINDOW:
+                    yield membership.land(*under_way.popleft(), pull)
+            while under_way:
+                yield membership.land(*under_way.popleft(), pull)
+            self.membership = membership  # all that was asked for has come, so it can be used again
         finally:
-            self.lock.release()
-
-
-def _has_broken(membership: Future[_Membership]) -> bool:
-    return membership.done() and membership.exception() is None and membership.result().group.broken
-
-
-def _leave_when_formed(membership: Future[_Membership]) -> None:
-    if membership.exception() is None:
-        membership.result().leave()
+            if membership is not None and self.membership is None:
+                membership.leave()
+            self._turn.release()
 
 
 class _Membership:
     """This process's membership in a group; the source keeps its own while the Join stream is open."""
 
     def __init__(self, channel: grpc.Channel, call: Any, name: str, group: PairGroup) -> None:
-        self.channel = channel
-        self.name = name
         self.group = group
-        self._call = call
+        self._name = name
+        self._asked = 0
+        self._ask = channel.unary_unary(f"/{grpc_methods.SERVICE}/{COLLECT}")
+        self.leave = weakref.finalize(self, _leave, channel, call, group)
+        """Leave the group and release threads that wait in it, at both ends. Calling it again does nothing."""
 
     @classmethod
     def join(
@@ -195,10 +141,7 @@ class _Membership:
             if _next(call) != FORMED:
                 raise errors.TransferFailed(errors.UNREACHABLE, f"{address} formed no group")
         except (grpc.RpcError, errors.HandoffError) as failure:
-            call.cancel()
-            read_last_events(call)
-            if group is not None:
-                group.break_off()
+            _leave(channel, call, group)
             if isinstance(failure, errors.HandoffError):
                 raise
             raise grpc_methods.error_of(failure, address) from failure
@@ -206,98 +149,48 @@ class _Membership:
             patience.cancel()
         return cls(channel, call, invitation.group, group)
 
-    def leave(self) -> None:
-        """Leave the group and release threads that wait in it, at both ends. Calling it again does nothing."""
-        self.group.break_off()
-        self._call.cancel()
-        read_last_events(self._call)
+    def ask(self, piece: Readable, pull: Pull) -> Any:
+        """Ask for a piece; return the call, whose answer is the checksum."""
+        first_block = pull.request.first_block + piece.first
+        ask = TensorRequest(
+            group=self._name,
+            number=self._asked,
+            request=msgspec.structs.replace(pull.request, first_block=first_block, num_blocks=len(piece.source_ids)),
+            first_layer=piece.layers.start,
+            end_layer=piece.layers.stop,
+        )
+        self._asked += 1
+        return self._ask.future(_encode(ask), timeout=max(0.0, pull.give_up_at_s - time.monotonic()))
+
+    def land(self, piece: Readable, call: Any, pull: Pull) -> int:
+        """Receive a piece that was asked for and write it to its blocks; return its bytes. Raises a HandoffError."""
+        pool = pull.pool
+        blocks = pool.staging(len(piece.layers), len(piece.source_ids))
+        try:
+            self.group.receive(blocks, min(pull.give_up_at_s, time.monotonic() + STALLED_S))
+        except errors.TransferFailed as error:
+            with suppress(grpc.FutureTimeoutError):
+                if (failure := call.exception(REFUSAL_S)) is not None and grpc_methods.reason_of(failure):
+                    raise grpc_methods.error_of(failure, pull.address) from failure
+            if error.reason == errors.TIMEOUT and time.monotonic() < pull.give_up_at_s:
+                sentence = f"{pull.address} sent nothing whole for {STALLED_S:g} s"
+                raise errors.TransferFailed(errors.UNREACHABLE, sentence) from error
+            raise
+        try:
+            checksum = grpc_methods.read_answer(_decode_checksum, call.result(), pull.address)
+        except grpc.RpcError as failure:
+            raise grpc_methods.error_of(failure, pull.address) from failure
+        if pool.on_host([pool.checksum(blocks)]) != [checksum]:
+            raise errors.TransferFailed(errors.CORRUPTED, "the checksum of a tensor is wrong")
+        pool.scatter(piece.layers, piece.target_ids, blocks)
+        return blocks.nbytes
 
 
-class _RunningTransfer:
-    """One pull. `run` runs on its own thread; `stop` is called from the event loop."""
-
-    def __init__(self, pull: Pull, membership: _Membership) -> None:
-        self.settled = True
-        """Whether all that was sent has been received, so that the group can be used again."""
-        self._pull = pull
-        self._membership = membership
-        message = _encode(Transfer(group=membership.name, request=pull.request))
-        self._stream = SourceStream(membership.channel, COLLECT, pull, message)
-        self._place = _Place(len(pull.target_block_ids), most_blocks(pull.pool))
-        self._checksums: list[torch.Tensor] = []
-
-    def run(self) -> None:
-        """Receive one whole answer. Raises a HandoffError."""
-        self._stream.run(self._consume)
-
-    def stop(self) -> None:
-        """Make `run` raise soon; what is on its way is lost with the group. May be called again."""
-        self.settled = False
-        self._stream.cancel()
-        self._membership.group.break_off()
-
-    def _consume(self, call: Any) -> None:
-        end = None
-        for message in call:
-            end = grpc_methods.read_answer(_decode_told, message, self._pull.address)
-            if isinstance(end, Chunk):
-                self.settled = False
-                self._receive(end)
-        if not isinstance(end, End):
-            raise errors.TransferFailed(errors.UNREACHABLE, f"{self._pull.address} ended the transfer in the middle")
-        self.settled = True
-        self._place.check_whole()
-        if self._pull.pool.on_host(self._checksums) != end.checksums:
-            raise errors.TransferFailed(errors.CORRUPTED, "the checksums of the tensors are wrong")
-        self._pull.progress.first_token = end.first_token
-
-    def _receive(self, chunk: Chunk) -> None:
-        """Receive one tensor, and write it."""
-        self._pull.progress.first_byte()
-        self._place.expect(chunk)
-        pool = self._pull.pool
-        blocks = pool.staging(pool.num_layers, chunk.count)
-        self._membership.group.receive(blocks, self._pull.give_up_at_s)
-        self._stream.raise_if_cancelled()
-        self._checksums.append(pool.checksum(blocks))
-        target_ids = self._pull.target_block_ids[chunk.first : chunk.first + chunk.count]
-        pool.scatter(pool.layers, target_ids, blocks)
-        self._pull.progress.landed(blocks.nbytes)
-        if self._place.segment_ended:
-            self._pull.progress.segment_ends()
-
-
-class _Place:
-    """The position of the next chunk: segment by segment, positions ascending."""
-
-    def __init__(self, num_blocks: int, most_in_chunk: int) -> None:
-        self._num_blocks = num_blocks
-        self._most_in_chunk = most_in_chunk
-        self._end = 0
-        self._next = 0
-
-    @property
-    def segment_ended(self) -> bool:
-        """Whether the last chunk received ended its segment."""
-        return self._next == self._end
-
-    def expect(self, chunk: Chunk) -> None:
-        """Raise TransferFailed(`corrupted`) unless this is the next chunk in order."""
-        if chunk.first != self._next or not (self.segment_ended or chunk.end == self._end):
-            raise self._corrupted(f"block {chunk.first} of a segment that ends at {chunk.end}")
-        if chunk.end > self._num_blocks or not 1 <= chunk.count <= min(chunk.end - chunk.first, self._most_in_chunk):
-            raise self._corrupted(f"{chunk.count} blocks from {chunk.first} of {chunk.end}")
-        self._end = chunk.end
-        self._next += chunk.count
-
-    def check_whole(self) -> None:
-        """Raise TransferFailed(`corrupted`) unless everything has arrived."""
-        if self._next != self._num_blocks:
-            raise self._corrupted("the end")
-
-    def _corrupted(self, what: str) -> errors.TransferFailed:
-        due = f"block {self._next} of {self._num_blocks} was due"
-        return errors.TransferFailed(errors.CORRUPTED, f"{what} came where {due}")
+def _leave(channel: grpc.Channel, call: Any, group: PairGroup | None) -> None:  # the channel ends its calls if it goes
+    if group is not None:
+        group.break_off()
+    call.cancel()
+    read_last_events(call)
 
 
 def _next(call: Any) -> bytes:

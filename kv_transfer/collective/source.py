@@ -1,17 +1,16 @@
 """The `collective` transport's sending end: gRPC methods that a `GrpcKvSource` serves beside its own.
 
 Each group is held open by its fetcher's Join stream, so a fetcher that closes or dies takes its groups with it. The
-source sends copies: tensors gathered from the blocks of all layers, at most `WINDOW_CHUNKS` of them at a time, each
-described to the fetcher, and all their checksums at the end. A transfer that ends otherwise breaks its group, because
-it is unknown what the fetcher has received.
+source sends copies: tensors gathered from blocks that the fetcher has pinned, in the order in which it asks for them. A
+tensor that does not leave breaks its group, because it is unknown what the fetcher has received.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import grpc
@@ -19,32 +18,23 @@ import msgspec
 
 from ridgeline.contracts import errors
 from ridgeline.contracts.handoff import new_handoff_id
-from ridgeline.kv_transfer.collective.group import SOURCE_RANK, PairGroup, SendWindow, backend_for, host_store
-from ridgeline.kv_transfer.collective.wire import (
-    COLLECT,
-    FORMED,
-    JOIN,
-    WINDOW_CHUNKS,
-    Chunk,
-    End,
-    Invitation,
-    Transfer,
-    most_blocks,
-    offered,
-)
+from ridgeline.kv_transfer.collective.group import SOURCE_RANK, PairGroup, backend_for, host_store
+from ridgeline.kv_transfer.collective.wire import COLLECT, FORMED, JOIN, TENSOR_BYTES, WINDOW, Invitation, TensorRequest
 from ridgeline.kv_transfer.memory.blocks import BlockPool
 from ridgeline.kv_transfer.names import MAX_GROUPS
 from ridgeline.kv_transfer.wire import grpc_methods
-from ridgeline.prefill_worker.kv_source.block_server import BlockRead, BlockServer, Segment, Wanted
-from ridgeline.prefill_worker.kv_source.grpc_source import FetchSlot, SourceExtension, parse
+from ridgeline.prefill_worker.kv_source.block_server import BlockServer
+from ridgeline.prefill_worker.kv_source.grpc_source import (
+    MAX_CONCURRENT_FETCHES,
+    SourceExtension,
+    limit_of,
+    parse,
+)
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
-TURN_WAIT_S: Final = 1.0
-"""A fetcher may begin its next transfer shortly before the last one's call has ended here."""
-
-_decode_transfer: Final = msgspec.msgpack.Decoder(Transfer).decode
+_decode_ask: Final = msgspec.msgpack.Decoder(TensorRequest).decode
 _encode: Final = msgspec.msgpack.Encoder().encode
 
 
@@ -52,7 +42,7 @@ class CollectiveSource(SourceExtension):
     """The pair groups of one source."""
 
     name: ClassVar[str] = "collective"
-    max_streams = MAX_GROUPS
+    max_streams = MAX_GROUPS + WINDOW * MAX_CONCURRENT_FETCHES
 
     def __init__(self, pool: BlockPool, host: str) -> None:
         """`host` is the address of this machine that fetchers reach: the gRPC server's."""
@@ -65,19 +55,19 @@ class CollectiveSource(SourceExtension):
         self._closed = False
 
     def offer(self) -> dict[str, Any] | None:
-        backend = offered(backend_for(self._device))
+        backend = backend_for(self._device)
         return None if backend is None else {"backend": backend}
 
-    def handlers(self, server: BlockServer, slot: FetchSlot) -> Mapping[str, grpc.RpcMethodHandler]:
+    def handlers(self, server: BlockServer) -> Mapping[str, grpc.RpcMethodHandler]:
         def join(message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
             return self._join(server, context)
 
-        def collect(message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-            return self._collect(server, slot, message, context)
+        def collect(message: bytes, context: grpc.ServicerContext) -> bytes:
+            return self._collect(server, message, context)
 
         return {
             JOIN: grpc.unary_stream_rpc_method_handler(join),
-            COLLECT: grpc.unary_stream_rpc_method_handler(collect),
+            COLLECT: grpc.unary_unary_rpc_method_handler(collect),
         }
 
     def close(self) -> None:
@@ -134,77 +124,54 @@ class CollectiveSource(SourceExtension):
         if self._closed:
             raise errors.TransferFailed(errors.UNREACHABLE, "this source is closing")
 
-    def _collect(
-        self, server: BlockServer, slot: FetchSlot, message: bytes, context: grpc.ServicerContext
-    ) -> Iterator[bytes]:
-        with slot(context):
-            transfer = parse(_decode_transfer, message)
-            served = self._groups.get(transfer.group)
+    def _collect(self, server: BlockServer, message: bytes, context: grpc.ServicerContext) -> bytes:
+        try:
+            deadline_s = time.monotonic() + limit_of(context)
+            ask = parse(_decode_ask, message)
+            served = self._groups.get(ask.group)
             if served is None or served.group.broken:
                 raise errors.TransferFailed(errors.STALE_PAIRING, "this pair group has ended")
-            with served.turn():
-                yield from served.answer(server, transfer, context)
+            return _encode(served.send(server, ask, deadline_s))
+        except errors.HandoffError as error:
+            grpc_methods.abort(context, error)
 
 
 class _ServedGroup:
-    """A group from its source's point of view: one transfer at a time, on that call's thread."""
+    """A group from its source's point of view: one tensor at a time, on its own call's thread."""
 
     def __init__(self, group: PairGroup) -> None:
         self.group = group
-        self._turn = threading.Lock()
+        self._turn = threading.Condition()
+        self._next = 0
 
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Hold the group for one transfer; raises TransferFailed(`busy`) if another transfer holds it."""
-        if not self._turn.acquire(timeout=TURN_WAIT_S):
-            raise errors.TransferFailed(errors.BUSY, "another transfer of this pair group has not ended")
-        try:
-            yield
-        finally:
-            self._turn.release()
-
-    def answer(self, server: BlockServer, transfer: Transfer, context: grpc.ServicerContext) -> Iterator[bytes]:
-        """Send the blocks that are asked for, and yield a message for each tensor."""
-        left_s = context.time_remaining()
-        assert left_s is not None  # the slot requires a deadline
-        window = SendWindow(self.group, WINDOW_CHUNKS, time.monotonic() + left_s)
-
-        def wanted() -> bool:
-            return bool(context.is_active())
-
-        try:
-            with server.read(transfer.request, wanted) as read:
-                end = yield from _send_all(server, read, window, wanted)
-            window.finish()
-        except BaseException as error:
-            if window.has_sent:
-                if isinstance(error, errors.HandoffError):
-                    with suppress(errors.TransferFailed):
-                        window.finish()  # the fetcher receives everything announced so far, then the error
+    def send(self, server: BlockServer, ask: TensorRequest, deadline_s: float) -> int:
+        """Send the tensor that is asked for, after those before it; return its checksum."""
+        with self._turn:
+            if not self._turn.wait_for(lambda: self._next >= ask.number, deadline_s - time.monotonic()):
+                raise errors.TransferFailed(errors.TIMEOUT, "the tensor before this one has not left")
+            if self._next != ask.number:
+                raise errors.TransferFailed(errors.BAD_REQUEST, f"tensor {ask.number} comes after {self._next}")
+            try:
+                with server.read(ask.request, pinned=True) as read:
+                    pool = read.pool
+                    tensor = pool.gather(*_wanted(pool, ask, read.block_ids()))
+                    [checksum] = pool.on_host([pool.checksum(tensor)])
+                    self.group.send(tensor, deadline_s)
+                    return checksum
+            except BaseException:
                 self.group.break_off()
-            raise
-        yield _encode(end)
+                raise
+            finally:
+                self._next += 1
+                self._turn.notify_all()
 
 
-def _send_all(server: BlockServer, read: BlockRead, window: SendWindow, wanted: Wanted) -> Generator[bytes, None, End]:
-    """Yield the encoded chunks; return the End. Raises TransferFailed if the fetcher leaves meanwhile."""
-    pool, checksums = read.pool, []
-    for segment in read.segments(wanted):
-        for start, block_ids in _chunks(pool, segment):
-            window.make_room()
-            tensor = pool.gather(pool.layers, block_ids)
-            checksums.append(pool.checksum(tensor))
-            window.send(tensor)
-            server.count_sent(tensor.nbytes)
-            end = segment.first + len(segment.block_ids)
-            yield _encode(Chunk(first=segment.first + start, count=len(block_ids), end=end))
-        if segment.last:
-            return End(first_token=segment.first_token, checksums=pool.on_host(checksums))
-    raise errors.TransferFailed(errors.UNREACHABLE, "the fetcher has left")
-
-
-def _chunks(pool: BlockPool, segment: Segment) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yield (position in the segment, blocks)."""
-    most = most_blocks(pool)
-    for start in range(0, len(segment.block_ids), most):
-        yield start, segment.block_ids[start : start + most]
+def _wanted(pool: BlockPool, ask: TensorRequest, block_ids: tuple[int, ...]) -> tuple[range, tuple[int, ...]]:
+    """Return what to gather. Raises TransferFailed(`bad_request`) for layers that are not there, or too many bytes."""
+    layers = range(ask.first_layer, ask.end_layer)
+    num_bytes = len(layers) * len(block_ids) * pool.block_bytes
+    if not 0 <= layers.start < layers.stop <= pool.num_layers or not block_ids:
+        raise errors.TransferFailed(errors.BAD_REQUEST, f"{layers} of {pool.num_layers} layers")
+    if num_bytes > max(TENSOR_BYTES[pool.device.type], pool.block_bytes):
+        raise errors.TransferFailed(errors.BAD_REQUEST, f"a tensor of {num_bytes} bytes")
+    return layers, block_ids

@@ -1,8 +1,8 @@
 """The messages of the collective transport over gRPC, beside the bytes that the pair group carries.
 
-Join      the fetcher opens it, reads an `Invitation`, meets the source in a new group, and reads `FORMED`; the group
-          lives as long as the stream does
-Collect   one transfer: a `Chunk` for each tensor sent, in that order, then one `End`
+Join     the fetcher opens it, reads an `Invitation`, meets the source in a new group, and reads `FORMED`; the group
+         lives as long as the stream does
+Collect  asks for one tensor by a `TensorRequest`; the group carries it, and the answer is its checksum
 """
 
 from __future__ import annotations
@@ -12,18 +12,15 @@ from typing import Annotated, Final
 import msgspec
 
 from ridgeline.kv_transfer.interfaces import FetchRequest
-from ridgeline.kv_transfer.memory.blocks import BlockPool
 
 JOIN: Final = "CollectiveJoin"
 COLLECT: Final = "CollectiveFetch"
 FORMED: Final = b"formed"
-WINDOW_CHUNKS: Final = 3
-"""Tensors sent and not yet received: what a transfer holds in source memory."""
-CHUNK_BYTES: Final = {"cpu": 2 << 20, "cuda": 16 << 20}
-"""Size of a tensor aimed at, by the kind of device. Links between GPUs reach their speed with messages of this size; in
-host memory they would leave the caches between two copies, and gloo moves half as much (measured)."""
-FORMAT: Final = 3
-"""Of the messages and of what they describe."""
+WINDOW: Final = 3
+"""Tensors asked for and not yet received, so that the source gathers one while another travels."""
+TENSOR_BYTES: Final = {"cpu": 4 << 20, "cuda": 16 << 20}
+"""Largest tensor, by the kind of device, unless one block is larger. Links between GPUs reach their speed with messages
+of this size; in host memory 8 MiB leave the caches between two copies, and gloo moves a third less (measured)."""
 
 
 class Invitation(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,37 +31,12 @@ class Invitation(msgspec.Struct, frozen=True, kw_only=True):
     store_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
-class Transfer(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks for one transfer in a group."""
+class TensorRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks a group for these layers of the blocks of a request, which its fetcher has pinned."""
 
     group: str
+    number: int
+    """Counts the group's tensors from 0: they are sent in this order."""
     request: FetchRequest
-
-
-class Chunk(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """One tensor: all layers of `count` blocks, positions ascending from `first`, of a segment that ends at `end`.
-
-    Positions are relative to the request's, as they are in frames.
-    """
-
-    first: int
-    count: int
-    end: int
-
-
-class End(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The end of a transfer: the fetcher has received everything that was sent."""
-
-    first_token: int | None = None
-    checksums: list[int] = []
-    """`BlockPool.checksum` of each tensor. They come at the end, so that a GPU is waited for once."""
-
-
-def offered(backend: str | None) -> str | None:
-    """Return what a source offers and a fetcher wants, with the format: versions before it compare this alone."""
-    return None if backend is None else f"{backend}/{FORMAT}"
-
-
-def most_blocks(pool: BlockPool) -> int:
-    """Return how many blocks a tensor has at most."""
-    return max(1, CHUNK_BYTES[pool.device.type] // (pool.num_layers * pool.block_bytes))
+    first_layer: int
+    end_layer: int

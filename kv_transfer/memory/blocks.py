@@ -8,54 +8,59 @@ nothing else uses a block at the same time.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
-from typing import Final
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from ridgeline.kv_transfer.memory.device import DeviceMemory, OnLost
-from ridgeline.kv_transfer.memory.host import BlockMemory, ByteMatrix, HostMemory, Span, runs
-
-COPY_STEP_BYTES: Final = 8 << 20
+ByteMatrix: TypeAlias = npt.NDArray[np.uint8]
+"""One layer's blocks: uint8 [num_blocks, block_bytes]."""
 
 
 class CannotOpen(Exception):
     """Another process's pool cannot be reached from this one; the message says why."""
 
 
-class BlockPool:
-    """The blocks of one engine, with checked access to them."""
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Where the blocks of one layer lie: an address in this process, on the memory's device."""
 
-    def __init__(self, layers: BlockMemory | Sequence[ByteMatrix]) -> None:
-        """Wrap the cache's layers. Byte matrices are views into host memory: uint8 [num_blocks, block_bytes] each.
+    address: int
+    stride_bytes: int
+    """From one block to the next."""
+    num_bytes: int
+    """From the first block's begin to the last one's end."""
+
+    @classmethod
+    def of(cls, address: int, stride_bytes: int, shape: Sequence[int]) -> Span:
+        """Return the span of [num_blocks, block_bytes] from `address` on."""
+        num_blocks, block_bytes = shape
+        return cls(address, stride_bytes, stride_bytes * (num_blocks - 1) + block_bytes)
+
+
+class BlockPool(ABC):
+    """The blocks of one engine. It checks what is asked for; what a kind of memory implements gets valid ids and sizes.
+
+    `pool_of` in `device` makes one of an engine's layers.
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], device: torch.device) -> None:
+        """`shapes` are [num_blocks, block_bytes] of each layer.
 
         Raises ValueError if there is no layer, or if the layers differ in shape.
         """
-        self._memory = layers if isinstance(layers, BlockMemory) else HostMemory(layers)
-        shapes = self._memory.shapes
         if not shapes:
             raise ValueError("a block pool needs at least one layer")
         if len(set(shapes)) != 1:
             raise ValueError(f"all layers must have the same shape, not {sorted(set(shapes))}")
         self.num_layers = len(shapes)
         self.num_blocks, self.block_bytes = shapes[0]
-
-    @classmethod
-    def from_layer_tensors(cls, layers: Sequence[torch.Tensor], on_lost: OnLost = lambda _error: None) -> BlockPool:
-        """View each layer's tensor [num_blocks, ...] as bytes where it lies, without copying.
-
-        A layer may be a strided view into storage shared by all layers, as long as each of its blocks is one run of
-        bytes; the order of the inner dimensions in memory does not matter. For `on_lost` see `DeviceMemory`. Raises
-        ValueError if a block is not one run of bytes, or if a layer is neither in host memory nor on a CUDA device.
-        """
-        rows = [byte_rows(index, tensor) for index, tensor in enumerate(layers)]
-        kinds = {tensor.device.type for tensor in rows}
-        if kinds <= {"cpu"}:
-            return cls([tensor.numpy() for tensor in rows])
-        if kinds == {"cuda"}:
-            return cls(DeviceMemory(rows, on_lost=on_lost))
-        raise ValueError(f"layers are on {sorted(kinds)}: blocks must all be in host memory or all on a CUDA device")
+        self.device = device
+        """The device on which the blocks lie."""
 
     def part(self, start: int, num_bytes: int) -> BlockPool:
         """Return the same blocks narrowed to `num_bytes` of each, from `start` on: the heads of one rank. No copy.
@@ -66,7 +71,7 @@ class BlockPool:
             return self
         if start < 0 or num_bytes <= 0 or start + num_bytes > self.block_bytes:
             raise ValueError(f"bytes {start} to {start + num_bytes} are not inside a block of {self.block_bytes}")
-        return BlockPool(self._memory.part(start, num_bytes))
+        return self._part(start, num_bytes)
 
     def check_block_ids(self, block_ids: Sequence[int]) -> None:
         """Raise ValueError unless every id names a block; negative ids do not count from the end."""
@@ -83,12 +88,12 @@ class BlockPool:
         if layers.step != 1 or not 0 <= layers.start < layers.stop <= self.num_layers:
             raise ValueError(f"{layers} of {self.num_layers} layers")
 
+    @abstractmethod
     def commit(self) -> None:
         """Touch every page of the cache, so that no transfer pays for page faults. The content does not change.
 
         Call it only while nothing else writes to the cache.
         """
-        self._memory.commit()
 
     def read(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
         """Return the blocks' bytes in the order asked for.
@@ -97,7 +102,7 @@ class BlockPool:
         valid while the blocks are pinned, until this thread's next call. Raises ValueError for ids that name no block.
         """
         self.check_block_ids(block_ids)
-        return self._memory.read(layer, block_ids)
+        return self._read(layer, block_ids)
 
     def write(self, layer: int, block_ids: Sequence[int], payload: memoryview) -> None:
         """Copy `payload`, the bytes of these distinct blocks in order, into the pool; change nothing else.
@@ -107,21 +112,15 @@ class BlockPool:
         self.check_block_ids(block_ids)
         if payload.nbytes != len(block_ids) * self.block_bytes:
             raise ValueError(f"{payload.nbytes} bytes do not fill {len(block_ids)} blocks of {self.block_bytes}")
-        source = np.frombuffer(payload, dtype=np.uint8).reshape(len(block_ids), self.block_bytes)
-        self._memory.write(layer, block_ids, source)
+        self._write(layer, block_ids, np.frombuffer(payload, dtype=np.uint8).reshape(len(block_ids), self.block_bytes))
 
+    @abstractmethod
     def spans(self) -> list[Span]:
         """Return where each layer lies, for those that read it without this process's help."""
-        return self._memory.spans()
 
-    @property
-    def device(self) -> torch.device:
-        """The device on which the blocks lie."""
-        return self._memory.device
-
+    @abstractmethod
     def staging(self, num_layers: int, num_blocks: int) -> torch.Tensor:
         """Return an uninitialised uint8 [num_layers, num_blocks, block_bytes] on the pool's device, contiguous."""
-        return self._memory.staging(num_layers, num_blocks)
 
     def gather(self, layers: range, block_ids: Sequence[int]) -> torch.Tensor:
         """Return a finished copy of these layers' blocks, on the pool's device.
@@ -131,7 +130,7 @@ class BlockPool:
         """
         self._check_layers(layers)
         self.check_block_ids(block_ids)
-        return self._memory.gather(layers, block_ids)
+        return self._gather(layers, block_ids)
 
     def scatter(self, layers: range, block_ids: Sequence[int], blocks: torch.Tensor) -> None:
         """Copy what `gather` makes into distinct blocks of these layers; change nothing else.
@@ -143,19 +142,19 @@ class BlockPool:
         if tuple(blocks.shape) != (len(layers), len(block_ids), self.block_bytes):
             room = f"{len(layers)} layers of {len(block_ids)} blocks of {self.block_bytes} bytes"
             raise ValueError(f"{tuple(blocks.shape)} does not fill {room}")
-        self._memory.scatter(layers, block_ids, blocks)
+        self._scatter(layers, block_ids, blocks)
 
+    @abstractmethod
     def checksum(self, blocks: torch.Tensor) -> torch.Tensor:
         """Return the checksum of a contiguous tensor, a number on the pool's device: `on_host` waits for it.
 
         Equal bytes in the same kind of memory give the same sum. It detects any changed byte and any two 32-bit words
         that changed places. The tensor must not change before the sum is on the host.
         """
-        return self._memory.checksum(blocks)
 
+    @abstractmethod
     def on_host(self, checksums: Sequence[torch.Tensor]) -> list[int]:
         """Return the checksums as numbers, after one copy from the device."""
-        return self._memory.on_host(checksums)
 
     def copies_from(
         self, source: BlockPool, source_ids: Sequence[int], block_ids: Sequence[int], layers: range | None = None
@@ -163,8 +162,8 @@ class BlockPool:
         """Copy blocks from another pool that this process maps, or that this pool's device can read.
 
         The copying happens during iteration, which yields the number of bytes after each step of a few milliseconds.
-        Only these `layers` are copied, if given. In host memory each byte is copied once, unless one of the pools is
-        indexed. Raises ValueError if the pools, the ids or the layers do not match.
+        Only these `layers` are copied, if given. In host memory each byte is copied once. Raises ValueError if the
+        pools, the ids or the layers do not match.
         """
         wanted = self.layers if layers is None else layers
         self._check_layers(wanted)
@@ -174,14 +173,29 @@ class BlockPool:
             raise ValueError("the pools do not match")
         if len(source_ids) != len(block_ids):
             raise ValueError(f"{len(source_ids)} blocks for {len(block_ids)} places")
-        if not (isinstance(self._memory, HostMemory) and isinstance(source._memory, HostMemory)):
-            from_, to = DeviceMemory.over(source._memory), DeviceMemory.over(self._memory)
-            yield from to.copies_from(from_, source_ids, block_ids, wanted)
-            return
-        most = max(1, COPY_STEP_BYTES // (len(wanted) * self.block_bytes))
-        for source_first, first, count in runs(source_ids, block_ids, most):
-            self._memory.copy_from(source._memory, source_first, first, count, slice(wanted.start, wanted.stop))
-            yield count * len(wanted) * self.block_bytes
+        yield from self._copies_from(source, source_ids, block_ids, wanted)
+
+    # --- what a kind of memory implements
+
+    @abstractmethod
+    def _part(self, start: int, num_bytes: int) -> BlockPool: ...
+
+    @abstractmethod
+    def _read(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]: ...
+
+    @abstractmethod
+    def _write(self, layer: int, block_ids: Sequence[int], source: ByteMatrix) -> None: ...
+
+    @abstractmethod
+    def _gather(self, layers: range, block_ids: Sequence[int]) -> torch.Tensor: ...
+
+    @abstractmethod
+    def _scatter(self, layers: range, block_ids: Sequence[int], source: torch.Tensor) -> None: ...
+
+    @abstractmethod
+    def _copies_from(
+        self, source: Any, source_ids: Sequence[int], block_ids: Sequence[int], layers: range
+    ) -> Generator[int, None, None]: ...
 
 
 def byte_rows(index: int, tensor: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,8 @@ import numpy as np
 import torch
 
 from ridgeline.kv_transfer.memory import rows
-from ridgeline.kv_transfer.memory.host import BlockMemory, ByteMatrix, HostMemory, Span
+from ridgeline.kv_transfer.memory.blocks import BlockPool, ByteMatrix, Span, byte_rows
+from ridgeline.kv_transfer.memory.host import HostMemory
 from ridgeline.kv_transfer.memory.rows import Layers, Rows, dense
 
 STREAMS: Final = 4
@@ -40,6 +41,22 @@ to be woken takes about as long."""
 
 
 OnLost = Callable[[BaseException], object]
+
+
+def pool_of(layers: Sequence[torch.Tensor], on_lost: OnLost = lambda _error: None) -> BlockPool:
+    """View each layer's tensor [num_blocks, ...] as bytes where it lies, without copying.
+
+    A layer may be a strided view into storage shared by all layers, as long as each of its blocks is one run of bytes;
+    the order of the inner dimensions in memory does not matter. For `on_lost` see `DeviceMemory`. Raises ValueError if
+    a block is not one run of bytes, or if a layer is neither in host memory nor on a CUDA device.
+    """
+    rows = [byte_rows(index, tensor) for index, tensor in enumerate(layers)]
+    kinds = {tensor.device.type for tensor in rows}
+    if kinds <= {"cpu"}:
+        return HostMemory([tensor.numpy() for tensor in rows])
+    if kinds == {"cuda"}:
+        return DeviceMemory(rows, on_lost=on_lost)
+    raise ValueError(f"layers are on {sorted(kinds)}: blocks must all be in host memory or all on a CUDA device")
 
 
 def works(device: torch.device) -> bool:
@@ -73,7 +90,7 @@ class Streams:
             return self._made[number]
 
 
-class DeviceMemory(BlockMemory):
+class DeviceMemory(BlockPool):
     """`layers[i]` is uint8 [num_blocks, block_bytes], a view into the cache on one device; blocks may be strided."""
 
     def __init__(
@@ -86,34 +103,25 @@ class DeviceMemory(BlockMemory):
         devices = {layer.device for layer in layers}
         if len(devices) != 1:
             raise ValueError(f"all layers must be on one device, not on {sorted(map(str, devices))}")
+        super().__init__([tuple(layer.shape) for layer in layers], layers[0].device)
         self._layers = Layers(layers)
-        self.shapes = tuple(tuple(layer.shape) for layer in layers)
-        self.device = layers[0].device
         self._lanes = threading.local()
         self._streams = Streams(self.device)
         self._may_use_kernel = may_use_kernel
         self._on_lost = on_lost
 
-    @classmethod
-    def over(cls, memory: BlockMemory) -> DeviceMemory:
-        """Return this memory as one whose blocks are copied by index; of host memory, a view without a copy."""
-        if isinstance(memory, HostMemory):
-            return cls([torch.from_numpy(rows) for rows in memory.layers])
-        assert isinstance(memory, DeviceMemory)
-        return memory
-
-    def copies_from(
-        self, source: DeviceMemory, source_ids: Sequence[int], block_ids: Sequence[int], layers: range
+    def _copies_from(
+        self, source: Any, source_ids: Sequence[int], block_ids: Sequence[int], layers: range
     ) -> Generator[int, None, None]:
-        """Copy these layers of blocks from memory that this device can read, see `BlockPool.copies_from`.
+        """Copy from memory that this device can read.
 
         What was yielded has arrived. However this ends, nothing that it began still writes then.
         """
-        if source.device != self.device:
+        if not isinstance(source, DeviceMemory) or source.device != self.device:
             raise ValueError(f"blocks on {source.device} were not opened on {self.device}")
         if not block_ids:
             return
-        layer_bytes = len(layers) * self.shapes[0][1]
+        layer_bytes = len(layers) * self.block_bytes
         lane = self._lane()
         under_way: deque[tuple[Mark, int]] = deque()
         with lane.watched():
@@ -139,31 +147,31 @@ class DeviceMemory(BlockMemory):
     def _copy(self, source: Rows, target: Rows) -> rows.RowCopy:
         return rows.prepare(source, target, may_use_kernel=self._may_use_kernel)
 
-    def read(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
+    def _read(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
         lane = self._lane()
         with lane.running():
-            on_device, on_host = lane.buffers(len(block_ids), self.shapes[0][1])
+            on_device, on_host = lane.buffers(len(block_ids), self.block_bytes)
             self._copy(self._rows(range(layer, layer + 1), block_ids), dense(on_device[None])).queue()
             on_host.copy_(on_device, non_blocking=True)
         blocks: ByteMatrix = on_host.numpy()
         return [memoryview(block) for block in blocks]
 
-    def write(self, layer: int, block_ids: Sequence[int], source: ByteMatrix) -> None:
+    def _write(self, layer: int, block_ids: Sequence[int], source: ByteMatrix) -> None:
         lane = self._lane()
         with lane.running():
-            on_device, on_host = lane.buffers(len(block_ids), self.shapes[0][1])
+            on_device, on_host = lane.buffers(len(block_ids), self.block_bytes)
             np.copyto(on_host.numpy(), source)
             on_device.copy_(on_host, non_blocking=True)
             self._copy(dense(on_device[None]), self._rows(range(layer, layer + 1), block_ids)).queue()
 
-    def gather(self, layers: range, block_ids: Sequence[int]) -> torch.Tensor:
+    def _gather(self, layers: range, block_ids: Sequence[int]) -> torch.Tensor:
         lane = self._lane()
         with lane.running():
-            blocks = lane.tensor(len(layers), len(block_ids), self.shapes[0][1])
+            blocks = lane.tensor(len(layers), len(block_ids), self.block_bytes)
             self._copy(self._rows(layers, block_ids), dense(blocks)).queue()
             return blocks
 
-    def scatter(self, layers: range, block_ids: Sequence[int], source: torch.Tensor) -> None:
+    def _scatter(self, layers: range, block_ids: Sequence[int], source: torch.Tensor) -> None:
         lane = self._lane()
         with lane.running():
             self._copy(dense(source), self._rows(layers, block_ids)).queue()
@@ -171,7 +179,7 @@ class DeviceMemory(BlockMemory):
     def staging(self, num_layers: int, num_blocks: int) -> torch.Tensor:
         lane = self._lane()
         with lane.running():
-            return lane.tensor(num_layers, num_blocks, self.shapes[0][1])
+            return lane.tensor(num_layers, num_blocks, self.block_bytes)
 
     def checksum(self, blocks: torch.Tensor) -> torch.Tensor:
         with self._lane().selected():
@@ -181,7 +189,7 @@ class DeviceMemory(BlockMemory):
         with self._lane().selected():
             return torch.stack([*checksums]).tolist() if checksums else []
 
-    def part(self, start: int, num_bytes: int) -> DeviceMemory:
+    def _part(self, start: int, num_bytes: int) -> DeviceMemory:
         narrowed = DeviceMemory(
             [layer[:, start : start + num_bytes] for layer in self._layers.tensors],
             may_use_kernel=self._may_use_kernel,

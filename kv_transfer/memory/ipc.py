@@ -11,53 +11,32 @@ functions that its own sharing of tensors uses. Three things differ from memory 
   bytes are exported beside the cache, and opening fails unless these are what the peer reads.
 
 Memory of a virtual address range (expandable segments) or of another allocator may have no handle; `export` says so.
-
-Host memory stands in for a GPU's in tests and measurements: its handle is a descriptor, see `shared`, and all else is
-the same code, without streams.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-import warnings
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 from weakref import WeakValueDictionary
 
 import msgspec
 import torch
 
 from ridgeline.contracts import errors
-from ridgeline.kv_transfer.memory.blocks import BlockPool, CannotOpen, byte_rows
+from ridgeline.kv_transfer.memory.blocks import CannotOpen, byte_rows
 from ridgeline.kv_transfer.memory.device import DeviceMemory
-from ridgeline.kv_transfer.memory.shared import (
-    SharedMemory,
-    SharedOffer,
-    host_identity,
-    map_memory,
-    require_inside,
-    require_same_host,
-)
+from ridgeline.kv_transfer.memory.shared import host_identity, require_inside, require_same_host
 
 PROOF_BYTES: Final = 64
-HOST: Final = "host memory"
-"""The device of an offer without a GPU."""
 
 
 class CannotExport(Exception):
     """No other process can open this cache; the message says why."""
 
 
-class HostRegion(msgspec.Struct, frozen=True, kw_only=True, tag="host"):
-    """A `SharedMemory` of the process that offers it."""
-
-    num_bytes: int
-    descriptor: int
-    inode: int
-
-
-class CudaRegion(msgspec.Struct, frozen=True, kw_only=True, tag="cuda"):
+class Region(msgspec.Struct, frozen=True, kw_only=True):
     """One allocation of torch on a GPU, as `UntypedStorage._share_cuda_` describes it."""
 
     num_bytes: int
@@ -68,9 +47,6 @@ class CudaRegion(msgspec.Struct, frozen=True, kw_only=True, tag="cuda"):
     counter_offset: int
 
 
-Region = HostRegion | CudaRegion
-
-
 class IpcOffer(msgspec.Struct, frozen=True, kw_only=True):
     """Where a pool lies, described so that another process can check each claim before it uses it."""
 
@@ -78,7 +54,7 @@ class IpcOffer(msgspec.Struct, frozen=True, kw_only=True):
     """Boot id and process namespace, see `shared.host_identity`."""
     pid: int
     device: str
-    """The GPU's UUID, or HOST."""
+    """The GPU's UUID."""
     regions: tuple[Region, ...]
     layers: tuple[tuple[int, int], ...]
     """For each layer, the index of its region and the offset of its first block in it, in bytes."""
@@ -94,10 +70,10 @@ class IpcExport:
     """This process's pool, which others can open while this object lives."""
 
     def __init__(self, offer: IpcOffer, layers: Sequence[torch.Tensor], keeps: object) -> None:
-        """Called by `export` and `export_shared`; `keeps` is what the offer's handles live as long as."""
+        """Called by `export`; `keeps` is what the offer's handles live as long as."""
         self.offer = offer
         self.layers = tuple(layers)
-        """The layers, as uint8 [num_blocks, block_bytes]; empty for host memory, which we can open ourselves."""
+        """The layers, as uint8 [num_blocks, block_bytes]."""
         self._keeps = keeps
         _exports[offer.proof] = self
 
@@ -138,28 +114,6 @@ def export(layers: Sequence[torch.Tensor]) -> IpcExport:
     return IpcExport(offer, rows, (proof, shared))
 
 
-def export_shared(shared: SharedOffer) -> IpcExport:
-    """Export a cache in shared memory in the way that one on a GPU is, for tests and measurements."""
-    secret = secrets.token_bytes(PROOF_BYTES)
-    proof = SharedMemory(PROOF_BYTES)
-    proof.tensor.view(torch.uint8).copy_(torch.tensor(list(secret), dtype=torch.uint8))
-    offer = IpcOffer(
-        host=shared.host,
-        pid=shared.pid,
-        device=HOST,
-        regions=(HostRegion(num_bytes=shared.num_bytes, descriptor=shared.descriptor, inode=shared.inode),),
-        layers=tuple((0, offset) for offset in shared.layer_offsets_bytes),
-        num_blocks=shared.num_blocks,
-        block_bytes=shared.block_bytes,
-        block_stride_bytes=shared.block_stride_bytes,
-        proof=secret,
-        proof_region=HostRegion(
-            num_bytes=PROOF_BYTES, descriptor=proof.descriptor, inode=os.fstat(proof.descriptor).st_ino
-        ),
-    )
-    return IpcExport(offer, (), proof)
-
-
 class OpenedPool:
     """Another process's KV cache, which this process's device can read. Nothing is ever written to it."""
 
@@ -177,17 +131,15 @@ class OpenedPool:
             [(offset, offer.regions[region].num_bytes) for region, offset in offer.layers],
         )
         require_access(offer.device, device)
-        if offer.pid == os.getpid() and device.type == "cuda":
+        if offer.pid == os.getpid():
             self.pool = _own_pool(offer)
             return
-        proof = _open(offer.proof_region, offer.pid, device)
-        if bytes(BlockPool(DeviceMemory([proof[None]])).read(0, [0])[0]) != offer.proof:
+        proof = _open(offer.proof_region, device)
+        if bytes(DeviceMemory([proof[None]]).read(0, [0])[0]) != offer.proof:
             raise CannotOpen("what is read of its memory is not what is there: is there an IOMMU between the GPUs?")
-        memory = [_open(region, offer.pid, device) for region in offer.regions]
+        memory = [_open(region, device) for region in offer.regions]
         shape, strides = (offer.num_blocks, offer.block_bytes), (offer.block_stride_bytes, 1)
-        self.pool = BlockPool(
-            DeviceMemory([memory[region].as_strided(shape, strides, offset) for region, offset in offer.layers])
-        )
+        self.pool = DeviceMemory([memory[region].as_strided(shape, strides, offset) for region, offset in offer.layers])
 
 
 def require_access(theirs: str, ours: torch.device) -> None:
@@ -195,20 +147,13 @@ def require_access(theirs: str, ours: torch.device) -> None:
 
     Of a GPU that this process does not see, only opening its memory tells.
     """
-    if ours.type != "cuda" or theirs == HOST:
-        if (theirs == HOST) != (ours.type == "cpu"):
-            raise CannotOpen("one of the KV caches is on a GPU and the other is not")
-        return
+    if ours.type != "cuda":
+        raise CannotOpen("one of the KV caches is on a GPU and the other is not")
     for index in range(torch.cuda.device_count()):
         if gpu_uuid(torch.device("cuda", index)) == theirs != gpu_uuid(ours):
             if not torch.cuda.can_device_access_peer(ours, index):
                 raise CannotOpen("the two GPUs cannot read each other's memory (nvidia-smi topo -p2p r)")
             return
-
-
-def is_on(theirs: str, ours: torch.device) -> bool:
-    """Return whether an offer's device is this one."""
-    return theirs == (HOST if ours.type == "cpu" else gpu_uuid(ours))
 
 
 def gpu_uuid(device: torch.device) -> str:
@@ -255,7 +200,7 @@ def _alias(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     return alias if alias.data_ptr() == storage.data_ptr() else storage
 
 
-def _share(storage: torch.UntypedStorage) -> CudaRegion:
+def _share(storage: torch.UntypedStorage) -> Region:
     """Describe memory to other processes, for as long as this storage lives.
 
     Torch counts one receiver of each share, and keeps the memory for it until it has come and gone. Here any number
@@ -264,7 +209,7 @@ def _share(storage: torch.UntypedStorage) -> CudaRegion:
     """
     _, handle, num_bytes, offset, counter, counter_offset, _, _ = storage._share_cuda_()  # type: ignore[no-untyped-call]
     torch.UntypedStorage._release_ipc_counter_cuda(counter, counter_offset)
-    return CudaRegion(
+    return Region(
         num_bytes=num_bytes,
         handle=handle,
         offset_bytes=offset,
@@ -273,13 +218,8 @@ def _share(storage: torch.UntypedStorage) -> CudaRegion:
     )
 
 
-def _open(region: Region, pid: int, device: torch.device) -> torch.Tensor:
+def _open(region: Region, device: torch.device) -> torch.Tensor:
     """Return the region's bytes as uint8 [num_bytes] on `device`."""
-    if isinstance(region, HostRegion):
-        mapped: Any = map_memory(pid, region.descriptor, region.inode, region.num_bytes)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torch says that it cannot be written, as is intended
-            return torch.frombuffer(mapped, dtype=torch.uint8)
     try:
         storage = torch.UntypedStorage._new_shared_cuda(
             device.index,
@@ -296,8 +236,8 @@ def _open(region: Region, pid: int, device: torch.device) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
-def _own_pool(offer: IpcOffer) -> BlockPool:
+def _own_pool(offer: IpcOffer) -> DeviceMemory:
     ours = _exports.get(offer.proof)
     if ours is None:
         raise CannotOpen("it is of this process, and no longer exported")
-    return BlockPool(DeviceMemory(ours.layers))
+    return DeviceMemory(ours.layers)

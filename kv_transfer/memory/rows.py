@@ -1,8 +1,8 @@
 """Rows of bytes, copied by lists of indices in all layers at once: by one kernel where Triton works, else by torch.
 
 The kernel (`row_kernel`) reads and writes each byte once, in one launch. Torch's own functions need a launch or two for
-each run of layers that is evenly spaced, and a buffer if both sides are indexed. They serve layers that are laid out in
-different ways, machines on which Triton does not work, and host memory. Which way is taken is logged at its first use.
+each layer, and a buffer if both sides are indexed. They serve layers that are laid out in different ways, machines on
+which Triton does not work, and host memory. Which way is taken is logged at its first use.
 
 All that is called here is queued on the caller's present stream, on which tables and buffers are allocated too: torch
 gives their memory to others only behind what was queued there, so nothing here waits or is kept for later.
@@ -13,9 +13,8 @@ from __future__ import annotations
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import gcd
 from typing import Final
 
@@ -50,28 +49,22 @@ class Layers:
         """From one row to the next; None if it is not the same in all layers."""
         self.unit = gcd(WIDEST_BYTES, self.row_bytes, self.stride_bytes or 1, *map(int, self.addresses))
         """The widest access, in bytes, of which all addresses and sizes are multiples."""
-        self.stack = _stacked(tensors)
-        """All as one tensor [layers, num_rows, row_bytes], if they are evenly spaced."""
-        self._tensors: tuple[torch.Tensor, ...] | None = tuple(tensors)
+        self._tensors: Sequence[torch.Tensor] | torch.Tensor = tensors
 
     @classmethod
     def dense(cls, blocks: torch.Tensor) -> Layers:
         """Return the layers of a contiguous tensor [layers, num_rows, row_bytes], without a view of each."""
         made = cls.__new__(cls)
         num_layers, num_rows, row_bytes = blocks.shape
-        made.device, made.row_bytes, made.stride_bytes, made.stack = blocks.device, row_bytes, row_bytes, blocks
+        made.device, made.row_bytes, made.stride_bytes, made._tensors = blocks.device, row_bytes, row_bytes, blocks
         made.addresses = blocks.data_ptr() + np.arange(num_layers) * (num_rows * row_bytes)
         made.unit = gcd(WIDEST_BYTES, row_bytes, blocks.data_ptr())
-        made._tensors = None
         return made
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Each layer's rows."""
-        if self._tensors is None:
-            assert self.stack is not None
-            self._tensors = self.stack.unbind()
-        return self._tensors
+        return tuple(self._tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,9 +192,8 @@ class _IndexedCopy(RowCopy):
 
     def __init__(self, source: Rows, target: Rows) -> None:
         device = source.layers.device
-        self._pairs = list(_pairs(source, target))
-        self._within = bool(_storages(source) & _storages(target))  # torch does not copy from a tensor into itself
-        self._source_ids = source.ids
+        layers = zip(source.layers.tensors[source.which], target.layers.tensors[target.which], strict=True)
+        self._pairs = [_in_words(*pair) for pair in layers]
         self._from, self._to = (
             None if rows.ids is None else torch.tensor(rows.ids, dtype=torch.int64, device=device)
             for rows in (source, target)
@@ -211,29 +203,10 @@ class _IndexedCopy(RowCopy):
         for from_, to in self._pairs:
             if self._to is None:
                 assert self._from is not None
-                torch.index_select(from_, 1, self._from[piece], out=to[:, piece])
+                torch.index_select(from_, 0, self._from[piece], out=to[piece])
             else:
-                to.index_copy_(1, self._to[piece], self._chosen(from_, piece))
-
-    def _chosen(self, from_: torch.Tensor, piece: slice) -> torch.Tensor:
-        if self._from is None or self._source_ids is None:
-            return from_[:, piece]
-        run = None if self._within else _run_of(self._source_ids[piece])
-        return from_.index_select(1, self._from[piece]) if run is None else from_[:, run]
-
-
-def _storages(rows: Rows) -> set[int]:
-    return {tensor.untyped_storage().data_ptr() for tensor in rows.layers.tensors}
-
-
-def _pairs(source: Rows, target: Rows) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield (source, target) as [layers, num_rows, row bytes or words]: one pair if both are evenly spaced."""
-    from_, to = source.layers, target.layers
-    if from_.stack is not None and to.stack is not None:
-        yield _in_words(from_.stack[source.which], to.stack[target.which])
-        return
-    for there, here in zip(from_.tensors[source.which], to.tensors[target.which], strict=True):
-        yield _in_words(there[None], here[None])
+                chosen = from_[piece] if self._from is None else from_.index_select(0, self._from[piece])
+                to.index_copy_(0, self._to[piece], chosen)
 
 
 def _in_words(*matrices: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -245,19 +218,3 @@ def _in_words(*matrices: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if matrix.storage_offset() % WORD_BYTES or matrix.data_ptr() % WORD_BYTES:
             return matrices
     return tuple(matrix.view(torch.int64) for matrix in matrices)
-
-
-def _run_of(ids: Sequence[int]) -> slice | None:
-    """Return the slice of these rows if each follows the one before, so that they need no gathering; else None."""
-    first = ids[0]
-    return slice(first, first + len(ids)) if list(ids) == list(range(first, first + len(ids))) else None
-
-
-def _stacked(layers: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """View layers that are alike and evenly spaced in one storage as [layers, num_rows, row_bytes]; else None."""
-    distances = {after.storage_offset() - before.storage_offset() for before, after in pairwise(layers)}
-    alike = {(layer.untyped_storage().data_ptr(), layer.shape, layer.stride()) for layer in layers}
-    if len(distances) != 1 or len(alike) != 1 or min(distances) <= 0:
-        return None
-    first = layers[0]
-    return first.as_strided((len(layers), *first.shape), (*distances, *first.stride()))

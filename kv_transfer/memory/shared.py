@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ridgeline.kv_transfer.memory.blocks import BlockPool, CannotOpen, byte_rows
+from ridgeline.kv_transfer.memory.blocks import CannotOpen, byte_rows
 from ridgeline.kv_transfer.memory.host import HostMemory
 
 SMALLEST_BYTES: Final = 1 << 20
@@ -149,7 +149,7 @@ class MappedPool:
             [(offset, offer.num_bytes) for offset in offer.layer_offsets_bytes],
         )
         self._map = map_memory(offer.pid, offer.descriptor, offer.inode, offer.num_bytes)
-        self.pool = BlockPool(HostMemory([self._rows(offer, offset) for offset in offer.layer_offsets_bytes]))
+        self.pool = HostMemory([self._rows(offer, offset) for offset in offer.layer_offsets_bytes])
 
     def _rows(self, offer: SharedOffer, offset: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         return np.ndarray(

@@ -5,8 +5,7 @@ picks it, and nothing of NIXL is loaded unless it is configured.
 
 library.py  finds and loads NIXL, which is optional
 agent.py    a NIXL agent, as both ends use it
-offer.py    what a source tells its readers, and where blocks lie
-source.py   the end that is read from
+source.py   the end that is read from: what it tells its readers, and where blocks lie
 staging.py  where reads land
 puller.py   the end that reads
 """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import suppress
 from typing import Any, Final
 
@@ -17,13 +17,13 @@ import msgspec
 
 from ridgeline.contracts import errors
 from ridgeline.contracts.handoff import new_handoff_id
-from ridgeline.decode_worker.kv_fetch.pinned import Copy, PinnedPuller, Readable
+from ridgeline.decode_worker.kv_fetch.pinned import Copy, PinnedPuller, Readable, pieces
 from ridgeline.kv_transfer.control import GrpcControl
 from ridgeline.kv_transfer.interfaces import Pull
 from ridgeline.kv_transfer.memory.blocks import BlockPool
 from ridgeline.kv_transfer.nixl.agent import Agent, Read
 from ridgeline.kv_transfer.nixl.library import NixlFailed
-from ridgeline.kv_transfer.nixl.offer import BlockAddresses, NixlOffer
+from ridgeline.kv_transfer.nixl.source import BlockAddresses, NixlOffer
 from ridgeline.kv_transfer.nixl.staging import PIECE_BYTES, Room, Staging
 
 STALLED_S: Final = 5.0
@@ -73,7 +73,7 @@ class NixlPuller(PinnedPuller[Remote]):
         return lambda readable: self._copy(readable, opened, part, pull)
 
     def _copy(self, readable: Readable, source: Remote, part: BlockAddresses, pull: Pull) -> Generator[int, None, None]:
-        for piece in pieces(readable, pull.pool.block_bytes):
+        for piece in pieces(readable, pull.pool.block_bytes, PIECE_BYTES):
             yield self._move(piece, source, part, pull)
 
     def _move(self, piece: Readable, source: Remote, part: BlockAddresses, pull: Pull) -> int:
@@ -119,17 +119,3 @@ def _place(piece: Readable, room: Room, pool: BlockPool) -> int:
     landed = room.memory[: math.prod(shape)]
     pool.scatter(piece.layers, piece.target_ids, landed.view(shape))
     return landed.nbytes
-
-
-def pieces(readable: Readable, block_bytes: int, most_bytes: int = PIECE_BYTES) -> Iterator[Readable]:
-    """Cut what is readable into pieces of at most `most_bytes`, or of one block: whole layers, or parts of one."""
-    source_ids, target_ids, layers = readable.source_ids, readable.target_ids, readable.layers
-    if not source_ids:
-        return
-    most_layers = most_bytes // (len(source_ids) * block_bytes)
-    most_blocks = len(source_ids) if most_layers else max(1, most_bytes // block_bytes)
-    for first in range(layers.start, layers.stop, max(1, most_layers)):
-        some = range(first, min(first + max(1, most_layers), layers.stop))
-        for start in range(0, len(source_ids), most_blocks):
-            blocks = slice(start, start + most_blocks)
-            yield Readable(source_ids[blocks], target_ids[blocks], some)

@@ -3,5 +3,4 @@
 lease.py         which blocks are leased, and until when
 block_server.py  answers a request, for every kind of source
 grpc_source.py   serves blocks over gRPC
-journal.py       the history of recent hand-offs
 """

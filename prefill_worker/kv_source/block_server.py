@@ -90,6 +90,17 @@ class BlockRead:
                 yield Segment(sent - first, rest, False, None, lambda layer: self._wait_layer(layer, wanted))
                 sent = stop
 
+    def block_ids(self) -> tuple[int, ...]:
+        """Return the blocks asked for, of which the running step may still compute some layers.
+
+        Raises TransferFailed(`bad_request`) if there are fewer.
+        """
+        first, stop = self._request.first_block, self._request.first_block + self._request.num_blocks
+        known = self._lease.all_block_ids or self._lease.blocks.block_ids
+        if len(known) < stop:
+            raise errors.TransferFailed(errors.BAD_REQUEST, f"blocks {first} to {stop} of {len(known)}")
+        return known[first:stop]
+
     def _wait_layer(self, layer: int, wanted: Wanted) -> None:
         while not self._leases.wait_layer(self._lease, layer, _WAIT_SLICE_S):
             if not wanted():
@@ -132,10 +143,13 @@ class BlockServer:
             self._bytes_sent_total += num_bytes
 
     @contextmanager
-    def read(self, request: FetchRequest, wanted: Wanted = lambda: True) -> Iterator[BlockRead]:
+    def read(
+        self, request: FetchRequest, wanted: Wanted = lambda: True, *, pinned: bool = False
+    ) -> Iterator[BlockRead]:
         """Check the request, wait until the hand-off is published, and pin it while the block runs.
 
-        Raises a HandoffError that says what is wrong with the request or the hand-off.
+        One that is `pinned` its reader holds by another call. Raises a HandoffError that says what is wrong with the
+        request or the hand-off.
         """
         mismatch = explain_mismatch(self._cache.layout, request.layout)
         if mismatch is not None:
@@ -146,8 +160,9 @@ class BlockServer:
             raise errors.TransferFailed(errors.BAD_REQUEST, str(error)) from error
         if request.first_block < 0 or request.num_blocks < 0:
             raise errors.TransferFailed(errors.BAD_REQUEST, f"{request.num_blocks} blocks from {request.first_block}")
-        self._wait_published(request.handoff_id, wanted)
-        with self._cache.leases.reading(request.handoff_id) as lease:
+        if not pinned:
+            self._wait_published(request.handoff_id, wanted)
+        with self._cache.leases.reading(request.handoff_id, again=pinned) as lease:
             yield BlockRead(request, self._cache.leases, lease, pool)
 
     def frames(self, request: FetchRequest, wanted: Wanted = lambda: True) -> Generator[bytes, None, int | None]:

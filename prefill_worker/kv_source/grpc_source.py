@@ -11,7 +11,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, ClassVar, Final, TypeVar
 
 import grpc
@@ -35,8 +35,6 @@ CONTROL_THREADS: Final = 4
 """Threads that fetches never occupy, so that renewals and releases get through."""
 
 Parsed = TypeVar("Parsed")
-FetchSlot = Callable[[grpc.ServicerContext], AbstractContextManager[None]]
-"""Reserves one stream while the block runs; a HandoffError inside becomes the call's status."""
 
 _decode_request: Final = msgspec.msgpack.Decoder(FetchRequest).decode
 _decode_id: Final = msgspec.msgpack.Decoder(HandoffId).decode
@@ -57,7 +55,7 @@ class SourceExtension(ABC):
         """Return what its pullers need to know; None if it does not work here."""
 
     @abstractmethod
-    def handlers(self, server: BlockServer, slot: FetchSlot) -> Mapping[str, grpc.RpcMethodHandler]:
+    def handlers(self, server: BlockServer) -> Mapping[str, grpc.RpcMethodHandler]:
         """Return its methods by name."""
 
     @abstractmethod
@@ -121,7 +119,7 @@ class GrpcKvSource:
             grpc_methods.DESCRIBE: grpc.unary_unary_rpc_method_handler(self._describe),
         }
         for extension in self._extensions:
-            handlers.update(extension.handlers(self.server, self._slot))
+            handlers.update(extension.handlers(self.server))
         return grpc.method_handlers_generic_handler(grpc_methods.SERVICE, handlers)
 
     def _fetch(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
@@ -166,10 +164,10 @@ class GrpcKvSource:
     @contextmanager
     def _slot(self, context: grpc.ServicerContext) -> Iterator[None]:
         """Reserve room for one stream; a HandoffError inside becomes the call's status."""
-        left_s = context.time_remaining()
-        if left_s is None or left_s > LONGEST_FETCH_S:  # 0.0 is a deadline that has passed
-            sentence = f"a fetch must carry a deadline of at most {LONGEST_FETCH_S:g} s"
-            grpc_methods.abort(context, errors.TransferFailed(errors.BAD_REQUEST, sentence))
+        try:
+            limit_of(context)
+        except errors.HandoffError as error:
+            grpc_methods.abort(context, error)
         if not self._fetch_slots.acquire(blocking=False):
             grpc_methods.abort(context, errors.TransferFailed(errors.BUSY, "all fetch slots of this source are taken"))
         try:
@@ -196,6 +194,15 @@ class GrpcKvSource:
 
     def _describe(self, _message: bytes, _context: grpc.ServicerContext) -> bytes:
         return _encode(self.server.describe())
+
+
+def limit_of(context: grpc.ServicerContext) -> float:
+    """Return the seconds that a fetch has left. Raises TransferFailed(`bad_request`) unless they have a bound."""
+    left_s: float | None = context.time_remaining()
+    if left_s is None or left_s > LONGEST_FETCH_S:  # 0.0 is a deadline that has passed
+        sentence = f"a fetch must carry a deadline of at most {LONGEST_FETCH_S:g} s"
+        raise errors.TransferFailed(errors.BAD_REQUEST, sentence)
+    return left_s
 
 
 def parse(decode: Callable[[bytes], Parsed], message: bytes) -> Parsed:

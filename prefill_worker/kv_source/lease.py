@@ -25,7 +25,6 @@ from typing import Final, Literal
 
 from ridgeline.contracts import errors
 from ridgeline.contracts.handoff import shown_id
-from ridgeline.prefill_worker.kv_source.journal import HandoffJournal
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +76,40 @@ class Lease:
     final_layers: int = 0
     """How many layers of `all_block_ids` that step has computed."""
     complete_since_s: float = math.inf
+
+
+REMEMBERED_LIVES: Final = 512
+LONGEST_LIFE_EVENTS: Final = 24
+"""Events kept for one hand-off; later ones replace the last entry."""
+
+
+class HandoffJournal:
+    """The history of recent hand-offs, so that a report about one that was never released shows how it got there.
+
+    Such a hand-off costs its blocks for a lease and shows nowhere else. Each event is one entry in a short list, and
+    the lists of the newest hand-offs are kept. Stale ones are reported in a worker's status, those that expire are
+    logged. It has no lock: `LeaseTable` calls it under its own.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lives: OrderedDict[str, list[tuple[float, str]]] = OrderedDict()
+
+    def note(self, handoff_id: str, event: str) -> None:
+        """Record an event of this hand-off, with the time."""
+        life = self._lives.setdefault(handoff_id, [])
+        if len(life) >= LONGEST_LIFE_EVENTS:
+            life.pop()
+        life.append((self._clock(), event))
+        if len(self._lives) > REMEMBERED_LIVES:
+            self._lives.popitem(last=False)
+
+    def life(self, handoff_id: str) -> str:
+        """Describe the hand-off's events in one sentence, each with its seconds since the first."""
+        events = self._lives.get(handoff_id, [])
+        began_s = events[0][0] if events else self._clock()
+        entries = [f"{event} at {at_s - began_s:.3f} s" for at_s, event in events]
+        return f"hand-off {shown_id(handoff_id)}: {', '.join([*entries, f'now {self._clock() - began_s:.3f} s'])}"
 
 
 class LeaseTable:
@@ -228,12 +261,13 @@ class LeaseTable:
         return first
 
     @contextmanager
-    def reading(self, handoff_id: str) -> Iterator[Lease]:
+    def reading(self, handoff_id: str, *, again: bool = False) -> Iterator[Lease]:
         """Pin against expiry and release while the block runs. Raises LeaseExpired, UnknownHandoff or TransferFailed.
 
-        This also renews the lease, so that a reader whose connection breaks unnoticed still has that long.
+        This also renews the lease, so that a reader whose connection breaks unnoticed still has that long. Read `again`
+        is what a read holds open already, even if it was released since.
         """
-        lease = self._begin_read(handoff_id)
+        lease = self._begin_read(handoff_id, again)
         try:
             yield lease
         finally:
@@ -320,10 +354,10 @@ class LeaseTable:
             return errors.TransferFailed(errors.REVOKED, f"the prefill of hand-off {name} was given up")
         return errors.UnknownHandoff(errors.UNKNOWN_HANDOFF, f"no hand-off {name} is open here")
 
-    def _begin_read(self, handoff_id: str) -> Lease:
+    def _begin_read(self, handoff_id: str, again: bool) -> Lease:
         with self._changed:
             lease = self._live(handoff_id)
-            if lease is not None and not lease.released:
+            if lease is not None and (lease.active_reads if again else not lease.released):
                 lease.active_reads += 1
                 self._journal.note(handoff_id, "read")
                 lease.expires_at_s = max(lease.expires_at_s, self._clock() + lease.lease_s)

@@ -21,7 +21,8 @@ from ridgeline.contracts import errors
 from ridgeline.contracts.handoff import KvHandoff, KvLayout, new_handoff_id
 from ridgeline.decode_worker.kv_fetch.fetcher import KvFetcher
 from ridgeline.decode_worker.kv_fetch.stream import SourceStream
-from ridgeline.kv_transfer.memory.blocks import BlockPool
+from ridgeline.kv_transfer.memory.device import DeviceMemory, pool_of
+from ridgeline.kv_transfer.memory.ipc import export
 from ridgeline.kv_transfer.memory.shared import KvCacheAllocation
 from ridgeline.kv_transfer.options import TransferOptions
 from ridgeline.kv_transfer.transports import exports
@@ -59,7 +60,7 @@ def make_pool(num_blocks: int = 32, num_layers: int = NUM_LAYERS, block_bytes: i
     layers = list(tensors.numpy())
     for layer in layers:
         layer[:] = random.integers(0, 256, (num_blocks, block_bytes), dtype=np.uint8)
-    return BlockPool.from_layer_tensors(list(tensors)), allocation.offer(list(tensors)), layers
+    return pool_of(list(tensors)), allocation.offer(list(tensors)), layers
 
 
 class TransportHarness(Protocol):
@@ -89,9 +90,13 @@ class Node:
         self.layout = layout
         self.pool, shared, self.layers = make_pool(num_blocks, layout.num_layers, layout.block_bytes, seed)
         self.leases = LeaseTable()
-        self.exports = exports([torch.from_numpy(layer) for layer in self.layers], shared, "cuda-ipc")
+        tensors = [torch.from_numpy(layer) for layer in self.layers]
+        offers, _ = exports(tensors, shared, "auto")
+        if getattr(harness, "exports_as_a_gpu", False):
+            self.pool, self.exported = DeviceMemory(tensors), export(tensors)
+            offers["cuda-ipc"] = msgspec.to_builtins(self.exported.offer)
         self.source, self.fetcher = harness.make(
-            RankCache(self.pool, self.leases, layout, rank, self.exports.offers),
+            RankCache(self.pool, self.leases, layout, rank, offers),
             # No fetch ends by its deadline, but in the tests of deadlines.
             TransferOptions("127.0.0.1", port, kv_fetch_timeout_s=2 * PATIENCE_S),
         )
@@ -166,18 +171,17 @@ def slow_copies(_source: Node, target: Node) -> threading.Event:
 
 
 def slow_gathers(source: Node, _target: Node) -> threading.Event:
-    """For transports that send tensors."""
-    go_on, gather, count_sent = going_on(), source.pool.gather, source.source.server.count_sent
+    """For transports that send tensors: a fetch is under way when the first one is gathered, not when it has a pin."""
+    go_on, gather, server = going_on(), source.pool.gather, source.source.server
+    count_sent, server.count_sent = server.count_sent, lambda _num_bytes: None
 
     def slowly(layers, block_ids):
-        time.sleep(0.01 * len(layers))
+        count_sent(1)
+        go_on.wait(PATIENCE_S)
+        time.sleep(0.004)
         return gather(layers, block_ids)
 
-    def count_and_wait(num_bytes):
-        count_sent(num_bytes)
-        go_on.wait(PATIENCE_S)
-
-    source.pool.gather, source.source.server.count_sent = slowly, count_and_wait
+    source.pool.gather = slowly
     return go_on
 
 
@@ -200,7 +204,7 @@ def kept(node: Node) -> list[Any]:
     """Everything that its fetcher has open for later fetches."""
     fetcher = node.fetcher
     parts = [fetcher._pairings, getattr(fetcher._control, "_channels", {})]
-    parts += [getattr(puller, name, {}) for puller in fetcher._pullers.values() for name in ("_opened", "_pairs")]
+    parts += [getattr(puller, name, {}) for puller in fetcher._pullers.values() for name in ("_opened",)]
     return [one for part in parts for one in part]
 
 

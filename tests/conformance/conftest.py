@@ -15,5 +15,6 @@ def patient_peers() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ridgeline.kv_transfer.control.CONTROL_DEADLINE_S", PATIENCE_S)
         patch.setattr("ridgeline.kv_transfer.collective.group.FORM_S", PATIENCE_S)
+        patch.setattr("ridgeline.kv_transfer.collective.puller.STALLED_S", PATIENCE_S)
         patch.setattr("ridgeline.kv_transfer.nixl.puller.STALLED_S", PATIENCE_S)
         yield

@@ -1,7 +1,4 @@
-"""`cuda-ipc` between two processes on one device: a GPU where there is one, and host memory in its stead.
-
-On host memory, blocks are copied by torch, and by the kernel that GPUs have, interpreted.
-"""
+"""`cuda-ipc` between two processes on one GPU, where there is one."""
 
 from __future__ import annotations
 
@@ -10,8 +7,7 @@ import signal
 import threading
 import time
 import weakref
-from contextlib import closing, nullcontext
-from dataclasses import replace
+from contextlib import closing
 
 import pytest
 import torch
@@ -24,26 +20,18 @@ from ridgeline.kv_transfer.memory.device import DeviceMemory
 from ridgeline.kv_transfer.service import PairedTransport
 from tests.support.cuda import NEEDS_CUDA
 from tests.support.fetches import result_of
-from tests.support.interpreted_triton import interpreted_kernel
 from tests.support.patience import PATIENCE_S
 
-SHAPE = CacheShape(num_layers=6, num_blocks=128, block_bytes=64 << 10)
+pytestmark = NEEDS_CUDA
+SHAPE = CacheShape(num_layers=6, num_blocks=128, block_bytes=64 << 10, device="cuda:0")
 """50 MB: a whole cache takes more than one piece."""
 
 
-@pytest.fixture(scope="module", params=["cpu", "cpu, by the kernel", pytest.param("cuda:0", marks=NEEDS_CUDA)])
-def device(request):
-    device, _, way = request.param.partition(", ")
-    with interpreted_kernel(piece=SHAPE.block_bytes // 8) if way else nullcontext():
-        yield device
-
-
 @pytest.fixture(scope="module")
-def ends(device):
+def ends():
     """(source process, what is in its cache, our cache, our service)."""
-    shape = replace(SHAPE, device=device)
-    cache, theirs = Cache(shape), Cache(shape, SOURCE_SEED).layers.cpu()
-    with SourceProcess(shape, ["cuda-ipc"], core=None) as source:
+    cache, theirs = Cache(SHAPE), Cache(SHAPE, SOURCE_SEED).layers.cpu()
+    with SourceProcess(SHAPE, ["cuda-ipc"], core=None) as source:
         source.start()
         service = cache.service("cuda-ipc", kv_fetch_timeout_s=2 * PATIENCE_S)
         service.start()
@@ -53,10 +41,9 @@ def ends(device):
             service.close()
 
 
-def test_the_memory_of_a_source_that_was_killed_is_dropped_though_nothing_is_fetched(device):
-    shape = replace(SHAPE, device=device)
-    cache = Cache(shape)
-    with SourceProcess(shape, ["cuda-ipc"], core=None) as source, closing(cache.service("cuda-ipc")) as service:
+def test_the_memory_of_a_source_that_was_killed_is_dropped_though_nothing_is_fetched():
+    cache = Cache(SHAPE)
+    with SourceProcess(SHAPE, ["cuda-ipc"], core=None) as source, closing(cache.service("cuda-ipc")) as service:
         source.start()
         service.start()
         address = source.addresses["cuda-ipc"]
@@ -148,7 +135,7 @@ def test_auto_picks_it_for_two_engines_on_one_gpu(ends):
         paired = service.pair([address]).result(PATIENCE_S)[address]
     finally:
         service.close()
-    assert paired == PairedTransport("shm" if cache.layers.device.type == "cpu" else "cuda-ipc", "")
+    assert paired == PairedTransport("cuda-ipc", "")
 
 
 def test_a_hand_off_within_one_process_copies_between_its_own_blocks(ends):

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from ridgeline.contracts import errors
-from ridgeline.contracts.handoff import KvHandoff, new_handoff_id
 from ridgeline.kv_transfer.faults import FaultPlan, FaultyPuller
 from ridgeline.kv_transfer.options import TransferOptions
 from ridgeline.kv_transfer.service import RankLayers, TransferService
 from ridgeline.kv_transfer.transports import make_transport
 from tests.conformance.check_transport import LONG, Node, eventually, make_layout, make_pool, slow_copies, slow_frames
 from tests.support.patience import PATIENCE_S
+from tests.support.samples import handoff_at
 
 LEASE_S = 2 * PATIENCE_S
 """None ends by itself."""
@@ -227,15 +227,7 @@ def test_a_service_with_faults_completes_every_fetch_once_and_every_lease_ends(t
 
 
 def _offer(service, request_id, block_ids):
-    handoff = KvHandoff(
-        handoff_id=new_handoff_id(),
-        addresses=(service.address,),
-        num_blocks=len(block_ids),
-        num_tokens=4 * len(block_ids),
-        compatibility_hash="",
-        lease_s=LEASE_S,
-        num_bytes=0,
-    )
+    handoff = handoff_at(service.address, len(block_ids), lease_s=LEASE_S)
     service.publish(request_id, handoff.handoff_id, block_ids, handoff.num_tokens)
     return handoff
 
@@ -267,28 +259,24 @@ def test_a_plan_is_read_from_a_setting():
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
+    ("text", "named"),
     [
-        ("drop", "drop: Input should be a valid number"),
-        (
-            "dorp=0.1",
-            "dorp: Unexpected keyword argument. Write it as drop=0.05,delay=0.2 with some of seed, delay, drop",
-        ),
-        ("drop=often", "drop: Input should be a valid number"),
-        ("seed=0.5", "seed: Input should be a valid integer"),
-        ("drop=1.5", "drop: Input should be less than or equal to 1"),
-        ("cut=-0.1", "cut: Input should be greater than or equal to 0"),
-        ("cut=nan", "cut: Input should be "),
-        ("cut=0.6,drop=0.6", "add up to 1.2: lower them to 1 or less in all"),
-        ("drop=0.1,drop=0.2", "a name is given twice in 'drop=0.1,drop=0.2': leave one out"),
-        ("longest_drop_s=-1", "longest_drop_s: Input should be greater than or equal to 0"),
-        ("longest_delay_s=inf", "longest_delay_s: Input should be a finite number"),
+        ("drop", "drop"),
+        ("dorp=0.1", "dorp"),
+        ("drop=often", "drop"),
+        ("seed=0.5", "seed"),
+        ("drop=1.5", "drop"),
+        ("cut=-0.1", "cut"),
+        ("cut=nan", "cut"),
+        ("cut=0.6,drop=0.6", "add up to 1.2"),
+        ("drop=0.1,drop=0.2", "twice"),
+        ("longest_drop_s=-1", "longest_drop_s"),
+        ("longest_delay_s=inf", "longest_delay_s"),
     ],
 )
-def test_a_bad_plan_is_refused_with_a_sentence(text, sentence):
-    with pytest.raises(ValueError, match="fault plan: ") as refused:
+def test_a_bad_plan_is_refused_by_name(text, named):
+    with pytest.raises(ValueError, match=f"fault plan: .*{named}"):
         FaultPlan.parse(text)
-    assert sentence in str(refused.value)
 
 
 def test_without_a_plan_nothing_is_wrapped():

@@ -11,11 +11,10 @@ import torch
 
 from ridgeline.contracts import errors
 from ridgeline.kv_transfer.measure import Cache, CacheShape, SourceProcess
-from ridgeline.kv_transfer.memory.blocks import BlockPool
+from ridgeline.kv_transfer.memory.device import pool_of
 from ridgeline.kv_transfer.nixl.agent import Agent, descriptors
 from ridgeline.kv_transfer.nixl.library import NixlFailed
-from ridgeline.kv_transfer.nixl.offer import NixlOffer
-from ridgeline.kv_transfer.nixl.source import NixlSource
+from ridgeline.kv_transfer.nixl.source import NixlOffer, NixlSource
 from ridgeline.kv_transfer.nixl.staging import Staging
 from tests.support.fetches import begin, result_of
 from tests.support.nixl import needs_nixl
@@ -151,7 +150,7 @@ def test_metadata_that_is_none_is_a_sentence():
 
 
 def test_a_peer_is_left_when_all_who_met_it_have_parted():
-    source = NixlSource(BlockPool.from_layer_tensors([torch.zeros(4, 32, dtype=torch.uint8)]))
+    source = NixlSource(pool_of([torch.zeros(4, 32, dtype=torch.uint8)]))
     agent, metadata = Agent("reader", CPU, answers=False), source.offer()["metadata"]
     first, second = agent.meet(metadata), agent.meet(metadata)
     assert first == second

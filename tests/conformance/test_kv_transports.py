@@ -11,7 +11,7 @@ import pytest
 from ridgeline.contracts import errors
 from ridgeline.decode_worker.kv_fetch.threads import MAX_CONCURRENT_FETCHES
 from ridgeline.kv_transfer.collective.group import PairGroup
-from ridgeline.kv_transfer.collective.wire import WINDOW_CHUNKS
+from ridgeline.kv_transfer.collective.wire import TENSOR_BYTES, WINDOW
 from ridgeline.kv_transfer.transports import make_transport
 from tests.conformance.check_transport import (
     LONG,
@@ -20,13 +20,13 @@ from tests.conformance.check_transport import (
     LayerConformance,
     TransportConformance,
     eventually,
-    make_layout,
     slow_copies,
     slow_frames,
     slow_gathers,
     slow_pieces,
 )
 from tests.support.certificates import Authority
+from tests.support.cuda_handles import made_up_handles
 from tests.support.nixl import needs_nixl
 from tests.support.patience import PATIENCE_S
 
@@ -93,10 +93,13 @@ class TestCudaIpc(FollowingConformance, LayerConformance, TransportConformance):
 
     @pytest.fixture
     def harness(self):
-        return Harness("cuda-ipc", slow_copies)
+        harness = Harness("cuda-ipc", slow_copies)
+        harness.exports_as_a_gpu = True
+        with made_up_handles():
+            yield harness
 
 
-class TestCollective(TransportConformance):
+class TestCollective(FollowingConformance, LayerConformance, TransportConformance):
     """Over gloo: the pool is in host memory."""
 
     @pytest.fixture
@@ -104,89 +107,67 @@ class TestCollective(TransportConformance):
         return Harness("collective", slow_gathers)
 
     @pytest.fixture(autouse=True)
-    def a_tensor_for_each_block(self, monkeypatch):
-        monkeypatch.setattr("ridgeline.kv_transfer.collective.wire.CHUNK_BYTES", {"cpu": 1})
+    def a_tensor_for_each_block_of_each_layer(self, monkeypatch):
+        monkeypatch.setitem(TENSOR_BYTES, "cpu", 1)
 
-    @pytest.mark.parametrize("position", [0, 7, 96, -1])
-    @pytest.mark.parametrize("damaged_chunk", [0, 1])
-    async def test_a_byte_that_changes_on_the_way_is_noticed_and_the_group_survives(
-        self, harness, position, damaged_chunk
-    ):
+    @pytest.mark.parametrize("position", [0, 7, -1])
+    @pytest.mark.parametrize("damaged", [0, 1])
+    async def test_a_byte_that_changes_on_the_way_is_noticed(self, harness, position, damaged):
         async with self.nodes(harness) as (prefill, decode):
-            ids = [1, 2]
             before = [layer.copy() for layer in decode.layers]
-            real, chunks = prefill.pool.checksum, []
+            real, sums = prefill.pool.checksum, []
 
             def damaging(blocks):
                 checksum = real(blocks)
-                if len(chunks) == damaged_chunk:
+                if len(sums) == damaged:
                     blocks.view(-1)[position] ^= 0x10
-                chunks.append(checksum)
+                sums.append(checksum)
                 return checksum
 
             prefill.pool.checksum = damaging
-            handoff = prefill.publish(ids)
+            handoff = prefill.publish([1, 2])
             result = await decode.fetcher.fetch(handoff, 0, [8, 3], decode.pool)
             assert (result.outcome, result.reason) == ("failed", errors.CORRUPTED), result
             untouched = [block for block in range(32) if block not in (8, 3)]
             for layer, seen in zip(decode.layers, before, strict=True):
                 np.testing.assert_array_equal(layer[untouched], seen[untouched])
-            group = self.group(decode, prefill)
-            assert await self._fetch_ok(prefill, decode, handoff, ids)
-            assert self.group(decode, prefill) is group
-
-    async def test_a_chunk_that_is_not_due_is_refused(self, harness, monkeypatch):
-        from ridgeline.kv_transfer.collective import source
-
-        real = source._chunks
-        monkeypatch.setattr(source, "_chunks", lambda *args: list(real(*args))[::-1])
-        async with self.nodes(harness) as (prefill, decode):
-            before = [layer.copy() for layer in decode.layers]
-            handoff = prefill.publish([1, 2])
-            result = await decode.fetcher.fetch(handoff, 0, [8, 3], decode.pool)
-            assert (result.outcome, result.reason) == ("failed", errors.CORRUPTED), result
-            np.testing.assert_array_equal(decode.layers, before)
-            monkeypatch.setattr(source, "_chunks", real)
             assert await self._fetch_ok(prefill, decode, handoff, [1, 2])
 
     async def test_a_slow_reader_holds_the_source_back(self, harness):
-        layout = make_layout(num_layers=48, block_bytes=1 << 18)
-        ids = list(range(12))
-        async with self.nodes(harness, (layout, layout), num_blocks=len(ids)) as (prefill, decode):
-            gate, scatter = threading.Event(), decode.pool.scatter
+        async with self.nodes(harness, (LONG, LONG)) as (prefill, decode):
+            gate, scatter, gather, gathered = threading.Event(), decode.pool.scatter, prefill.pool.gather, []
 
             def slow_scatter(*args):
                 gate.wait(PATIENCE_S)
                 scatter(*args)
 
             decode.pool.scatter = slow_scatter
-            task = asyncio.create_task(decode.fetcher.fetch(prefill.publish(ids), 0, ids, decode.pool))
-            await eventually(lambda: prefill.source.bytes_sent_total > 0)
+            prefill.pool.gather = lambda *args: gathered.append(args) or gather(*args)
+            task = asyncio.create_task(decode.fetcher.fetch(prefill.publish([1]), 0, [1], decode.pool))
+            await eventually(lambda: gathered)
             await asyncio.sleep(0.3)
-            ahead_bytes = prefill.source.bytes_sent_total
+            ahead = len(gathered)
             gate.set()
             assert (await task).outcome == "ok"
-            most_bytes = (1 + WINDOW_CHUNKS) * layout.num_layers * layout.block_bytes
-            assert ahead_bytes <= most_bytes, f"{ahead_bytes >> 20} of 144 MiB left the source though nothing was read"
+            assert ahead <= 1 + WINDOW, f"{ahead} of 40 tensors were gathered though nothing was read"
 
     async def test_after_a_fetch_that_was_cancelled_the_next_one_forms_a_new_group(self, harness):
         async with self.nodes(harness, (LONG, LONG)) as (prefill, decode):
             go_on = harness.slow_down(prefill, decode)
-            handoff = prefill.publish([1, 2, 3])
-            groups = []
+            handoff, groups = prefill.publish([1, 2, 3]), set()
             for _ in range(4):
                 go_on.clear()
-                sent_before = prefill.source.bytes_sent_total
                 task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, [4, 5, 6], decode.pool))
-                await eventually(lambda before=sent_before: prefill.source.bytes_sent_total > before)
-                groups.append(self.group(decode, prefill))
+                await eventually(lambda: self.served(prefill))
+                groups.update(self.served(prefill))
                 task.cancel()
                 go_on.set()
                 with pytest.raises(asyncio.CancelledError):
                     await task
+                await eventually(lambda: not self.served(prefill))
             assert await self._fetch_ok(prefill, decode, handoff, [1, 2, 3])
-            assert len(set(groups)) == 4
-            await eventually(lambda: len(self.served(prefill)) == 1)
+            assert len(groups) == 4
+            assert len(self.served(prefill)) == 1
 
     async def test_a_fetch_that_waits_its_turn_can_be_cancelled_at_once(self, harness):
         async with self.nodes(harness, (LONG, LONG)) as (prefill, decode):
@@ -194,7 +175,7 @@ class TestCollective(TransportConformance):
             go_on.clear()
             first, second = prefill.publish([1, 2, 3], "a"), prefill.publish([7, 8, 9], "b")
             running = asyncio.create_task(decode.fetcher.fetch(first, 0, [4, 5, 6], decode.pool))
-            await eventually(lambda: prefill.source.bytes_sent_total > 0)
+            await eventually(lambda: self.served(prefill))
             waiting = asyncio.create_task(decode.fetcher.fetch(second, 0, [7, 8, 9], decode.pool))
             await asyncio.sleep(0.02)
             waiting.cancel()
@@ -211,16 +192,28 @@ class TestCollective(TransportConformance):
             ids = [1, 2]
             handoff = prefill.publish(ids)
             assert await self._fetch_ok(prefill, decode, handoff, ids)
-            group = self.group(decode, prefill)
+            group = self.group(decode)
             decode.fetcher._options = dataclasses.replace(decode.fetcher._options, kv_fetch_timeout_s=0.4)
             with monkeypatch.context() as patched:
-                patched.setattr(PairGroup, "send", lambda self, tensor: None)
-                patched.setattr(PairGroup, "finish", lambda self, sending, deadline_s: None)
+                patched.setattr(PairGroup, "send", lambda self, tensor, deadline_s: None)
                 result = await decode.fetcher.fetch(handoff, 0, ids, decode.pool)
             assert (result.outcome, result.reason) == ("failed", errors.TIMEOUT), result
             decode.fetcher._options = dataclasses.replace(decode.fetcher._options, kv_fetch_timeout_s=PATIENCE_S)
             assert await self._fetch_ok(prefill, decode, handoff, ids)
-            assert self.group(decode, prefill) is not group
+            assert self.group(decode) is not group
+
+    async def test_a_fetch_that_is_cancelled_waits_no_longer_for_a_source_that_stands_still(self, harness, monkeypatch):
+        monkeypatch.setattr("ridgeline.kv_transfer.collective.puller.STALLED_S", 0.2)
+        monkeypatch.setattr("ridgeline.kv_transfer.collective.puller.REFUSAL_S", 0.1)
+        async with self.nodes(harness) as (prefill, decode):
+            go_on = harness.slow_down(prefill, decode)
+            go_on.clear()
+            task = asyncio.create_task(decode.fetcher.fetch(prefill.publish([1]), 0, [1], decode.pool))
+            await eventually(lambda: prefill.source.bytes_sent_total > 0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asyncio.wait_for(task, PATIENCE_S / 2)
+            go_on.set()
 
     @pytest.mark.parametrize("end", ["source's", "fetcher's"])
     async def test_a_group_that_broke_while_idle_is_replaced(self, harness, end):
@@ -229,24 +222,23 @@ class TestCollective(TransportConformance):
             handoff = prefill.publish(ids)
             assert await self._fetch_ok(prefill, decode, handoff, ids)
             (served,) = self.served(prefill)
-            (served.group if end == "source's" else self.group(decode, prefill)).break_off()
+            (served.group if end == "source's" else self.group(decode)).break_off()
             assert await self._fetch_ok(prefill, decode, handoff, ids)
             await eventually(lambda: len(self.served(prefill)) == 1)
 
     async def test_both_ends_leave_when_either_closes_and_no_thread_stays(self, harness):
         async with self.nodes(harness) as (prefill, decode):
-            handoff = prefill.publish([1])
-            assert await self._fetch_ok(prefill, decode, handoff, [1])
+            assert await self._fetch_ok(prefill, decode, prefill.publish([1]), [1])
             assert len(self.served(prefill)) == 1
             await decode.fetcher.close()
             await eventually(lambda: not self.served(prefill))
-        ours = ("kv-collect", "kv-pair", "kv-serve")
+        ours = ("kv-collect", "kv-serve")
         await eventually(lambda: not [each for each in threading.enumerate() if each.name.startswith(ours)])
 
-    def group(self, decode, prefill):
-        """The fetcher's end of the group with this source."""
-        puller = next(puller for puller in decode.fetcher._pullers.values() if puller.name == "collective")
-        return puller._pairs[prefill.source.address].membership.result().group
+    def group(self, decode):
+        """The fetcher's end of its only group."""
+        (peer,) = decode.fetcher._pullers["collective"]._opened.values()
+        return peer.membership.group
 
     def served(self, prefill):
         """The source's ends of its groups."""

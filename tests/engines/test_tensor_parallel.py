@@ -36,7 +36,7 @@ from ridgeline.contracts.handoff import KvHandoff
 from ridgeline.contracts.tasks import TokenDelta
 from ridgeline.contracts.workers import WorkerDescription
 from ridgeline.engine.request import sampling
-from ridgeline.kv_transfer.memory.blocks import BlockPool
+from ridgeline.kv_transfer.memory.host import HostMemory
 from ridgeline.kv_transfer.options import TransferOptions
 from ridgeline.kv_transfer.transports import make_transport
 from ridgeline.prefill_worker.kv_source.block_server import RankCache
@@ -226,7 +226,7 @@ async def fetched(handoff: KvHandoff, description: WorkerDescription, our_ranks:
     parts = []
     for rank in range(our_ranks):
         rows = [np.zeros((handoff.num_blocks, block_bytes), dtype=np.uint8) for _ in range(layout.num_layers)]
-        cache = RankCache(BlockPool(rows), LeaseTable(), layout, rank)
+        cache = RankCache(HostMemory(rows), LeaseTable(), layout, rank)
         _, fetcher = make_transport(cache, TransferOptions("127.0.0.1", transport="grpc"))
         result = await fetcher.fetch(handoff, 0, range(handoff.num_blocks), cache.pool)
         assert result.outcome == "ok", result

@@ -1,4 +1,4 @@
-"""A few hundred malformed transfer frames and collective messages; `make fuzz` runs many more."""
+"""A few hundred malformed transfer frames; `make fuzz` runs many more."""
 
 import pytest
 

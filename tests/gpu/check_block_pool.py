@@ -15,7 +15,7 @@ from math import prod
 
 import torch
 
-from ridgeline.kv_transfer.memory.blocks import BlockPool
+from ridgeline.kv_transfer.memory.device import pool_of
 
 LAYERS, BLOCKS, HEADS, TOKENS, CHANNELS = 16, 512, 8, 16, 256
 BLOCK_BYTES = HEADS * TOKENS * CHANNELS * 2
@@ -55,7 +55,7 @@ def check_bytes(order: str) -> None:
     words, layers = make_cache(order)
     expected = words.clone()
     torch.cuda.synchronize()
-    pool = BlockPool.from_layer_tensors(layers)
+    pool = pool_of(layers)
     assert (pool.num_layers, pool.num_blocks, pool.block_bytes) == (LAYERS, BLOCKS, BLOCK_BYTES)
     for layer in range(LAYERS):
         for count in (1, 2, 37, 300, 5):
@@ -71,7 +71,7 @@ def check_threads(order: str, threads: int = 8) -> None:
     """Threads that copy disjoint blocks at once, while the engine's stream is busy, do not disturb each other."""
     words, layers = make_cache(order)
     expected = words.clone()
-    pool = BlockPool.from_layer_tensors(layers)
+    pool = pool_of(layers)
     shares = torch.randperm(BLOCKS).view(threads, 2, -1).tolist()
     busy = torch.randn(8192, 8192, device="cuda")
 
@@ -94,7 +94,7 @@ def check_inference_mode() -> None:
     """A cache that the engine allocated in inference mode is written from threads that are not in it."""
     with torch.inference_mode():
         words, layers = make_cache("LBHNC")
-        pool = BlockPool.from_layer_tensors(layers)
+        pool = pool_of(layers)
     payload = payload_of(words[0, [3]])
     with ThreadPoolExecutor(1) as executor:
         executor.submit(pool.write, 0, [7], memoryview(payload)).result()
@@ -125,7 +125,7 @@ def bus_gb_s(num_bytes: int) -> tuple[float, float]:
 
 def report(order: str, frame_bytes: int) -> None:
     """GB/s of one thread, the copies on the host included."""
-    pool = BlockPool.from_layer_tensors(make_cache(order)[1])
+    pool = pool_of(make_cache(order)[1])
     block_ids = some_blocks(frame_bytes // BLOCK_BYTES)
     payload = memoryview(b"".join(pool.read(0, block_ids)))
     read = gb_s(lambda: pool.read(0, block_ids), frame_bytes)

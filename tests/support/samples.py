@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, get_args
 
-from ridgeline.contracts.handoff import KvHandoff, KvLayout
+from ridgeline.contracts.handoff import KvHandoff, KvLayout, new_handoff_id
 from ridgeline.contracts.tasks import LegTiming
 from ridgeline.contracts.vocabulary import Pool
 from ridgeline.contracts.workers import WorkerDescription
@@ -119,15 +119,21 @@ def engine_config(pool: Pool = "decode", worker_id: str | None = None) -> Engine
 
 
 def make_handoff(handoff_id: str = "h1", num_tokens: int = 70) -> KvHandoff:
-    blocks = -(-num_tokens // LAYOUT.block_size)
+    return handoff_at("127.0.0.1:7001", -(-num_tokens // LAYOUT.block_size), handoff_id, num_tokens)
+
+
+def handoff_at(
+    address: str, num_blocks: int, handoff_id: str = "", num_tokens: int | None = None, lease_s: float = 30.0
+) -> KvHandoff:
+    """Blocks of four tokens, unless their number is given, at one source; with an id of its own if none is given."""
     return KvHandoff(
-        handoff_id=handoff_id,
-        addresses=("127.0.0.1:7001",),
-        num_blocks=blocks,
-        num_tokens=num_tokens,
+        handoff_id=handoff_id or new_handoff_id(),
+        addresses=(address,),
+        num_blocks=num_blocks,
+        num_tokens=4 * num_blocks if num_tokens is None else num_tokens,
         compatibility_hash=LAYOUT.compatibility_hash(),
-        lease_s=30.0,
-        num_bytes=blocks * 2048,
+        lease_s=lease_s,
+        num_bytes=num_blocks * 2048,
     )
 
 

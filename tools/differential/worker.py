@@ -1,6 +1,6 @@
 """Changes plain vLLM, in its engine's process, so that it survives the comparison on a CPU.
 
-A seed with a prompt of several steps ends a CPU engine of vLLM 0.32; `engine/vllm_workarounds/seeded_chunks.py` says
+A seed with a prompt of several steps ends a CPU engine of vLLM 0.32; `engine/vllm_workarounds/model_runner.py` says
 why. Plain vLLM gets the same workaround and nothing else of ours. vLLM imports this module before it makes its model
 runner.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from ridgeline.engine.vllm_workarounds.seeded_chunks import put_generators_back
+from ridgeline.engine.vllm_workarounds.model_runner import put_generators_back
 
 
 class PlainWorkerExtension:

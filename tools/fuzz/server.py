@@ -24,7 +24,7 @@ from ridgeline.contracts.errors import InvalidTask
 from ridgeline.contracts.tasks import TokenDelta
 from ridgeline.contracts.vocabulary import Pool
 from ridgeline.engine.vllm_engine import require_in_vocabulary
-from ridgeline.kv_transfer.memory.blocks import BlockPool
+from ridgeline.kv_transfer.memory.host import HostMemory
 from ridgeline.kv_transfer.options import TransferOptions
 from ridgeline.prefill_worker.kv_source.block_server import RankCache
 from ridgeline.prefill_worker.kv_source.grpc_source import GrpcKvSource
@@ -79,7 +79,7 @@ def kv_source() -> GrpcKvSource:
     for name, block_ids in PUBLISHED.items():
         leases.publish(name, name, list(block_ids), len(block_ids) * LAYOUT.block_size, LEASE_S)
     layers = [np.full((KV_BLOCKS, LAYOUT.block_bytes), layer, np.uint8) for layer in range(KV_LAYERS)]
-    source = GrpcKvSource(RankCache(BlockPool(layers), leases, LAYOUT), TransferOptions("127.0.0.1"))
+    source = GrpcKvSource(RankCache(HostMemory(layers), leases, LAYOUT), TransferOptions("127.0.0.1"))
     source.server._publish_wait_s = PUBLISH_WAIT_S
     source.start()
     return source

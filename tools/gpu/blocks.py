@@ -55,7 +55,7 @@ def make_layers(machine: Machine, shape: CacheShape, num_blocks: int) -> list[to
 def pool_of(layers: Iterable[torch.Tensor], *, may_use_kernel: bool = True) -> BlockPool:
     """Return the pool for a GPU's memory, in a dry run too."""
     made = [byte_rows(index, layer) for index, layer in enumerate(layers)]
-    return BlockPool(DeviceMemory(made, may_use_kernel=may_use_kernel))
+    return DeviceMemory(made, may_use_kernel=may_use_kernel)
 
 
 def check(machine: Machine) -> Iterator[Row]:

@@ -1,6 +1,6 @@
 """Two processes on one device: the second opens the first one's cache and copies blocks out of it, as `cuda-ipc` does.
 
-The export, its checks and the copy are the product's own. In a dry run the same code shares host memory.
+The export, its checks and the copy are the product's own. In a dry run there is nothing to export.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import msgspec
 import torch
 from torch import multiprocessing
 
-from ridgeline.kv_transfer.memory.ipc import IpcExport, IpcOffer, OpenedPool, export, export_shared
-from ridgeline.kv_transfer.memory.shared import KvCacheAllocation
+from ridgeline.kv_transfer.memory.ipc import IpcOffer, OpenedPool, export
 from tools.gpu.blocks import pool_of
 from tools.gpu.machine import Machine, wall_seconds
 from tools.gpu.result import Row
@@ -30,8 +29,13 @@ ROW_BYTES = 8 * 32 * 256 * 2
 
 def check(machine: Machine, copy_bytes_per_s: float) -> Iterator[Row]:
     """Check that the other process gets these bits and no others, and how fast."""
-    layers, num_blocks = machine.size(32, 2), machine.size(256, 16)
-    cache, exported = _cache(machine, layers, num_blocks)
+    if machine.dry:
+        yield Row(SECTION, "not without a GPU")
+        return
+    layers, num_blocks = 32, 256
+    cache = machine.noise(layers, num_blocks, ROW_BYTES)
+    machine.synchronize()
+    exported = export(list(cache))
     scattered = torch.randperm(num_blocks)[: num_blocks // 2].tolist()
     adjacent = list(range(num_blocks // 2))
     spawn = multiprocessing.get_context("spawn")
@@ -50,8 +54,7 @@ def check(machine: Machine, copy_bytes_per_s: float) -> Iterator[Row]:
     if isinstance(answer, str):
         yield Row(SECTION, "the other process", note=answer, ok=False)
         return
-    if not machine.dry:
-        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+    torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
     copied, seconds = answer
     size = layers * len(scattered) * ROW_BYTES
     right = all(torch.equal(one, cache[:, scattered].cpu()) for one in copied)
@@ -61,21 +64,6 @@ def check(machine: Machine, copy_bytes_per_s: float) -> Iterator[Row]:
         rate = size / taken_s
         yield Row(SECTION, what, rate / 1e9, "GB/s",
                   f"{100 * 2 * rate / copy_bytes_per_s:.0f} % of the device's copies")  # fmt: skip
-
-
-def _cache(machine: Machine, layers: int, num_blocks: int) -> tuple[torch.Tensor, IpcExport]:
-    """Return a cache of any bits, uint8 [layers, blocks, bytes], and what lets others open it."""
-    noise = machine.noise(layers, num_blocks, ROW_BYTES)
-    machine.synchronize()
-    if not machine.dry:
-        return noise, export(list(noise))
-    allocation = KvCacheAllocation()
-    with allocation.serving_torch_zeros():
-        buffer = torch.zeros(noise.numel(), dtype=torch.int8, device="cpu")
-    cache = buffer.view(torch.uint8).view(noise.shape).copy_(noise)
-    shared = allocation.offer(list(cache))
-    assert shared is not None
-    return cache, export_shared(shared)
 
 
 def _answer(answers: Any, other: Any) -> Any:
@@ -115,8 +103,7 @@ def _other_process(questions: Any, answers: Any, machine: Machine) -> None:
         # Closed before the first process frees it: else torch warns, and has aborted at that process's end.
         del opened, pool, one
         gc.collect()
-        if not machine.dry:
-            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
         answers.put((torch.stack(copied), seconds))
         questions.get()
     except Exception as error:  # noqa: BLE001  whatever it is, the first process reports it

@@ -61,39 +61,6 @@ def looks(watch, clock, seconds, doing):
         watch.looked(0.5, doing)
 
 
-def test_an_engine_that_does_nothing_is_given_three_times_its_longest_step(watch, clock):
-    watch.work_begins()
-    clock.now_s += 4.0
-    watch.moved()
-    looks(watch, clock, 11.5, "nothing")
-    assert not watch.is_stalled(60.0, has_work=True)
-    looks(watch, clock, 0.5, "nothing")
-    assert watch.is_stalled(60.0, has_work=True)
-    watch.moved()
-    assert not watch.is_stalled(60.0, has_work=True)
-
-
-def test_before_any_step_or_after_short_ones_it_is_given_five_seconds_and_never_more_than_the_timeout():
-    for short_step_s, timeout_s, found_after_s in ((0.0, 60.0, 5.0), (0.1, 60.0, 5.0), (30.0, 60.0, 60.0)):
-        clock = FakeClock()
-        watch = StallWatch(clock)
-        watch.work_begins()
-        clock.now_s += short_step_s
-        watch.moved()
-        looks(watch, clock, found_after_s - 0.5, "nothing")
-        assert not watch.is_stalled(timeout_s, has_work=True)
-        looks(watch, clock, 0.5, "nothing")
-        assert watch.is_stalled(timeout_s, has_work=True)
-
-
-def test_an_engine_that_has_foretold_nothing_is_given_the_timeout_however_short_its_steps_were(watch, clock):
-    watch.work_begins()
-    looks(watch, clock, 59.5, "computes")
-    assert not watch.is_stalled(60.0, has_work=True)
-    looks(watch, clock, 0.5, "computes")
-    assert watch.is_stalled(60.0, has_work=True)
-
-
 def seconds_until_stalled(watch, clock, doing, timeout_s=60.0):
     """How long it takes in looks of half a second, each of which the engine spends in the same way."""
     seconds = 0.0
@@ -104,34 +71,33 @@ def seconds_until_stalled(watch, clock, doing, timeout_s=60.0):
 
 
 @pytest.mark.parametrize(
-    ("seen_s", "foretold_s", "timeout_s", "found_after_s"),
+    ("doing", "seen_s", "foretold_s", "timeout_s", "found_after_s"),
     [
-        (0.1, 0.0, 60.0, 20.0),  # short steps: as long as routers trust it
-        (0.1, 0.1, 60.0, 20.0),
-        (9.0, 0.1, 60.0, 27.0),  # three of the longest that was seen
-        (0.1, 8.0, 60.0, 24.0),  # or of the one that runs
-        (0.1, 25.0, 60.0, 60.0),  # the timeout is the most
-        (0.1, math.inf, 60.0, 60.0),  # one that it has hardly met
-        (0.1, 0.1, 6.0, 5.0),
-        (0.1, 0.1, 4.0, 4.0),
+        pytest.param("nothing", 4.0, None, 60.0, 12.0, id="three of the longest step"),
+        pytest.param("nothing", 0.1, None, 60.0, 5.0, id="five seconds at the least"),
+        pytest.param("nothing", 30.0, None, 60.0, 60.0, id="the timeout at the most"),
+        pytest.param("computes", 0.1, None, 60.0, 60.0, id="computes, and has foretold nothing"),
+        pytest.param("computes", 0.1, 0.1, 60.0, 20.0, id="short steps: as long as routers trust it"),
+        pytest.param("computes", 9.0, 0.1, 60.0, 27.0, id="three of the longest that was seen"),
+        pytest.param("computes", 0.1, 8.0, 60.0, 24.0, id="or of the one that runs"),
+        pytest.param("computes", 0.1, 25.0, 60.0, 60.0, id="the timeout is the most"),
+        pytest.param("computes", 0.1, math.inf, 60.0, 60.0, id="one that it has hardly met"),
+        pytest.param("computes", 0.1, 0.1, 6.0, 5.0, id="a short timeout"),
+        pytest.param("computes", 0.1, 0.1, 4.0, 4.0, id="a shorter one"),
+        pytest.param("waits", 0.1, 0.1, 60.0, 60.0, id="waits for a core, a disk or a compiler"),
     ],
 )
-def test_one_that_computes_is_given_three_of_the_longest_step_seen_or_foretold(
-    watch, clock, seen_s, foretold_s, timeout_s, found_after_s
+def test_an_engine_with_work_and_without_steps_is_found(
+    watch, clock, doing, seen_s, foretold_s, timeout_s, found_after_s
 ):
     watch.work_begins()
     clock.now_s += seen_s
     watch.moved()
-    watch.foretold(foretold_s)
-    assert seconds_until_stalled(watch, clock, "computes", timeout_s) == found_after_s
-
-
-def test_one_that_waits_for_a_core_or_a_disk_or_a_compiler_is_given_the_timeout(watch, clock):
-    watch.work_begins()
+    if foretold_s is not None:
+        watch.foretold(foretold_s)
+    assert seconds_until_stalled(watch, clock, doing, timeout_s) == found_after_s
     watch.moved()
-    watch.foretold(0.1)
-    looks(watch, clock, 12.0, "computes")
-    assert seconds_until_stalled(watch, clock, "waits") == 48.0
+    assert not watch.is_stalled(timeout_s, has_work=True)
 
 
 def test_what_it_computes_adds_up_over_rests_until_a_step(watch, clock):

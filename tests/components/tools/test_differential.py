@@ -309,5 +309,5 @@ def test_plain_vllm_gets_the_remedy_for_seeds_when_its_model_is_loaded(monkeypat
     runner.load_model(load_dummy_weights=False)
     assert runner.loaded
     assert {"_sample", "_bookkeeping_sync"} <= vars(runner).keys(), (
-        "put back by ridgeline.engine.vllm_workarounds.seeded_chunks"
+        "put back by ridgeline.engine.vllm_workarounds.model_runner"
     )

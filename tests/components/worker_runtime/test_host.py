@@ -1,7 +1,6 @@
 """The worker host and the router's client over real gRPC on loopback, with an engine that needs no model."""
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
@@ -31,9 +30,9 @@ from ridgeline.decode_worker.handler import DecodeHandler
 from ridgeline.engine.stall import StallWatch
 from ridgeline.prefill_worker.handler import PrefillHandler
 from ridgeline.worker_runtime.client import MEANT, OPTIONS, SERVICE, Meant, WorkerClient, decoder, encode
-from ridgeline.worker_runtime.draining import kv_unneeded
-from ridgeline.worker_runtime.host import HEALTH_LOOK_S, RouterSession, Undeliverable, WorkerHost
+from ridgeline.worker_runtime.host import HEALTH_LOOK_S, RouterSession, Undeliverable, WorkerHost, kv_unneeded
 from tests.support.clock import FakeClock
+from tests.support.cut_route import Route
 from tests.support.fake_engine import FakeEngine, FakeStats, make_task
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.samples import LAYOUT, make_handoff, next_token
@@ -88,44 +87,7 @@ async def serving(engine: FakeEngine | None = None, handler=None) -> AsyncIterat
 @pytest.fixture
 def settles_quickly(monkeypatch):
     """A drained worker waits a fifth of a second for what may still be published, not a whole one."""
-    monkeypatch.setattr("ridgeline.worker_runtime.draining.SETTLED_S", 0.2)
-
-
-class Proxy:
-    """A wire that can be cut."""
-
-    def __init__(self, target: str) -> None:
-        self._target = target
-        self._writers: list[asyncio.StreamWriter] = []
-        self._server: asyncio.Server | None = None
-        self.address = ""
-
-    async def __aenter__(self) -> "Proxy":
-        self._server = await asyncio.start_server(self._connection, "127.0.0.1", 0)
-        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-        return self
-
-    async def __aexit__(self, *args: object) -> None:
-        self._server.close()
-        self.cut()
-
-    def cut(self) -> None:
-        for writer in self._writers:
-            writer.transport.abort()
-        self._writers.clear()
-
-    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        host, _, port = self._target.rpartition(":")
-        far_reader, far_writer = await asyncio.open_connection(host, int(port))
-        self._writers += [writer, far_writer]
-        await asyncio.gather(self._pump(reader, far_writer), self._pump(far_reader, writer))
-
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            while data := await reader.read(65536):
-                writer.write(data)
-                await writer.drain()
-        writer.close()
+    monkeypatch.setattr("ridgeline.worker_runtime.host.SETTLED_S", 0.2)
 
 
 @asynccontextmanager
@@ -436,21 +398,26 @@ async def test_an_attach_that_its_router_has_given_up_and_that_arrives_last_leav
 
 
 async def test_a_cut_wire_is_told_to_every_open_stream_and_the_client_comes_back_by_itself():
-    async with serving() as worker, Proxy(worker.host.address) as proxy, connected(proxy.address, "far") as far:
-        remote = Worker(worker.engine, worker.host, far)
-        open_streams = [asyncio.create_task(remote.tokens(make_task(name))) for name in ("a", "b")]
-        await eventually(lambda: worker.engine.running == {"a", "b"})
-        proxy.cut()
-        for stream in open_streams:
-            with pytest.raises(WorkerLost, match=proxy.address):
-                await stream
-        assert not far.connected
-        await eventually(lambda: sorted(worker.engine.aborted) == ["a", "b"])
-        await far.wait_connected(PATIENCE_S)
-        again = asyncio.create_task(remote.tokens(make_task("c", max_tokens=1)))
-        await eventually(lambda: worker.engine.running == {"c"})
-        worker.engine.step()
-        assert len(await again) == 1
+    async with serving() as worker:
+        route = Route(worker.host.address)
+        address = await route.start()
+        async with connected(address, "far") as far:
+            remote = Worker(worker.engine, worker.host, far)
+            open_streams = [asyncio.create_task(remote.tokens(make_task(name))) for name in ("a", "b")]
+            await eventually(lambda: worker.engine.running == {"a", "b"})
+            route.cut("refused")
+            for stream in open_streams:
+                with pytest.raises(WorkerLost, match=address):
+                    await stream
+            assert not far.connected
+            await eventually(lambda: sorted(worker.engine.aborted) == ["a", "b"])
+            route.mend()
+            await far.wait_connected(PATIENCE_S)
+            again = asyncio.create_task(remote.tokens(make_task("c", max_tokens=1)))
+            await eventually(lambda: worker.engine.running == {"c"})
+            worker.engine.step()
+            assert len(await again) == 1
+        await route.close()
 
 
 async def test_a_worker_that_dies_is_lost_to_its_streams_and_to_every_later_call():
@@ -648,7 +615,7 @@ async def test_a_worker_is_drained_only_once_nobody_needs_its_kv_blocks_any_more
 
 @pytest.mark.usefixtures("settles_quickly")
 async def test_a_lease_that_nobody_ends_holds_a_draining_worker_for_its_time_only(monkeypatch):
-    monkeypatch.setattr("ridgeline.worker_runtime.draining.LEASE_MARGIN_S", 0.0)
+    monkeypatch.setattr("ridgeline.worker_runtime.host.LEASE_MARGIN_S", 0.0)
     stats = FakeStats(counters={"open_leases": 1.0})
     async with asyncio.timeout(PATIENCE_S):
         await kv_unneeded(stats, lease_s=0.1)
@@ -679,23 +646,6 @@ async def test_an_engine_with_work_and_without_steps_counts_as_stalled_until_it_
         engine.step()
         await stream
         assert (await worker.client.status()).stalled_s == 0.0
-
-
-async def test_an_engine_that_hangs_is_found_also_when_no_task_waits_as_long_as_the_stall_timeout():
-    async with watched() as (worker, clock):
-        engine = worker.engine
-        for failure in ("", "", "stalled"):
-            stream = asyncio.create_task(worker.tokens(make_task()))
-            await eventually(lambda: engine.running)
-            clock.now_s += 25.0
-            assert (await worker.client.status()).stalled_s > 20.0, "routers keep it out while it has work"
-            stream.cancel()
-            await eventually(lambda: not engine.running)
-            await eventually(lambda: not worker.host._tasks)
-            assert (await worker.client.status()).stalled_s == 0.0, "routers try it again once it has none"
-            assert worker.host.failure() == failure
-            clock.now_s += 1000.0
-            assert worker.host.failure() == failure, "rest does not count"
 
 
 @pytest.mark.parametrize(("does", "found_after_s"), [("nothing", 9.0), ("computes", 20.0), ("waits", 60.0)])

@@ -13,7 +13,7 @@ from ridgeline.contracts import errors
 from ridgeline.contracts.errors import WorkerLost
 from ridgeline.contracts.rpc.tls import TlsFileError, TlsFiles
 from ridgeline.kv_transfer.control import GrpcControl
-from ridgeline.kv_transfer.memory.blocks import BlockPool
+from ridgeline.kv_transfer.memory.host import HostMemory
 from ridgeline.kv_transfer.options import TransferOptions
 from ridgeline.prefill_worker.kv_source.block_server import RankCache
 from ridgeline.prefill_worker.kv_source.grpc_source import GrpcKvSource
@@ -94,7 +94,7 @@ async def test_a_router_with_certificates_refuses_a_worker_in_plain_text(ours):
 
 
 async def test_a_source_answers_its_own_and_refuses_every_other_peer(ours, strangers):
-    pool = BlockPool([np.zeros((8, LAYOUT.block_bytes), np.uint8)] * LAYOUT.num_layers)
+    pool = HostMemory([np.zeros((8, LAYOUT.block_bytes), np.uint8)] * LAYOUT.num_layers)
     source = GrpcKvSource(RankCache(pool, LeaseTable(), LAYOUT), TransferOptions("127.0.0.1", tls=ours.issue()))
     source.start()
     try:

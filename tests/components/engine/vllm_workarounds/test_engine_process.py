@@ -2,19 +2,30 @@
 
 import multiprocessing
 import os
+import platform
 import signal
 import threading
 import time
 from multiprocessing.connection import wait
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
+from vllm.renderers.hf import HfRenderer
+from vllm.tokenizers.hf import ThreadSafeHFTokenizerMixin
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.utils import CoreEngineProcManager
 from vllm.v1.executor import uniproc_executor
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
+from ridgeline.cluster.doctor.facts import read_cpu_flags
 from ridgeline.engine.vllm_workarounds import engine_process
+from ridgeline.engine.vllm_workarounds.engine_process import ask_for_tiles, forget_queue_names, one_tokenizer
+from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
 from tests.support.patience import PATIENCE_S
 
 CONFIG = SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id="worker-1-1"))
@@ -95,3 +106,78 @@ def test_a_process_that_is_just_ending_is_asked_how_once_it_has_ended():
     assert wait([process.sentinel], PATIENCE_S)
     assert engine_process._finished_procs(manager) == {}, "vLLM's own"
     assert engine_process.finished_processes(manager) == {"EngineCore": -signal.SIGKILL}
+
+
+# --- the CPU's matrix tiles
+
+
+def test_the_kernel_is_asked_as_its_documentation_says():
+    asked = []
+
+    def syscall(*numbers):
+        asked.append(numbers)
+        return 0
+
+    assert ask_for_tiles("x86_64", syscall)
+    assert asked == [(158, 0x1023, 18)]
+
+
+def test_a_refusal_is_told_and_no_other_machine_is_asked():
+    assert not ask_for_tiles("x86_64", lambda *_: -1)
+    assert not ask_for_tiles("aarch64", lambda *_: 1 / 0)
+
+
+def test_this_machine_allows_tiles_if_it_has_them():
+    assert ask_for_tiles() == (platform.machine() == "x86_64" and "amx_tile" in read_cpu_flags())
+
+
+# --- the tokenizer of the front end
+
+
+@pytest.fixture
+def rendered():
+    """Make vLLM's renderer for a small tokenizer; returns the tokenizer that it holds."""
+    made = []
+
+    def make():
+        model_config = SimpleNamespace(renderer_num_workers=1, hf_config=None, supports_multimodal_inputs=False)
+        config = SimpleNamespace(model_config=model_config, parallel_config=SimpleNamespace(_api_process_rank=0))
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")))
+        made.append(HfRenderer(config, tokenizer))
+        return made[-1].tokenizer
+
+    yield make
+    for renderer in made:
+        renderer.shutdown()
+
+
+def test_a_front_end_keeps_its_tokenizer_which_still_works(rendered):
+    with one_tokenizer():
+        tokenizer = rendered()
+    assert not isinstance(tokenizer, ThreadSafeHFTokenizerMixin)
+    assert tokenizer.convert_tokens_to_ids(["b", "a"]) == [1, 0]
+
+
+def test_every_other_renderer_has_its_copies(rendered):
+    with one_tokenizer():
+        pass
+    assert isinstance(rendered(), ThreadSafeHFTokenizerMixin)
+
+
+# --- queues between an engine process and its ranks
+
+
+def test_the_name_goes_and_the_queue_goes_on_in_both_directions_and_is_closed_without_complaint():
+    queue = ShmRingBuffer(n_reader=1, max_chunk_bytes=1024, max_chunks=2)
+    name = Path("/dev/shm") / queue.shared_memory.name.lstrip("/")
+    reader = ShmRingBuffer(*queue.handle())
+    assert name.exists()
+    forget_queue_names()
+    assert not name.exists()
+    with queue.get_data(1) as written:
+        written[:5] = b"hello"
+    with reader.get_data(1) as read:
+        assert bytes(read[:5]) == b"hello"
+    forget_queue_names()  # there is nothing left to do
+    queue.__del__()
+    reader.__del__()

@@ -270,7 +270,7 @@ def test_the_document_is_the_table() -> None:
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.fault} while {row.state}")
 async def test_what_the_table_says_of(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "ridgeline.worker_runtime.draining.SETTLED_S", 0.1
+        "ridgeline.worker_runtime.host.SETTLED_S", 0.1
     )  # else every row of a drain waits a second at its end
     async with workers() as (running, fleet, orchestrator):
         timeout = asyncio.timeout

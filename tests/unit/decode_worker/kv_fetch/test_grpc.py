@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 
 from ridgeline.contracts import errors
-from ridgeline.contracts.handoff import KvHandoff
 from ridgeline.decode_worker.kv_fetch.fetcher import KvFetcher
 from ridgeline.decode_worker.kv_fetch.grpc_puller import GrpcPuller
 from ridgeline.kv_transfer.control import GrpcControl
 from ridgeline.kv_transfer.interfaces import FetchRequest
-from ridgeline.kv_transfer.memory.blocks import BlockPool
 from ridgeline.kv_transfer.memory.glibc import keep_freed_memory
+from ridgeline.kv_transfer.memory.host import HostMemory
 from ridgeline.kv_transfer.options import TransferOptions
 from ridgeline.kv_transfer.wire import grpc_methods
 from ridgeline.prefill_worker.kv_source import grpc_source
@@ -27,14 +26,14 @@ from ridgeline.prefill_worker.kv_source.block_server import RankCache
 from ridgeline.prefill_worker.kv_source.grpc_source import GrpcKvSource
 from ridgeline.prefill_worker.kv_source.lease import LeaseTable
 from tests.support.patience import PATIENCE_S
-from tests.support.samples import kv_layout
+from tests.support.samples import handoff_at, kv_layout
 
 LAYOUT = kv_layout(block_size=4, num_layers=4, block_bytes=32)
 
 
 @pytest.fixture
 def pool():
-    return BlockPool([np.full((8, 32), layer, np.uint8) for layer in range(4)])
+    return HostMemory([np.full((8, 32), layer, np.uint8) for layer in range(4)])
 
 
 @pytest.fixture
@@ -47,19 +46,7 @@ def source(pool):
 
 def published(source, owner):
     source._leases.publish(owner, owner, [1, 2], 8, 30.0)
-    return handoff_at(source.address, owner)
-
-
-def handoff_at(address, handoff_id):
-    return KvHandoff(
-        handoff_id=handoff_id,
-        addresses=(address,),
-        num_blocks=2,
-        num_tokens=8,
-        compatibility_hash="",
-        lease_s=30.0,
-        num_bytes=256,
-    )
+    return handoff_at(source.address, 2, owner)
 
 
 def make_fetcher(kv_fetch_timeout_s):
@@ -99,7 +86,7 @@ async def test_fetches_beyond_the_slots_wait_their_turn(source, pool):
     source.server.frames = slowly
     fetcher = make_fetcher(PATIENCE_S)
     layers = [np.zeros((8, 32), np.uint8) for _ in range(4)]
-    target = BlockPool(layers)
+    target = HostMemory(layers)
     fetches = [fetcher.fetch(published(source, f"r{n}"), 0, [2 * n, 2 * n + 1], target) for n in range(4)]
     results = await asyncio.gather(*fetches)
     await fetcher.close()
@@ -169,7 +156,7 @@ async def test_a_source_that_was_busy_and_is_silent_until_time_is_up_is_named_bu
 
 async def test_a_silent_source_is_a_timeout(source, pool):
     fetcher = make_fetcher(0.2)
-    result = await fetcher.fetch(handoff_at(source.address, "never published"), 0, [1], pool)
+    result = await fetcher.fetch(handoff_at(source.address, 2, "never published"), 0, [1], pool)
     await fetcher.close()
     assert (result.outcome, result.reason) == ("failed", errors.TIMEOUT)
     assert result.wait_s >= 0.15

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,9 @@ import torch
 
 from ridgeline.decode_worker.kv_fetch.ipc_puller import IpcPuller
 from ridgeline.kv_transfer.interfaces import UNSUPPORTED
-from ridgeline.kv_transfer.memory.ipc import export_shared
-from ridgeline.kv_transfer.memory.shared import KvCacheAllocation
+from ridgeline.kv_transfer.memory.ipc import export
+from tests.support.cuda_handles import made_up_handles
+from tests.support.patience import eventually
 
 
 @pytest.fixture
@@ -65,6 +67,13 @@ async def test_each_process_is_watched_once_and_nothing_of_it_stays_open(puller)
     assert puller._opened == puller._watched == {}
 
 
+async def test_the_memory_of_a_process_that_was_killed_is_dropped_though_nothing_is_fetched(puller):
+    source = await asyncio.create_subprocess_exec("sleep", "600")
+    assert puller.unsupported_reason(a_source({"pid": source.pid})) is None
+    source.kill()
+    await eventually(lambda: puller._opened == puller._watched == {})
+
+
 async def test_why_there_is_no_offer_is_the_reason(puller):
     assert puller.unsupported_reason(a_source({UNSUPPORTED: "CUDA does not export it"})) == "CUDA does not export it"
     assert puller.unsupported_reason(SimpleNamespace(incarnation="j", offers={})) == IpcPuller.not_offered
@@ -88,10 +97,8 @@ def an_offer(exported, **changes):
 
 @pytest.fixture
 def exported():
-    allocation = KvCacheAllocation()
-    with allocation.serving_torch_zeros():
-        cache = torch.zeros(1 << 20, dtype=torch.int8, device="cpu").view(4, 64, 4096)
-    return export_shared(allocation.offer(list(cache)))
+    with made_up_handles():
+        yield export(list(torch.zeros(4, 64, 4096, dtype=torch.uint8)))
 
 
 async def test_auto_takes_it_for_a_cache_on_the_same_gpu(exported):

@@ -14,6 +14,7 @@ from ridgeline.contracts import errors
 from ridgeline.decode_worker.kv_fetch.pinned import PinnedRead, Readable
 from ridgeline.kv_transfer.interfaces import FetchProgress
 from ridgeline.kv_transfer.memory.blocks import BlockPool
+from ridgeline.kv_transfer.memory.host import HostMemory
 from ridgeline.kv_transfer.wire.grpc_methods import PinnedBlocks
 
 NUM_LAYERS = 3
@@ -21,7 +22,7 @@ TARGETS = (5, 2)
 
 
 def a_pool(first: int) -> BlockPool:
-    return BlockPool([np.full((8, 32), first + layer, np.uint8) for layer in range(NUM_LAYERS)])
+    return HostMemory([np.full((8, 32), first + layer, np.uint8) for layer in range(NUM_LAYERS)])
 
 
 def copied(

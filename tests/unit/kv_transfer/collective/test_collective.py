@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -17,17 +18,19 @@ from ridgeline.kv_transfer.collective.group import (
     FETCHER_RANK,
     SOURCE_RANK,
     PairGroup,
-    SendWindow,
     host_store,
     join_store,
 )
 from ridgeline.kv_transfer.collective.puller import _Membership
 from ridgeline.kv_transfer.collective.source import CollectiveSource
+from ridgeline.kv_transfer.collective.wire import TENSOR_BYTES, TensorRequest
 from ridgeline.kv_transfer.control import GrpcControl
-from ridgeline.kv_transfer.memory.blocks import BlockPool
+from ridgeline.kv_transfer.interfaces import FetchRequest
 from ridgeline.kv_transfer.memory.device import DeviceMemory, weighted_sum
+from ridgeline.kv_transfer.memory.host import HostMemory
 from ridgeline.kv_transfer.names import AUTO
 from ridgeline.kv_transfer.options import TransferOptions
+from ridgeline.kv_transfer.wire import grpc_methods
 from ridgeline.prefill_worker.kv_source.block_server import RankCache
 from ridgeline.prefill_worker.kv_source.grpc_source import GrpcKvSource
 from ridgeline.prefill_worker.kv_source.lease import LeaseTable
@@ -36,6 +39,7 @@ from tests.support.samples import kv_layout
 
 CPU = torch.device("cpu")
 HOST = "127.0.0.1"
+LAYOUT = kv_layout(num_layers=1, block_bytes=64)
 
 
 @pytest.fixture(autouse=True)
@@ -72,29 +76,13 @@ def numbers(count, seed=0):
 def test_tensors_arrive_in_the_order_they_were_sent(pair):
     source, fetcher = pair
     sent = [numbers(size, size) for size in (1, 5, 3 << 20)]
-    sendings = [source.send(tensor) for tensor in sent]
-    for tensor in sent:
-        got = torch.empty_like(tensor)
-        fetcher.receive(got, soon())
-        assert torch.equal(got, tensor)
-    for sending in sendings:
-        source.finish(sending, soon())
-
-
-def test_a_window_lets_no_more_leave_than_its_limit(pair):
-    source, fetcher = pair
-    window = SendWindow(source, 2, soon())
-    for _ in range(2):
-        window.make_room()
-        window.send(numbers(10))
     with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(window.make_room)
-        time.sleep(0.1)
-        assert not waiting.done()
-        fetcher.receive(torch.empty(10, dtype=torch.uint8), soon())
-        waiting.result(PATIENCE_S)
-    fetcher.receive(torch.empty(10, dtype=torch.uint8), soon())
-    window.finish()
+        sendings = [threads.submit(source.send, tensor, soon()) for tensor in sent]
+        for tensor, sending in zip(sent, sendings, strict=True):
+            got = torch.empty_like(tensor)
+            fetcher.receive(got, soon())
+            assert torch.equal(got, tensor)
+            sending.result(PATIENCE_S)
 
 
 def test_a_tensor_that_never_comes_is_a_timeout_and_breaks_the_group(pair):
@@ -136,7 +124,7 @@ def test_breaking_off_releases_who_waits_at_either_end(pair, who):
             waiting.result(PATIENCE_S)
     assert caught.value.reason == errors.UNREACHABLE, "and not a timeout"
     with pytest.raises(errors.TransferFailed):
-        source.finish(source.send(numbers(4)), soon())
+        source.send(numbers(4), soon())
 
 
 def test_an_end_that_nobody_meets_says_so_in_time(monkeypatch):
@@ -181,9 +169,9 @@ def pools(seed, num_blocks=8, block_bytes=101):
     layers = np.random.default_rng(seed).integers(0, 256, (2, num_blocks, block_bytes), dtype=np.uint8)
     together, apart = torch.from_numpy(layers.copy()), [torch.from_numpy(layer.copy()) for layer in layers]
     return (
-        (layers, BlockPool(list(layers))),
-        (together.numpy(), BlockPool(DeviceMemory(list(together)))),
-        ([layer.numpy() for layer in apart], BlockPool(DeviceMemory(apart))),
+        (layers, HostMemory(list(layers))),
+        (together.numpy(), DeviceMemory(list(together))),
+        ([layer.numpy() for layer in apart], DeviceMemory(apart)),
     )
 
 
@@ -205,9 +193,8 @@ def test_gathered_blocks_are_a_copy_and_scattered_ones_touch_nothing_else(kind, 
     np.testing.assert_array_equal(np.array(layers), before)
 
 
-@pytest.mark.parametrize("kind", [0, 1, 2])
-def test_ids_layers_and_shapes_that_do_not_fit_are_refused(kind):
-    layers, pool = pools(1)[kind]
+def test_ids_layers_and_shapes_that_do_not_fit_are_refused():
+    layers, pool = pools(1)[0]
     before = np.array(layers)
     with pytest.raises(ValueError, match="outside the pool"):
         pool.gather(BOTH, [8])
@@ -254,10 +241,10 @@ def test_the_weighted_sum_of_no_more_than_a_few_bytes_is_defined():
 @contextlib.asynccontextmanager
 async def joining(**options):
     """A source, and a function by which another fetching rank joins a group with it."""
-    pool = BlockPool([np.zeros((8, 64), np.uint8)])
+    pool = HostMemory([np.zeros((8, 64), np.uint8)])
     extension = CollectiveSource(pool, HOST)
     source = GrpcKvSource(
-        RankCache(pool, LeaseTable(), kv_layout(num_layers=1, block_bytes=64)),
+        RankCache(pool, LeaseTable(), LAYOUT),
         TransferOptions(HOST),
         [extension],
         **options,
@@ -268,6 +255,8 @@ async def joining(**options):
     def join():
         channel = control.channel(source.address)
         members.append(_Membership.join(channel, source.address, source.server.incarnation, HOST, CPU))
+
+        return members[-1]
 
     try:
         yield control, source, join
@@ -291,3 +280,40 @@ async def test_a_group_beyond_those_that_a_source_can_have_is_refused_in_words(m
         join()
         with pytest.raises(errors.TransferFailed, match="is in 1 pair groups already"):
             join()
+
+
+@pytest.mark.parametrize(
+    ("changes", "pinned", "reason"),
+    [
+        pytest.param({}, True, None, id="what is pinned"),
+        pytest.param({}, False, errors.UNKNOWN_HANDOFF, id="what is not"),
+        pytest.param({"first_layer": -1}, True, errors.BAD_REQUEST, id="a layer before the first"),
+        pytest.param({"end_layer": 2}, True, errors.BAD_REQUEST, id="a layer after the last"),
+        pytest.param({"end_layer": 0}, True, errors.BAD_REQUEST, id="no layer"),
+        pytest.param({"num_blocks": 3}, True, errors.BAD_REQUEST, id="more blocks than there are"),
+        pytest.param({"num_blocks": 1 << 62}, True, errors.BAD_REQUEST, id="an absurd number"),
+        pytest.param({"num_blocks": 2, "largest_bytes": 1}, True, errors.BAD_REQUEST, id="a tensor that is too large"),
+    ],
+)
+async def test_a_source_sends_only_what_its_fetcher_has_pinned(changes, pinned, reason, monkeypatch):
+    asked = {"first_layer": 0, "end_layer": 1, "num_blocks": 1} | changes
+    monkeypatch.setitem(TENSOR_BYTES, "cpu", asked.pop("largest_bytes", 1 << 20))
+    async with joining() as (_, source, join):
+        member, leases = join(), source._leases
+        leases.publish("h", "r", [1, 2], 8, 30.0)
+        request = FetchRequest(
+            handoff_id="h",
+            first_block=0,
+            num_blocks=asked.pop("num_blocks"),
+            layout=LAYOUT,
+            part_start=0,
+            part_bytes=64,
+        )
+        ask = TensorRequest(group=member._name, number=0, request=request, **asked)
+        with leases.reading("h") if pinned else contextlib.nullcontext():
+            call = member._ask.future(msgspec.msgpack.encode(ask), timeout=PATIENCE_S)
+            if reason is None:
+                member.group.receive(torch.empty(64, dtype=torch.uint8), soon())
+                assert isinstance(msgspec.msgpack.decode(call.result()), int)
+            else:
+                assert grpc_methods.reason_of(call.exception()) == reason

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from ridgeline.kv_transfer.memory import host
-from ridgeline.kv_transfer.memory.blocks import BlockPool
+from ridgeline.kv_transfer.memory.device import pool_of
+from ridgeline.kv_transfer.memory.host import HostMemory
 
 
 def as_bytes(tensor: torch.Tensor) -> bytes:
@@ -31,14 +32,14 @@ def layers_in_one_storage(order: str, num_layers: int = 3, num_blocks: int = 5) 
 @pytest.mark.parametrize("order", ["LBHNC", "BLHNC"])
 def test_blocks_are_seen_in_place(order):
     layers = layers_in_one_storage(order)
-    pool = BlockPool.from_layer_tensors(layers)
+    pool = pool_of(layers)
     assert (pool.num_layers, pool.num_blocks, pool.block_bytes) == (3, 5, 96)
     assert [bytes(view) for view in pool.read(1, [4, 0])] == [as_bytes(layers[1][4]), as_bytes(layers[1][0])]
 
 
 def test_token_major_blocks_are_one_run_of_bytes():
     layers = layers_in_one_storage("LBNHC")
-    (seen,) = BlockPool.from_layer_tensors(layers).read(2, [3])
+    (seen,) = pool_of(layers).read(2, [3])
     assert bytes(seen) == as_bytes(layers[2][3].permute(1, 0, 2))
 
 
@@ -47,8 +48,8 @@ def test_writing_reaches_the_engine_and_only_the_named_blocks(order):
     source, target = layers_in_one_storage(order), layers_in_one_storage(order)
     expected = [layer.clone() for layer in target]
     expected[1][[3, 0]] = source[1][[2, 4]]
-    payload = b"".join(BlockPool.from_layer_tensors(source).read(1, [2, 4]))
-    BlockPool.from_layer_tensors(target).write(1, [3, 0], memoryview(payload))
+    payload = b"".join(pool_of(source).read(1, [2, 4]))
+    pool_of(target).write(1, [3, 0], memoryview(payload))
     assert all(torch.equal(seen, wanted) for seen, wanted in zip(target, expected, strict=True))
 
 
@@ -64,19 +65,19 @@ def test_writing_reaches_the_engine_and_only_the_named_blocks(order):
 )
 def test_a_cache_it_cannot_view_is_refused(tensor, message):
     with pytest.raises(ValueError, match=message):
-        BlockPool.from_layer_tensors([tensor])
+        pool_of([tensor])
 
 
 def test_layers_must_agree():
     with pytest.raises(ValueError, match="same shape"):
-        BlockPool([np.zeros((2, 8), np.uint8), np.zeros((2, 9), np.uint8)])
+        HostMemory([np.zeros((2, 8), np.uint8), np.zeros((2, 9), np.uint8)])
     with pytest.raises(ValueError, match="at least one"):
-        BlockPool([])
+        HostMemory([])
 
 
 @pytest.mark.parametrize("block_ids", [[-1], [5], [0, 99]])
 def test_ids_outside_the_pool_are_refused(block_ids):
-    pool = BlockPool([np.zeros((5, 8), np.uint8)])
+    pool = HostMemory([np.zeros((5, 8), np.uint8)])
     with pytest.raises(ValueError, match="outside the pool"):
         pool.read(0, block_ids)
     with pytest.raises(ValueError, match="outside the pool"):
@@ -85,14 +86,14 @@ def test_ids_outside_the_pool_are_refused(block_ids):
 
 def test_a_payload_of_the_wrong_size_is_refused():
     with pytest.raises(ValueError, match="do not fill"):
-        BlockPool([np.zeros((5, 8), np.uint8)]).write(0, [1, 2], memoryview(bytes(15)))
+        HostMemory([np.zeros((5, 8), np.uint8)]).write(0, [1, 2], memoryview(bytes(15)))
 
 
 @pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "BLHNC"])
 def test_committing_keeps_what_the_cache_holds(order):
     layers = layers_in_one_storage(order)
     before = [layer.clone() for layer in layers]
-    BlockPool.from_layer_tensors(layers).commit()
+    pool_of(layers).commit()
     assert all(torch.equal(seen, was) for seen, was in zip(layers, before, strict=True))
 
 
@@ -115,7 +116,7 @@ def test_after_committing_a_lazily_allocated_cache_writes_cause_no_page_faults(a
     pages = 2000
     with mmap.mmap(-1, (pages + 2) * mmap.PAGESIZE) as memory:
         cache = np.frombuffer(memory, np.uint8)[123 : 123 + pages * mmap.PAGESIZE]  # blocks that begin within pages
-        pool = BlockPool([cache.reshape(pages // 4, -1)])
+        pool = HostMemory([cache.reshape(pages // 4, -1)])
         payload = memoryview(b"x" * cache.nbytes)
         before = minor_faults()
         pool.commit()

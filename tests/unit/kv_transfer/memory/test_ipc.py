@@ -1,10 +1,11 @@
-"""What of an offer is checked before a cache is opened by it; on host memory, and with a driver made up for GPUs."""
+"""What of an offer is checked before a cache is opened by it; with handles and a driver made up."""
 
 from __future__ import annotations
 
 import os
 import secrets
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,46 +20,48 @@ from ridgeline.kv_transfer.memory.ipc import (
     IpcOffer,
     OpenedPool,
     export,
-    export_shared,
     require_access,
 )
-from ridgeline.kv_transfer.memory.shared import KvCacheAllocation
 from ridgeline.kv_transfer.options import TransferOptions
 from ridgeline.kv_transfer.transports import exports, make_transport
+from tests.support.cuda_handles import made_up_handles
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 SHAPE = (4, 64, 4096)
 
 
-def a_cache() -> tuple[torch.Tensor, IpcExport]:
-    allocation = KvCacheAllocation()
-    with allocation.serving_torch_zeros():
-        cache = torch.zeros(4 * 64 * 4096, dtype=torch.int8, device="cpu").view(torch.uint8).view(SHAPE)
-    cache.random_(0, 255)
-    shared = allocation.offer(list(cache))
-    assert shared is not None
-    return cache, export_shared(shared)
+@pytest.fixture
+def handles():
+    with made_up_handles() as handles:
+        yield handles
 
 
+def exported_by_another_process(layers: list[torch.Tensor], /, **changes: Any) -> tuple[IpcExport, IpcOffer]:
+    """What exports these layers, which must be kept, and the offer as it arrives."""
+    exported = export(layers)
+    offer = msgspec.convert(msgspec.to_builtins(exported.offer), IpcOffer)
+    assert offer == exported.offer
+    return exported, msgspec.structs.replace(offer, **{"pid": 1} | changes)
+
+
+def a_cache() -> torch.Tensor:
+    return torch.randint(0, 255, SHAPE, dtype=torch.uint8)
+
+
+@pytest.mark.usefixtures("handles")
 def test_what_is_opened_is_what_is_there_and_what_comes_there_later():
-    cache, exported = a_cache()
-    pool = OpenedPool(exported.offer, CPU).pool
+    cache = a_cache()
+    _kept, offer = exported_by_another_process(list(cache))
+    pool = OpenedPool(offer, CPU).pool
     for layer in (0, 3):
         cache[layer, 7] += 1
         assert bytes(pool.read(layer, [7])[0]) == cache[layer, 7].numpy().tobytes()
-
-
-def test_an_offer_survives_its_journey():
-    _, exported = a_cache()
-    there = msgspec.msgpack.decode(msgspec.msgpack.encode(msgspec.to_builtins(exported.offer)))
-    assert msgspec.convert(there, IpcOffer) == exported.offer
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
         ({"host": "another/pid:[1]"}, "another host, or in another container"),
-        ({"device": "GPU-1"}, "one of the KV caches is on a GPU and the other is not"),
         ({"proof": secrets.token_bytes(64)}, "what is read of its memory is not what is there"),
         ({"layers": ((1, 0),)}, "memory that it does not offer"),
         ({"layers": ((-1, 0),)}, "memory that it does not offer"),
@@ -67,21 +70,13 @@ def test_an_offer_survives_its_journey():
         ({"layers": ((0, 3 * 64 * 4096 + 1),)}, "goes beyond its memory"),
         ({"num_blocks": 65, "layers": ((0, 3 * 64 * 4096),)}, "goes beyond its memory"),
         ({"block_stride_bytes": 4095}, "not of a KV cache"),
-        ({"pid": 2**22 - 1}, "cannot be opened"),
     ],
 )
+@pytest.mark.usefixtures("handles")
 def test_an_offer_with_a_wrong_claim_is_not_opened(changes, sentence):
-    _, exported = a_cache()
+    _kept, offer = exported_by_another_process(list(a_cache()), **changes)
     with pytest.raises(CannotOpen, match=sentence):
-        OpenedPool(msgspec.structs.replace(exported.offer, **changes), CPU)
-
-
-def test_a_descriptor_that_is_something_else_by_now_is_not_opened():
-    _, exported = a_cache()
-    (region,) = exported.offer.regions
-    other = msgspec.structs.replace(region, inode=region.inode + 1)
-    with pytest.raises(CannotOpen, match="is not the memory that was offered"):
-        OpenedPool(msgspec.structs.replace(exported.offer, regions=(other,)), CPU)
+        OpenedPool(offer, CPU)
 
 
 def test_layers_without_a_gpu_are_not_exported_as_if_they_had_one():
@@ -98,9 +93,9 @@ def test_why_a_cache_cannot_be_exported_takes_the_place_of_the_offer(monkeypatch
 
     monkeypatch.setattr("ridgeline.kv_transfer.transports.export", cannot)
     made = exports([OnGpu()], None, "cuda-ipc")  # type: ignore[list-item]
-    assert made.offers == {"cuda-ipc": {UNSUPPORTED: "CUDA does not export its KV cache"}}
+    assert made[0] == {"cuda-ipc": {UNSUPPORTED: "CUDA does not export its KV cache"}}
     assert exports([OnGpu()], None, "auto") == made  # type: ignore[list-item]
-    assert exports([OnGpu()], None, "grpc").offers == {}, "nothing is asked of CUDA"  # type: ignore[list-item]
+    assert exports([OnGpu()], None, "grpc") == ({}, None), "nothing is asked of CUDA"  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize(
@@ -120,58 +115,28 @@ def test_auto_tries_what_there_is_for_the_caches_device(device, transport, names
     assert [name for name in fetcher._allowed if name in fetcher._pullers] == names
 
 
-@pytest.fixture
-def handles(monkeypatch):
-    """Torch's functions for handles, made up: a handle is the number of a storage of this process.
-
-    As torch does, each share waits for one receiver until it is released.
-    """
-    storages, released = [], []
-
-    def share(storage):
-        storages.append(storage)
-        return 0, b"%d" % (len(storages) - 1), storage.nbytes(), 0, b"counter", len(storages) - 1, b"event", True
-
-    def open_shared(index, handle, num_bytes, offset, counter, counter_offset, event, event_sync):
-        storage = storages[int(handle)]
-        assert (index, num_bytes, offset) == (None, storage.nbytes(), 0)
-        assert (counter, counter_offset, event, event_sync) == (b"counter", int(handle), b"", False)
-        return storage
-
-    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", share, raising=False)
-    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", staticmethod(open_shared), raising=False)
-    release = staticmethod(lambda counter, offset: released.append((counter, offset)))
-    monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", release, raising=False)
-    monkeypatch.setattr(ipc, "_alias", lambda storage: storage)
-    monkeypatch.setattr(ipc, "_require_one_gpu", lambda _rows: None)
-    monkeypatch.setattr(ipc, "require_access", lambda _theirs, _ours: None)
-    monkeypatch.setattr(ipc, "gpu_uuid", lambda _device: "GPU-0")
-    return SimpleNamespace(storages=storages, released=released)
-
-
 @pytest.mark.parametrize("apart", [False, True])
 def test_each_allocation_is_exported_once_and_every_layer_is_found_in_its_own(handles, apart):
     one = torch.randint(0, 255, (3, 16, 2, 40), dtype=torch.uint8)
     layers = [layer.clone() for layer in one] if apart else list(one)
-    exported = export(layers)
+    exported, there = exported_by_another_process(layers)
     assert len(exported.offer.regions) == (3 if apart else 1)
     assert len(handles.storages) == len(exported.offer.regions) + 1, "one more is the proof"
     assert handles.released == [(b"counter", number) for number in range(len(handles.storages))]
-    there = msgspec.convert(msgspec.to_builtins(exported.offer), IpcOffer)
     pool = OpenedPool(there, CPU).pool
     for number, layer in enumerate(layers):
         assert bytes(pool.read(number, [9])[0]) == layer[9].numpy().tobytes()
 
 
 def test_what_torch_says_against_an_export_or_an_opening_is_passed_on(handles, monkeypatch):
-    exported = export([torch.zeros(4, 64)])
+    _kept, offer = exported_by_another_process([torch.zeros(4, 64)])
 
     def cannot(*_):
         raise RuntimeError("CUDA error: invalid argument\nCompile with ...")
 
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", staticmethod(cannot))
     with pytest.raises(CannotOpen, match=r"here \(CUDA error: invalid argument\)"):
-        OpenedPool(exported.offer, CPU)
+        OpenedPool(offer, CPU)
     monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", cannot)
     with pytest.raises(CannotExport, match=r"\(CUDA error: invalid argument\): does PYTORCH_CUDA_ALLOC_CONF ask"):
         export([torch.zeros(4, 64)])
@@ -246,18 +211,17 @@ def test_the_same_gpu_and_one_that_is_hidden_are_left_to_the_opening(driver):
     assert driver["asked"] == []
 
 
-def test_host_memory_is_not_opened_on_a_gpu(driver):
+def test_a_cache_of_a_gpu_is_not_opened_without_one():
     with pytest.raises(CannotOpen, match="one of the KV caches is on a GPU"):
-        require_access(ipc.HOST, GPU)
+        require_access("GPU-1", CPU)
 
 
-def test_what_this_process_exported_itself_is_opened_without_its_handle(driver):
-    cache, exported = a_cache()
-    rows = [layer.view(64, 4096) for layer in cache]
-    own = msgspec.structs.replace(exported.offer, device="GPU-0", pid=os.getpid(), proof=secrets.token_bytes(64))
-    kept = IpcExport(own, rows, None)
-    pool = OpenedPool(own, GPU).pool
+def test_what_this_process_exported_itself_is_opened_without_its_handle(handles):
+    cache = a_cache()
+    kept, own = exported_by_another_process(list(cache), pid=os.getpid())
+    handles.storages.clear()
+    pool = OpenedPool(own, CPU).pool
     assert bytes(pool.read(2, [5])[0]) == cache[2, 5].numpy().tobytes()
     del kept
     with pytest.raises(CannotOpen, match="no longer exported"):
-        OpenedPool(own, GPU)
+        OpenedPool(own, CPU)

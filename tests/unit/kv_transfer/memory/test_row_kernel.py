@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ridgeline.kv_transfer.memory import rows
-from ridgeline.kv_transfer.memory.blocks import BlockPool, byte_rows
+from ridgeline.kv_transfer.memory.blocks import byte_rows
 from ridgeline.kv_transfer.memory.device import DeviceMemory
 from tests.support.interpreted_triton import interpreted_kernel
 from tools.gpu.blocks import SHAPES, CacheShape, make_layers
@@ -30,7 +30,7 @@ def _interpreted():
 def pools(layers):
     """Two pools of the same layers: one that uses the kernel, one that uses torch's functions."""
     made = [byte_rows(index, layer) for index, layer in enumerate(layers)]
-    return BlockPool(DeviceMemory(made)), BlockPool(DeviceMemory(made, may_use_kernel=False))
+    return DeviceMemory(made), DeviceMemory(made, may_use_kernel=False)
 
 
 @pytest.fixture

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 import torch
 
-from ridgeline.decode_worker.kv_fetch.pinned import Readable
-from ridgeline.kv_transfer.memory.blocks import BlockPool, CannotOpen
+from ridgeline.decode_worker.kv_fetch.pinned import Readable, pieces
+from ridgeline.kv_transfer.memory.blocks import CannotOpen
+from ridgeline.kv_transfer.memory.device import pool_of
 from ridgeline.kv_transfer.nixl.agent import merged
-from ridgeline.kv_transfer.nixl.offer import NixlOffer
-from ridgeline.kv_transfer.nixl.puller import pieces
+from ridgeline.kv_transfer.nixl.source import NixlOffer
 
 
 def offer(**changes):
@@ -66,7 +66,7 @@ def test_a_part_outside_a_block_is_refused(start, num_bytes):
 
 @pytest.mark.parametrize("most_bytes", [1, 10, 25, 60, 1000])
 def test_pieces_cover_every_block_of_every_layer_once_and_fit(most_bytes):
-    readable = Readable([5, 6, 7], [0, 2, 4], range(1, 6))
+    readable = Readable([5, 6, 7], [0, 2, 4], range(1, 6), 0)
     cut = list(pieces(readable, 10, most_bytes))
     seen = [(layer, s, t) for piece in cut for layer in piece.layers for s, t in zip(*_ids(piece), strict=True)]
     assert sorted(seen) == [(layer, s, t) for layer in range(1, 6) for s, t in ((5, 0), (6, 2), (7, 4))]
@@ -83,7 +83,7 @@ def test_memory_is_registered_once_where_layers_overlap():
 
 def test_a_pool_of_interleaved_layers_says_where_each_block_lies():
     buffer = torch.arange(240, dtype=torch.uint8).view(4, 2, 30)  # 4 blocks, each with 2 layers
-    pool = BlockPool.from_layer_tensors([buffer[:, 0], buffer[:, 1]])
+    pool = pool_of([buffer[:, 0], buffer[:, 1]])
     spans = pool.spans()
     assert [span.address - buffer.data_ptr() for span in spans] == [0, 30]
     assert {(span.stride_bytes, span.num_bytes) for span in spans} == {(60, 210)}

@@ -8,7 +8,7 @@ import torch
 
 from ridgeline.contracts.handoff import KvLayout
 from ridgeline.kv_transfer.measure import MEASURABLE, MeasureSettings, measurable_here
-from ridgeline.kv_transfer.memory.blocks import BlockPool
+from ridgeline.kv_transfer.memory.device import pool_of
 from ridgeline.kv_transfer.names import AUTO
 from ridgeline.kv_transfer.nixl import library
 from ridgeline.kv_transfer.options import TransferOptions
@@ -28,7 +28,7 @@ def missing(monkeypatch):
 
 def cache() -> RankCache:
     layout: KvLayout = kv_layout(num_layers=1, block_bytes=32)
-    return RankCache(BlockPool.from_layer_tensors([torch.zeros(4, 32, dtype=torch.uint8)]), LeaseTable(), layout)
+    return RankCache(pool_of([torch.zeros(4, 32, dtype=torch.uint8)]), LeaseTable(), layout)
 
 
 def test_an_engine_that_asks_for_it_in_vain_is_told_what_to_install(missing):

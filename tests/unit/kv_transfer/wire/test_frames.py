@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ridgeline.contracts import errors
 from ridgeline.kv_transfer.interfaces import FetchProgress
-from ridgeline.kv_transfer.memory.blocks import BlockPool
+from ridgeline.kv_transfer.memory.host import HostMemory
 from ridgeline.kv_transfer.wire import frames
 
 
@@ -25,8 +25,8 @@ def test_what_is_written_is_read(num_layers, block_ids, target_bytes):
     source = [random.integers(0, 256, (20, 16), dtype=np.uint8) for _ in range(num_layers)]
     target = [np.zeros((20, 16), np.uint8) for _ in range(num_layers)]
     progress = FetchProgress(started_s=0.0)
-    reader = frames.FrameReader(BlockPool(target), block_ids[::-1], progress)
-    for frame in frames.write_frames(BlockPool(source), block_ids, 0, target_bytes):
+    reader = frames.FrameReader(HostMemory(target), block_ids[::-1], progress)
+    for frame in frames.write_frames(HostMemory(source), block_ids, 0, target_bytes):
         reader.accept(frame)
     if block_ids:
         reader.finish()
@@ -36,7 +36,7 @@ def test_what_is_written_is_read(num_layers, block_ids, target_bytes):
 
 
 def test_a_frame_after_the_last_is_refused():
-    pool = BlockPool([np.zeros((2, 16), np.uint8)])
+    pool = HostMemory([np.zeros((2, 16), np.uint8)])
     reader = frames.FrameReader(pool, [0, 1], FetchProgress(started_s=0.0))
     (frame,) = frames.write_frames(pool, [0, 1])
     reader.accept(frame)
@@ -49,9 +49,9 @@ def test_segments_arrive_in_the_order_prefill_makes_them_final():
     source = [random.integers(0, 256, (20, 16), dtype=np.uint8) for _ in range(3)]
     target = [np.zeros((20, 16), np.uint8) for _ in range(3)]
     ids = [5, 9, 1, 2, 3, 0, 17]
-    reader = frames.FrameReader(BlockPool(target), range(7), FetchProgress(started_s=0.0))
+    reader = frames.FrameReader(HostMemory(target), range(7), FetchProgress(started_s=0.0))
     for start, stop in ((0, 3), (3, 4), (4, 7)):
-        for frame in frames.write_frames(BlockPool(source), ids[start:stop], start, target_bytes=40):
+        for frame in frames.write_frames(HostMemory(source), ids[start:stop], start, target_bytes=40):
             reader.accept(frame)
     reader.finish()
     for ours, theirs in zip(target, source, strict=True):
@@ -60,7 +60,7 @@ def test_segments_arrive_in_the_order_prefill_makes_them_final():
 
 @pytest.mark.parametrize("skipped", range(8))
 def test_a_stream_of_segments_with_a_frame_missing_is_refused(skipped):
-    pool = BlockPool([np.zeros((8, 16), np.uint8) for _ in range(2)])
+    pool = HostMemory([np.zeros((8, 16), np.uint8) for _ in range(2)])
     reader = frames.FrameReader(pool, range(8), FetchProgress(started_s=0.0))
     stream = [*frames.write_frames(pool, range(4), 0, 32), *frames.write_frames(pool, range(4, 8), 4, 32)]
     assert len(stream) == 8

@@ -1,9 +1,8 @@
-"""What a hostile source of KV may send: transfer frames, and messages of the collective transport.
+"""What a hostile source of KV may send: transfer frames.
 
 Valid frames are changed, cut, repeated, moved or forged; a forged one has a wrong header and a valid checksum. The
 reader may accept what means the same as the original, or raise TransferFailed(corrupted). It must not raise anything
-else, write a byte outside the blocks it was given, or allocate memory because a header claims it. Of the collective
-transport `expect` decides how much memory a tensor gets and where it is written, so what it accepts is checked here.
+else, write a byte outside the blocks it was given, or allocate memory because a header claims it.
 """
 
 from __future__ import annotations
@@ -14,18 +13,15 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import msgspec
 import numpy as np
 import xxhash
 from hypothesis import strategies as st
 
 from ridgeline.contracts import errors
-from ridgeline.kv_transfer.collective.puller import _decode_told, _Place
-from ridgeline.kv_transfer.collective.wire import Chunk, End
 from ridgeline.kv_transfer.interfaces import FetchProgress
-from ridgeline.kv_transfer.memory.blocks import BlockPool
-from ridgeline.kv_transfer.wire import frames, grpc_methods
-from tools.fuzz.damage import bent, messages
+from ridgeline.kv_transfer.memory.host import HostMemory
+from ridgeline.kv_transfer.wire import frames
+from tools.fuzz.damage import bent
 
 LAYERS, BLOCKS, BLOCK_BYTES = 2, 12, 128
 CANARY = 0xA5
@@ -44,7 +40,7 @@ Stream = tuple[list[int], list[bytes]]
 def _valid_frames(count: int, segments: int) -> list[bytes]:
     """Return an undamaged answer for `count` blocks, in this many segments."""
     random = np.random.default_rng(count)
-    pool = BlockPool([random.integers(0, 256, (BLOCKS, BLOCK_BYTES), np.uint8) for _ in range(LAYERS)])
+    pool = HostMemory([random.integers(0, 256, (BLOCKS, BLOCK_BYTES), np.uint8) for _ in range(LAYERS)])
     ids, step = list(range(count)), -(-count // segments)
     parts = (frames.write_frames(pool, ids[at : at + step], at, FRAME_BYTES) for at in range(0, count, step))
     return [bytes(frame) for part in parts for frame in part]
@@ -93,7 +89,7 @@ def check_stream(stream: Stream) -> None:
     targets, sent = stream
     memory = np.full((LAYERS, BLOCKS + 2, BLOCK_BYTES), CANARY, np.uint8)
     reader = frames.FrameReader(
-        BlockPool([memory[layer, 1:-1] for layer in range(LAYERS)]), targets, FetchProgress(started_s=0.0)
+        HostMemory([memory[layer, 1:-1] for layer in range(LAYERS)]), targets, FetchProgress(started_s=0.0)
     )
     with _only_corrupted(), _little_memory_taken(traced=zlib.crc32(b"".join(sent)) % ONE_IN == 0):
         for frame in sent:
@@ -128,42 +124,3 @@ def _little_memory_taken(traced: bool) -> Iterator[None]:
         peak_bytes = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak_bytes < MOST_ALLOCATED_BYTES, f"{peak_bytes} bytes were allocated"
-
-
-# --- messages of the collective transport
-
-ASKED_BLOCKS = 4
-_SAID = [
-    *(Chunk(first=first, count=count, end=end) for first, count, end in ((0, 1, 2), (1, 1, 2), (2, 2, 4))),
-    End(first_token=5, checksums=[7, 8, -9]),
-]
-"""For two segments of two blocks, the first one in two tensors."""
-_WRITTEN = [msgspec.msgpack.encode(said) for said in _SAID]
-_told = st.one_of(st.sampled_from(_WRITTEN), messages([msgspec.msgpack.decode(said) for said in _WRITTEN]))
-
-
-@st.composite
-def conversations(draw: st.DrawFn) -> list[bytes]:
-    """Draw the valid messages with some replaced, removed or repeated."""
-    said = list(_WRITTEN)
-    for _ in range(draw(st.integers(0, 3))):
-        at = draw(st.integers(0, len(said)))
-        said[at : at + draw(st.integers(0, 2))] = draw(st.lists(_told, max_size=2))
-    return said
-
-
-def check_conversation(said: list[bytes]) -> None:
-    """Check that each accepted chunk lies inside what was asked for, and only once; a whole answer has all of them."""
-    place, landed = _Place(ASKED_BLOCKS, most_in_chunk=ASKED_BLOCKS), set[int]()
-    with _only_corrupted():
-        for message in said:
-            told = grpc_methods.read_answer(_decode_told, message, "fuzz")
-            if isinstance(told, End):
-                place.check_whole()
-                assert len(landed) == ASKED_BLOCKS
-                return
-            place.expect(told)
-            blocks = set(range(told.first, told.first + told.count))
-            assert blocks <= set(range(ASKED_BLOCKS)), told
-            assert not blocks & landed, told
-            landed |= blocks
