@@ -222,7 +222,7 @@ class FairQueue(Generic[T]):
     def _note_beyond(self, name: str) -> None:
         """Note by how much a client, whose prompts have changed, has more waiting than one quantum or prompt."""
         client = self._clients.get(name)
-        one = 0 if client is None else max(self._quantum_tokens, client.next_as_of_the_last_look().tokens)
+        one = 0 if client is None else max(self._quantum_tokens, client.next().tokens)
         beyond = self.waiting.of_client.get(name, 0) - one
         if beyond > 0:
             self.waiting.beyond[name] = beyond

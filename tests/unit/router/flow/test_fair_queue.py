@@ -15,13 +15,6 @@ def popped(queue):
     return [queue.pop().item for _ in range(len(queue))]
 
 
-def test_one_client_is_served_in_the_order_it_came():
-    queue = FairQueue()
-    for index, tokens in enumerate([2000, 5, 700, 5]):
-        queue.push("a", tokens, index)
-    assert popped(queue) == [0, 1, 2, 3]
-
-
 def test_a_short_prompt_passes_the_long_ones_of_another_client():
     queue = FairQueue()
     for index in range(50):
@@ -75,11 +68,6 @@ def test_what_is_urgent_goes_first_and_among_itself_in_order():
     assert popped(queue) == ["first", "second", "a"]
 
 
-def test_none_waiting_is_an_index_error():
-    with pytest.raises(IndexError):
-        FairQueue().pop()
-
-
 @pytest.mark.parametrize("urgent", [False, True])
 def test_one_that_is_removed_is_never_popped_and_may_be_removed_again(urgent):
     queue = FairQueue()
@@ -124,110 +112,6 @@ def test_a_lone_prompt_waits_for_a_quantum_and_a_prompt_of_each_other_client_per
     for client, before in ahead.items():
         longest = max(floods[int(client.removeprefix("flood-"))])
         assert before <= rounds * (QUANTUM + longest)
-
-
-@given(
-    steps=st.lists(
-        st.one_of(
-            st.tuples(st.sampled_from("abc"), st.integers(1, 2000)), st.just("pop"), st.tuples(st.just("remove"))
-        ),
-        max_size=60,
-    )
-)
-def test_what_is_pushed_comes_out_once_or_is_removed(steps):
-    queue, inside = FairQueue(), []
-    for step in steps:
-        if step == "pop":
-            if inside:
-                inside.remove(queue.pop())
-        elif len(step) == 1:
-            if inside:
-                queue.remove(inside.pop(len(inside) // 2))
-        else:
-            inside.append(queue.push(*step, None))
-        assert (len(queue), queue.waiting.tokens) == (len(inside), sum(entry.tokens for entry in inside))
-
-
-class WalkingQueue(FairQueue):
-    """The definition of the order: walk from turn to turn until a client can pay for its first prompt."""
-
-    def pop(self, eligible=lambda client: True):
-        if self._urgent:
-            return self._urgent.popleft()
-        may = {name for name in self._turns if eligible(name)}
-        if not may:
-            raise IndexError
-        while True:
-            client = self._clients[self._turns[0]]
-            if self._turns[0] in may:
-                if not client.has_turn:
-                    client.has_turn = True
-                    client.deficit_tokens += self._quantum_tokens
-                entry = client.entries[0]
-                if (weight := max(entry.tokens, self._least_tokens)) <= client.deficit_tokens:
-                    client.deficit_tokens -= weight
-                    self.remove(entry)
-                    return entry
-            client.has_turn = False
-            self._turns.rotate(-1)
-
-
-CLIENTS = "abcd"
-SOME_CLIENTS = st.frozensets(st.sampled_from(CLIENTS))
-
-
-@given(
-    steps=st.lists(
-        st.one_of(
-            st.tuples(st.just("push"), st.sampled_from(CLIENTS), st.integers(1, 5000), st.integers(0, 9)),
-            st.tuples(st.just("pop"), SOME_CLIENTS),
-            st.tuples(st.just("pop"), st.just(frozenset(CLIENTS))),
-            st.tuples(st.just("peek"), SOME_CLIENTS),
-            st.tuples(st.just("remove"), st.integers(0, 99)),
-        ),
-        max_size=120,
-    )
-)
-def test_the_order_is_that_of_walking_from_turn_to_turn_and_no_look_changes_it(steps):
-    walked, queue, inside = WalkingQueue(QUANTUM), FairQueue(QUANTUM), []
-
-    def popped_from_both(eligible):
-        looked = queue.peek(eligible)
-        try:
-            expected = walked.pop(eligible).item
-        except IndexError:
-            assert looked is None
-            with pytest.raises(IndexError):
-                queue.pop(eligible)
-            return
-        assert looked is not None
-        assert (looked.item, queue.pop(eligible)) == (expected, looked)
-        inside[:] = [pair for pair in inside if pair[1] is not looked]
-
-    for number, (step, *given_) in enumerate(steps):
-        if step == "push":
-            client, tokens, chance = given_
-            inside.append([one.push(client, tokens, number, urgent=chance == 0) for one in (walked, queue)])
-        elif step == "remove" and inside:
-            entries = inside.pop(given_[0] % len(inside))
-            walked.remove(entries[0])
-            queue.remove(entries[1])
-        elif step == "pop":
-            popped_from_both(given_[0].__contains__)
-        elif step == "peek":
-            queue.peek(given_[0].__contains__)
-    while inside:
-        popped_from_both(lambda client: True)
-    assert queue.peek() is None
-
-
-def test_a_look_that_leads_to_nothing_leaves_the_turns_as_they_were():
-    queue = FairQueue(quantum_tokens=100)
-    for client in "ab":
-        queue.push(client, 300, client)
-    assert [queue.peek(lambda client: client == "b").item for _ in range(5)] == ["b"] * 5
-    assert queue.peek(lambda client: False) is None
-    assert popped(queue) == ["a", "b"]
 
 
 def test_tokens_ahead_are_ones_own_and_a_fair_share_of_the_others():
