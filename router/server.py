@@ -97,9 +97,7 @@ class Router(RouterControl):
         self._client = RouterEngineClient(
             frontend_config(self._args),
             self._admission,
-            settings.server.max_stream_buffer_bytes,
             settings.server.max_grammar_bytes,
-            self._count_unread,
         )
         self._orchestrator = Orchestrator(
             self.fleet, self._decisions.placement, settings, self._metrics, self._releaser.release
@@ -263,16 +261,12 @@ class Router(RouterControl):
             refreshing.append(self._shared.metrics.refresh())
         await asyncio.gather(*refreshing)
 
-    def _count_unread(self, why: unread.Why) -> None:
-        self._metrics.unread.labels(why).inc()
-
     async def _watch_unread(self, server: uvicorn.Server) -> None:
         await unread.watch(
             connections=lambda: (one for one in server.server_state.connections if isinstance(one, BoundedHeads)),
-            streams=lambda: self._client.streams,
             send_timeout_s=self._settings.server.send_timeout_s,
             max_send_buffer_bytes=self._settings.server.max_send_buffer_bytes,
-            on_end=self._count_unread,
+            on_end=lambda why: self._metrics.unread.labels(why).inc(),
         )
 
     def _probe(self) -> HealthProbe:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from http import HTTPStatus
@@ -44,15 +44,11 @@ from ridgeline.router.front.text_stream import TextSink
 from ridgeline.router.front.text_turns import TextTurns
 from ridgeline.router.front.vllm_workarounds.no_processor import note_that_there_is_no_processor
 from ridgeline.router.front.vllm_workarounds.text_length import bound_texts, refuse_half_pairs
-from ridgeline.router.front.vllm_workarounds.unread import BoundedCollector, Why
+from ridgeline.router.front.vllm_workarounds.unread import CountingCollector
 
 logger = logging.getLogger(__name__)
 
 SUPPORTED_TASKS = ("generate",)
-_UNREAD = (
-    "the client has not read what was sent, and too much has accumulated (server.max_stream_buffer_bytes, "
-    "server.max_send_buffer_bytes): read the answer as it comes"
-)
 
 
 class RouterEngineClient(EngineClient):
@@ -62,9 +58,7 @@ class RouterEngineClient(EngineClient):
         self,
         vllm_config: VllmConfig,
         admission: Admission,
-        max_stream_buffer_bytes: int,
         max_grammar_bytes: int,
-        on_unread: Callable[[Why], None],
     ) -> None:
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
@@ -81,12 +75,10 @@ class RouterEngineClient(EngineClient):
         """The turns in which streams become text."""
         self._conversions = asyncio.Lock()
         self._groups: dict[str, list[asyncio.Task[None]]] = {}
-        self._collectors: set[BoundedCollector] = set()
-        self._unread: set[BoundedCollector] = set()
+        self._collectors: set[CountingCollector] = set()
+        self._unread: set[CountingCollector] = set()
         """Collectors of requests whose sequences have ended, but whose clients have not read everything."""
-        self._max_unread_stream_bytes = max_stream_buffer_bytes
         self._max_grammar_bytes = max_grammar_bytes
-        self._on_unread = on_unread
 
     def close_admission(self) -> None:
         """Refuse every new request with 503 from now on."""
@@ -103,7 +95,7 @@ class RouterEngineClient(EngineClient):
         return self._admission.sequences + len(self._unread)
 
     @property
-    def streams(self) -> list[BoundedCollector]:
+    def streams(self) -> list[CountingCollector]:
         """The collectors of all requests that are being answered."""
         return list(self._collectors)
 
@@ -194,16 +186,7 @@ class RouterEngineClient(EngineClient):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of an admitted request. It is never started if its client has left already."""
         tasks: list[asyncio.Task[None]] = []
-        context, finished, unread = current(), False, False
-
-        def end(why: Why) -> None:
-            nonlocal unread
-            unread = True
-            if why == "stream_bytes":  # other reasons are counted by the code that ends it
-                self._on_unread(why)
-            for task in tasks:
-                task.cancel()
-            collector.put(GracefulHTTPError(_UNREAD, HTTPStatus.SERVICE_UNAVAILABLE))
+        context, finished = current(), False
 
         def sequence_ended(task: asyncio.Task[None]) -> None:
             _tell_of_a_failure(collector, task)
@@ -211,7 +194,7 @@ class RouterEngineClient(EngineClient):
             if collector in self._collectors and all(one.done() for one in tasks):
                 self._unread.add(collector)
 
-        collector = BoundedCollector(request.params.output_kind, request.request_id, self._max_unread_stream_bytes, end)
+        collector = CountingCollector(request.params.output_kind, request.request_id)
         for number, child in enumerate(self._register(request, prompt_text, collector)):
             its_own = wanted if child is request else sampling_of(child.params)
             known_as = request_id if child is request else f"{request_id}[{number}]"
@@ -220,19 +203,19 @@ class RouterEngineClient(EngineClient):
             tasks.append(task)
         self._groups.setdefault(request_id, []).extend(tasks)
         self._collectors.add(collector)
+        context.collectors.add(collector)
         try:
             while not finished:
                 output = collector.get_nowait() or await collector.get()
                 finished = output.finished
                 yield output
         except Exception:  # a client that leaves has this cancelled or closed, which is none
-            context.failed = context.failed or not unread
+            context.failed = True
             raise
         finally:
             self._groups.pop(request_id, None)
-            self._collectors.discard(collector)
-            self._unread.discard(collector)
-            collector.forget_end()
+            for kept in (self._collectors, self._unread, context.collectors):
+                kept.discard(collector)
             for task in () if finished else tasks:  # those that have finished are about to end by themselves
                 task.cancel()
             # By the parent's id: aborting the n children one by one would leave the parent in vLLM's table forever.

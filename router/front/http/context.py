@@ -11,9 +11,9 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
 from ridgeline.router.client_identity import ANONYMOUS
 from ridgeline.router.flow.admission_rules import NONE_BEFORE, Accepted
@@ -22,6 +22,7 @@ from ridgeline.router.front.http.types import Asgi, Message, Receive, Scope, Sen
 AdminRight = Literal["", "local", "key"]
 """No right; that of a caller on this machine; that of a caller with an admin key."""
 _HEAD_READ_S: Final = "ridgeline_head_read_s"
+_COLLECTORS: Final = "ridgeline_collectors"
 MAX_REQUEST_ID_CHARACTERS: Final = 256
 """Longest id of a request, with what vLLM adds to a client's own; every chunk of a stream repeats it."""
 REQUEST_ID: Final = b"x-request-id"
@@ -33,6 +34,12 @@ _RETRYABLE: Final = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABL
 
 def _nothing() -> None:
     """Do nothing: no request is waiting to be taken in."""
+
+
+class Collector(Protocol):
+    """Outputs that wait for a client."""
+
+    unread_bytes: int
 
 
 @dataclass
@@ -68,6 +75,8 @@ class RequestContext:
     """Whether one of its sequences has failed here: the others end with it, and their client has not left them."""
     streams: bool = False
     """Whether the answer has begun as a stream of events."""
+    collectors: set[Collector] = field(default_factory=set)
+    """What its connection is to count as unread, too."""
 
 
 _current: Final[ContextVar[RequestContext | None]] = ContextVar("ridgeline_request", default=None)
@@ -78,9 +87,13 @@ def current() -> RequestContext:
     return _current.get() or RequestContext()
 
 
-def note_head_read(scope_state: dict[str, object]) -> None:
-    """Record the time at which a head was read; the parser calls this before the loop runs anything else."""
+def note_head_read(scope_state: dict[str, object], collectors: set[Collector]) -> None:
+    """Record the time at which a head was read, and where its connection looks for unread outputs.
+
+    The parser calls this before the loop runs anything else.
+    """
     scope_state[_HEAD_READ_S] = time.monotonic()
+    scope_state[_COLLECTORS] = collectors
 
 
 def new_request_id() -> str:
@@ -106,8 +119,11 @@ class WithContext:
             return
         given = next((value for name, value in scope["headers"] if name == REQUEST_ID), b"")
         request_id = given if _PRINTABLE.fullmatch(given) else new_request_id().encode()
+        noted = scope.get("state", {})
         context = RequestContext(
-            head_read_s=scope.get("state", {}).get(_HEAD_READ_S, time.monotonic()), request_id=request_id.decode()
+            head_read_s=noted.get(_HEAD_READ_S, time.monotonic()),
+            request_id=request_id.decode(),
+            collectors=noted.get(_COLLECTORS, set()),
         )
 
         def sending(message: Message) -> Awaitable[None]:

@@ -15,7 +15,7 @@ from typing import Any, Final, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from ridgeline.router.front.http.context import new_request_id, note_head_read
+from ridgeline.router.front.http.context import Collector, new_request_id, note_head_read
 from ridgeline.router.front.http.errors import error_body
 
 MAX_HEAD_BYTES: Final = 64 << 10
@@ -76,7 +76,8 @@ class BoundedHeads(HttpToolsProtocol):
     _refused = False
     _taken_bytes = 0
     _taken_s = 0.0
-    _counted: _Counted | None = None
+    _counted: _Counted
+    _collectors: set[Collector]
     _awaits_head = True
     _head_due: asyncio.TimerHandle | None = None
 
@@ -84,6 +85,7 @@ class BoundedHeads(HttpToolsProtocol):
         """Count writes from now on, and start to wait for a head."""
         self._counted = _Counted(transport)
         self._taken_s = time.monotonic()
+        self._collectors = set()
         super().connection_made(cast(asyncio.Transport, self._counted))
         if len(self.connections) > MOST_CONNECTIONS:
             self._end_with(_TOO_MANY)
@@ -120,24 +122,21 @@ class BoundedHeads(HttpToolsProtocol):
 
     @property
     def unread_bytes(self) -> int:
-        """Bytes written and not yet taken by the client's socket."""
-        return 0 if self._counted is None else int(self._counted.get_write_buffer_size())
+        """Bytes that the client's socket has not taken, and those of outputs that wait for that."""
+        unsent_bytes = int(self._counted.get_write_buffer_size())
+        return unsent_bytes + sum(collector.unread_bytes for collector in self._collectors)
 
     def silent_s(self, now_s: float) -> float:
         """Return for how long the client has taken nothing of what is waiting for it, as of the last call."""
-        if self._counted is None:
-            return 0.0
-        unread_bytes = self.unread_bytes
-        taken_bytes = self._counted.written_bytes - unread_bytes
-        if not unread_bytes or taken_bytes > self._taken_bytes:
+        unsent_bytes = self._counted.get_write_buffer_size()
+        taken_bytes = self._counted.written_bytes - unsent_bytes
+        if not unsent_bytes or taken_bytes > self._taken_bytes:
             self._taken_bytes, self._taken_s = taken_bytes, now_s
         return now_s - self._taken_s
 
-    def give_up(self, why: str) -> None:
+    def give_up(self) -> None:
         """Close at once and drop what the client has not read; the code that makes its answer is cancelled."""
-        del why
-        if self._counted is not None:
-            self._counted.abort()
+        self._counted.abort()
 
     def data_received(self, data: bytes) -> None:
         """Parse, then count the bytes of a request head (or chunked trailer) that has not ended yet.
@@ -164,7 +163,7 @@ class BoundedHeads(HttpToolsProtocol):
         self._part_ended = True
         self._awaits_head = False
         self._head_came()
-        note_head_read(self.scope.setdefault("state", {}))
+        note_head_read(self.scope.setdefault("state", {}), self._collectors)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
