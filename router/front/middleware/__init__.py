@@ -6,6 +6,4 @@ cors.py              decides which web pages may call
 auth.py              checks API keys and names each client
 admin_access.py      decides who may use the operator's paths
 ingress.py           limits what a request takes, and serves requests by turns
-time_limits.py       reads the times that a client allows
-json_cost.py         estimates the work that a body causes
 """

@@ -1,5 +1,6 @@
 """What is put around vLLM's app: bodies on which validation fails, streams that break, paths that could only fail."""
 
+import json
 from contextlib import aclosing
 
 import httpx
@@ -8,6 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 from openai.types.responses import ResponseOutputMessage
 from pydantic import BaseModel, model_validator
+from starlette.responses import JSONResponse
 from vllm.entrypoints.openai.responses.utils import construct_input_messages
 
 from ridgeline.router.front.http.context import WithContext
@@ -108,3 +110,15 @@ async def test_a_stream_that_fails_in_the_middle_ends_with_an_event_that_says_so
 
 async def test_paths_that_resize_an_engine_are_not_there():
     assert (await post("/scale_elastic_ep", json={})).status_code == 404
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"a": [1, 2.5, None, True, "\u00e4\n\U0001f600"], "b": {7: {"logprob": -9999.0}}, "c": 1e300},
+        {"error": {"message": "m", "code": 400}},
+        [],
+    ],
+)
+def test_an_answer_is_the_same_json_as_before(content):
+    assert json.loads(app_gaps.QuickJson(content).body) == json.loads(JSONResponse(content).body)
