@@ -38,10 +38,7 @@ from ridgeline.router.front.middleware.ingress import Gates, Ingress
 from ridgeline.router.front.vllm_workarounds import (
     app_gaps,
     bodies,
-    keep_alive,
-    left_streams,
     messages,
-    model_card,
     responses,
     stream_chunks,
     whole_calls,
@@ -88,8 +85,6 @@ async def build_app(
     app_gaps.install(app)
     bodies.install(app, request_fields.misplaced)
     stream_chunks.install()
-    left_streams.install()
-    keep_alive.install()
     await init_app_state(client, app.state, args, SUPPORTED_TASKS)
     request_fields.install(app.state, gates.most_sequences, settings.server.max_grammar_bytes)
     app_gaps.name_settings(app.state)
@@ -99,7 +94,6 @@ async def build_app(
     messages.install(app.state)
     responses.install(app.state)
     unknown_paths.install(app)
-    model_card.install(app)
     app.include_router(operators)
     app.state.server = SimpleNamespace()  # vLLM's error handler accesses it, but we run uvicorn ourselves
     app.add_route("/ready", ready_endpoint(readiness, lambda: client.draining), methods=["GET"])

@@ -42,8 +42,7 @@ from ridgeline.router.front.http.context import MAX_REQUEST_ID_CHARACTERS, curre
 from ridgeline.router.front.sampling import sampling_of
 from ridgeline.router.front.text_stream import TextSink
 from ridgeline.router.front.text_turns import TextTurns
-from ridgeline.router.front.vllm_workarounds.no_processor import note_that_there_is_no_processor
-from ridgeline.router.front.vllm_workarounds.text_length import bound_texts, refuse_half_pairs
+from ridgeline.router.front.vllm_workarounds.bodies import bound_texts, refuse_half_pairs
 from ridgeline.router.front.vllm_workarounds.unread import CountingCollector
 
 logger = logging.getLogger(__name__)
@@ -63,7 +62,6 @@ class RouterEngineClient(EngineClient):
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
         self.renderer = renderer_from_config(vllm_config)
-        note_that_there_is_no_processor(self.renderer.tokenizer, self.model_config)
         bound_texts(self.renderer, self.model_config.max_model_len)
         choose_backend(vllm_config.structured_outputs_config, self.renderer.tokenizer)
         bound_validation()

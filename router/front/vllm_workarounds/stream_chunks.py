@@ -29,19 +29,12 @@ def _model_as_json(value: Any) -> msgspec.Raw:
 _encode: Final = msgspec.json.Encoder(enc_hook=_model_as_json).encode
 
 
-class _Chunk(msgspec.Struct, kw_only=True):
-    """What both kinds of chunk have in common; a field that has not been set is not encoded."""
+class _Chunk(msgspec.Struct):
+    """What both kinds of chunk have in common."""
 
     MODEL: ClassVar[type[BaseModel]]
     """vLLM's model of the chunk, and below of a choice in it."""
     CHOICE: ClassVar[type[BaseModel]]
-    id: Any = UNSET
-    object: Any = UNSET
-    created: Any = UNSET
-    model: Any = UNSET
-    choices: Any = UNSET
-    usage: Any = UNSET
-    system_fingerprint: Any = UNSET
 
     def model_dump_json(self, *, exclude_unset: bool = False, exclude_none: bool = False) -> str:
         """Encode the chunk as vLLM's model of it would; the last chunks, with other options, are left to the model."""
@@ -51,8 +44,8 @@ class _Chunk(msgspec.Struct, kw_only=True):
         return text
 
     def _as_model(self) -> BaseModel:
-        choices = [self.CHOICE(**_set_fields(one)) for one in self.choices]
-        return self.MODEL(**_set_fields(self) | {"choices": choices})
+        fields = _set_fields(self)
+        return self.MODEL(**fields | {"choices": [self.CHOICE(**_set_fields(one)) for one in fields["choices"]]})
 
 
 def _set_fields(struct: msgspec.Struct) -> dict[str, Any]:
@@ -60,47 +53,22 @@ def _set_fields(struct: msgspec.Struct) -> dict[str, Any]:
     return {name: value for name, value in values if value is not UNSET}
 
 
-class CompletionChoice(msgspec.Struct, kw_only=True):
-    """The fields of vLLM's `CompletionResponseStreamChoice`."""
-
-    index: Any = UNSET
-    text: Any = UNSET
-    logprobs: Any = UNSET
-    finish_reason: Any = UNSET
-    stop_reason: Any = UNSET
-    prompt_token_ids: Any = UNSET
-    token_ids: Any = UNSET
+def _struct(model: type[BaseModel], *bases: type[msgspec.Struct], **constants: Any) -> Any:
+    """Return a struct with the fields of vLLM's model in their order; one that has not been set is not encoded."""
+    fields = [(name, Any, UNSET) for name in model.model_fields]
+    return msgspec.defstruct(model.__name__, fields, bases=bases, namespace=constants, kw_only=True)
 
 
-class CompletionChunk(_Chunk, kw_only=True):
-    """The fields of vLLM's `CompletionStreamResponse`."""
-
-    MODEL = completion_protocol.CompletionStreamResponse
-    CHOICE = completion_protocol.CompletionResponseStreamChoice
-    metrics: Any = UNSET
+def _chunk(model: type[BaseModel], choice: type[BaseModel]) -> Any:
+    return _struct(model, _Chunk, MODEL=model, CHOICE=choice)
 
 
-class ChatChoice(msgspec.Struct, kw_only=True):
-    """The fields of vLLM's `ChatCompletionResponseStreamChoice`."""
-
-    index: Any = UNSET
-    delta: Any = UNSET
-    logprobs: Any = UNSET
-    finish_reason: Any = UNSET
-    stop_reason: Any = UNSET
-    token_ids: Any = UNSET
-
-
-class ChatChunk(_Chunk, kw_only=True):
-    """The fields of vLLM's `ChatCompletionStreamResponse`."""
-
-    MODEL = chat_protocol.ChatCompletionStreamResponse
-    CHOICE = chat_protocol.ChatCompletionResponseStreamChoice
-    prompt_token_ids: Any = UNSET
-    prompt_text: Any = UNSET
-    metrics: Any = UNSET
-
-
+_OF_COMPLETIONS: Final = completion_protocol.CompletionResponseStreamChoice
+_OF_CHATS: Final = chat_protocol.ChatCompletionResponseStreamChoice
+CompletionChoice: Final = _struct(_OF_COMPLETIONS)
+CompletionChunk: Final = _chunk(completion_protocol.CompletionStreamResponse, _OF_COMPLETIONS)
+ChatChoice: Final = _struct(_OF_CHATS)
+ChatChunk: Final = _chunk(chat_protocol.ChatCompletionStreamResponse, _OF_CHATS)
 REPLACED: Final = {
     completion_serving: {
         "CompletionStreamResponse": CompletionChunk,

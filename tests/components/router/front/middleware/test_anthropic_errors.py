@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
 from itertools import pairwise
 from typing import Any
 
 import anthropic
-import msgspec
 import pytest
 import pytest_asyncio
 from anthropic import AsyncAnthropic
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ridgeline.contracts.tasks import TokenDelta
 from ridgeline.engine.passed_args import front
 from ridgeline.router.client_identity import hash_key
 from ridgeline.router.front.middleware.anthropic_errors import AnthropicErrors
@@ -33,21 +30,13 @@ KEEP_ALIVE_S = 1
 CONTEXT_TOKENS = 2048
 
 
-class CachingEngine(FakeEngine):
-    """An engine that has had the first token of every prompt before."""
-
-    async def generate(self, *args: Any, **named: Any) -> AsyncGenerator[TokenDelta, None]:
-        async for delta in super().generate(*args, **named):
-            yield msgspec.structs.replace(delta, num_cached_tokens=1)
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served(model):
     """(HTTP client, router, prefill, decode); prefill makes steps when it is told to."""
-    vllm = {"chat_template": TEMPLATE, "sse_keep_alive_interval": KEEP_ALIVE_S, "enable_prompt_tokens_details": True}
+    vllm = {"chat_template": TEMPLATE, "sse_keep_alive_interval": KEEP_ALIVE_S}
     async with serving(
         model,
-        (CachingEngine("prefill"), FakeEngine("decode")),
+        (FakeEngine("prefill"), FakeEngine("decode")),
         server_args=front(vllm),
         api_key_hashes=frozenset({hash_key(KEY.encode())}),
         max_request_bytes=100_000,
@@ -225,17 +214,6 @@ async def _read_by_openai(http: Any, _client: AsyncAnthropic) -> str:
 async def test_a_limit_above_the_context_is_cut_to_what_the_prompt_leaves(client):
     answer = await client.messages.create(**WISH | {"max_tokens": 32_000}, timeout=PATIENCE_S)
     assert (answer.stop_reason, answer.usage.output_tokens) == ("max_tokens", CONTEXT_TOKENS - 2)
-
-
-async def test_input_tokens_are_those_that_were_not_cached_from_the_first_event_of_a_stream_on(served, client):
-    whole = (await client.messages.create(**WISH)).usage
-    await nothing_is_served(served[1])
-    usages = []
-    async for event in await client.messages.create(**WISH, stream=True):
-        usages += [event.message.usage] if event.type == "message_start" else []
-        usages += [event.usage] if event.type == "message_delta" else []
-    counted = [(each.input_tokens, each.cache_read_input_tokens) for each in (whole, *usages)]
-    assert counted == [(1, 1)] * 3
 
 
 # --- the layer alone

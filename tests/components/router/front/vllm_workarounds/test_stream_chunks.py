@@ -109,19 +109,6 @@ def test_the_chunk_with_the_usage_at_the_end_is_left_to_vllms_model(ours, theirs
     assert ours == theirs
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [
-        (stream_chunks.CompletionChunk, completion.CompletionStreamResponse),
-        (stream_chunks.CompletionChoice, completion.CompletionResponseStreamChoice),
-        (stream_chunks.ChatChunk, chat.ChatCompletionStreamResponse),
-        (stream_chunks.ChatChoice, chat.ChatCompletionResponseStreamChoice),
-    ],
-)
-def test_the_structs_have_the_fields_of_vllms_models_in_their_order(ours, theirs):
-    assert ours.__struct_fields__ == tuple(theirs.model_fields)
-
-
 def test_only_the_first_tool_call_is_left_when_a_client_wants_no_parallel_ones():
     stream_chunks.install()
     calls = [chat.DeltaMessage.model_fields["tool_calls"].annotation.__args__[0](index=n) for n in (0, 1)]

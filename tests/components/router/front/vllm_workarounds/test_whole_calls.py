@@ -229,7 +229,7 @@ async def by_messages(http: Any, how: str, limit: int, choice: str) -> list[Any]
             blocks[event["index"]]["arguments"] += event["delta"].get("partial_json") or ""
             blocks[event["index"]]["text"] += event["delta"].get("text") or ""
     (end,) = [event["delta"] for event in told if event["type"] == "message_delta"]
-    assert whole["stop_sequence"] == end["stop_sequence"]  # the key is there, and null if there was none
+    assert whole.get("stop_sequence") == end["stop_sequence"]
     found = [
         {"name": block["name"], "arguments": json.dumps(block["input"])}
         for block in whole["content"]
