@@ -26,14 +26,12 @@ from ridgeline.router.flow.concurrency_limiter import AT_A_TIME
 from ridgeline.router.front import request_fields, strict
 from ridgeline.router.front.engine_client import SUPPORTED_TASKS, RouterEngineClient
 from ridgeline.router.front.health import Readiness, ready_endpoint
-from ridgeline.router.front.http import unknown_paths
 from ridgeline.router.front.http.context import WithContext
-from ridgeline.router.front.http.routes import keep_known_routes
-from ridgeline.router.front.http.types import Asgi
+from ridgeline.router.front.http.routes import keep_known_routes, name_the_right_path
+from ridgeline.router.front.http.types import Asgi, Receive, Scope, Send
 from ridgeline.router.front.middleware.admin_access import AdminAccess
 from ridgeline.router.front.middleware.anthropic_errors import AnthropicErrors
-from ridgeline.router.front.middleware.auth import Access, KeyGuard
-from ridgeline.router.front.middleware.cors import Cors
+from ridgeline.router.front.middleware.auth import Access, KeyGuard, for_pages
 from ridgeline.router.front.middleware.ingress import Gates, Ingress
 from ridgeline.router.front.vllm_workarounds import (
     app_gaps,
@@ -53,7 +51,7 @@ def layers(settings: RouterSettings, gates: Gates) -> tuple[Layer, ...]:
     return (
         WithContext,
         AnthropicErrors,
-        partial(Cors, allowed_origins=settings.server.cors_allowed_origins),
+        partial(for_pages, allowed_origins=settings.server.cors_allowed_origins),
         partial(KeyGuard, access=_access(settings)),
         partial(Ingress, settings=settings, gates=gates),
         app_gaps.EndedStreams,
@@ -61,10 +59,15 @@ def layers(settings: RouterSettings, gates: Gates) -> tuple[Layer, ...]:
 
 
 def behind(app: Asgi, outermost_first: tuple[Layer, ...]) -> Asgi:
-    """Wrap the app in these layers."""
+    """Wrap the app in these layers, which see requests and not the events of its start and end."""
+    layered = app
     for layer in reversed(outermost_first):
-        app = layer(app)
-    return app
+        layered = layer(layered)
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        await (layered if scope["type"] == "http" else app)(scope, receive, send)
+
+    return serve
 
 
 async def build_app(
@@ -93,7 +96,7 @@ async def build_app(
     whole_calls.install(app.state)
     messages.install(app.state)
     responses.install(app.state)
-    unknown_paths.install(app)
+    name_the_right_path(app)
     app.include_router(operators)
     app.state.server = SimpleNamespace()  # vLLM's error handler accesses it, but we run uvicorn ourselves
     app.add_route("/ready", ready_endpoint(readiness, lambda: client.draining), methods=["GET"])

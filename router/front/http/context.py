@@ -114,9 +114,6 @@ class WithContext:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request by the ASGI protocol."""
-        if scope["type"] != "http":  # lifespan events come from the app's start, not from a client
-            await self._app(scope, receive, send)
-            return
         given = next((value for name, value in scope["headers"] if name == REQUEST_ID), b"")
         request_id = given if _PRINTABLE.fullmatch(given) else new_request_id().encode()
         noted = scope.get("state", {})

@@ -7,7 +7,6 @@ Anthropic's clients tell errors apart by `error.type`.
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -42,52 +41,40 @@ class AnthropicErrors:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request by the ASGI protocol."""
-        path = scope.get("path", "")
-        if scope["type"] == "http" and (path == _PATH or path.startswith(f"{_PATH}/")):
-            await self._app(scope, receive, _Rewriting(send).send)
-        else:
+        if scope["path"] != _PATH and not scope["path"].startswith(f"{_PATH}/"):
             await self._app(scope, receive, send)
-
-
-class _Rewriting:
-    """One answer on its way."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self._start: Message = {}
-        """The head of an error, which waits for its body."""
-        self._body = b""
-        """As much of an error as has come."""
-        self._told = False
-
-    def send(self, message: Message) -> Awaitable[None]:
-        """Pass the message on, or rewrite it."""
-        if message["type"] == "http.response.start":
-            named = (b"request-id", current().request_id.encode())
-            message = {**message, "headers": [*message["headers"], named]}
-            if message["status"] >= HTTPStatus.BAD_REQUEST:
-                self._start = message
-                return _nothing()
-        elif self._start:
-            return self._send_error(message)
-        elif self._told:
-            message = {**message, "body": b""}
-        elif message.get("body", b"").startswith(_EVENT):  # each event of a stream is sent at once
-            event = message["body"].removeprefix(_EVENT)
-            message = {**message, "body": _EVENT + _rewritten(HTTPStatus.INTERNAL_SERVER_ERROR, event) + b"\n\n"}
-        return self._send(message)
-
-    async def _send_error(self, message: Message) -> None:
-        """Send head and body once all of the error has come; the end of the answer may come later (`ingress`)."""
-        self._body += message.get("body", b"")
-        if message.get("more_body", False) and not _is_whole(self._body):
             return
-        start, self._start, self._told = self._start, {}, True
-        body = _rewritten(start["status"], self._body)
-        standard = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        kept = [header for header in start["headers"] if header[0] not in (b"content-type", b"content-length")]
-        await self._send({**start, "headers": [*standard, *kept]})
-        await self._send({**message, "body": body})
+        start: Message = {}
+        error = bytearray()
+        """As much of an error as has come."""
+        told = False
+
+        async def rewriting(message: Message) -> None:
+            nonlocal start, told
+            if message["type"] == "http.response.start":
+                named = (b"request-id", current().request_id.encode())
+                start = {**message, "headers": [*message["headers"], named]}
+                if start["status"] < HTTPStatus.BAD_REQUEST:
+                    await send(start)
+                return
+            part = message.get("body", b"")
+            if told:
+                message = {**message, "body": b""}
+            elif start["status"] >= HTTPStatus.BAD_REQUEST:
+                error.extend(part)
+                if message.get("more_body", False) and not _is_whole(error):
+                    return  # once it is, it is told: the end of the answer may come later (`ingress`)
+                told, body = True, _rewritten(start["status"], bytes(error))
+                standard = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+                kept = [header for header in start["headers"] if header[0] not in (b"content-type", b"content-length")]
+                await send({**start, "headers": [*standard, *kept]})
+                message = {**message, "body": body}
+            elif part.startswith(_EVENT):  # each event of a stream is sent at once
+                event = _rewritten(HTTPStatus.INTERNAL_SERVER_ERROR, part.removeprefix(_EVENT))
+                message = {**message, "body": _EVENT + event + b"\n\n"}
+            await send(message)
+
+        await self._app(scope, receive, rewriting)
 
 
 def _rewritten(status: int, body: bytes) -> bytes:
@@ -101,14 +88,10 @@ def _rewritten(status: int, body: bytes) -> bytes:
     return json.dumps(anthropic_error(status, message)).encode()
 
 
-def _is_whole(body: bytes) -> bool:
+def _is_whole(body: bytearray) -> bool:
     """Return whether an error's body is complete JSON."""
     try:
         json.loads(body)
     except ValueError:
         return False
     return True
-
-
-async def _nothing() -> None:
-    """Keep a head until its body is known."""

@@ -73,9 +73,6 @@ class Ingress:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request by the ASGI protocol."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         body = _Body(scope, receive, self._settings.server.max_request_bytes)
         async with AsyncExitStack() as held:
             try:

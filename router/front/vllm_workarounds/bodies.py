@@ -6,8 +6,7 @@ errors of every type, 239 for one turn.
 
 A megabyte of text takes seconds of a core to tokenise. vLLM refuses only what could not fit if every token were the
 longest of the vocabulary, which may have a hundred characters. It checks no length if the text is only tokenised or
-will be cut. And its tokenizer calls half a surrogate pair (of a text that was cut) a value of
-the wrong type.
+will be cut. And its tokenizer calls half a surrogate pair (of a text that was cut) a value of the wrong type.
 """
 
 from __future__ import annotations

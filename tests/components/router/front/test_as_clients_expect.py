@@ -11,13 +11,10 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ridgeline.engine.passed_args import front
 from ridgeline.router.client_identity import hash_key
-from ridgeline.router.front.http.routes import OPEN_PATHS, ROUTES
-from ridgeline.router.front.http.unknown_paths import meant_by
+from ridgeline.router.front.http.routes import OPEN_PATHS
 from tests.support.fake_engine import FakeEngine
 from tests.support.served_router import serving
 
@@ -162,6 +159,7 @@ async def test_a_model_that_is_not_served_is_not_found(http, name):
         ("GET", "/v1/health", "/health"),
         ("POST", "/v1/embeddings", "/openapi.json"),
         ("GET", "/", "/openapi.json"),
+        ("POST", "/drain", "/openapi.json"),
         ("GET", CHAT_PATH, "POST"),
     ],
 )
@@ -172,12 +170,6 @@ async def test_the_answer_to_a_wrong_path_or_method_names_the_right_one(http, me
     assert path in error["message"]
     assert f"use {meant}" in error["message"] or f"GET {meant}" in error["message"]
     assert error["code"] == answer.status_code
-
-
-@given(st.text(max_size=30))
-async def test_no_path_is_told_to_mean_one_of_operators_or_none_that_exists(path):
-    meant = meant_by(path)
-    assert meant is None or ROUTES[meant] != "operators"
 
 
 # --- bodies
