@@ -37,7 +37,7 @@ from ridgeline.router.dispatch.orchestrator import DeadlineExceeded, Orchestrato
 from ridgeline.router.dispatch.request import Sampling, SequenceRequest
 from ridgeline.router.fleet.request_route import NoWorker
 from ridgeline.router.flow.admission import Admission, AdmissionTicket
-from ridgeline.router.flow.admission_rules import NONE_BEFORE, Accepted, Ask, Refused
+from ridgeline.router.flow.admission_rules import Ask, ListSoFar, Refused
 from ridgeline.router.front.http.context import MAX_REQUEST_ID_CHARACTERS, current
 from ridgeline.router.front.sampling import sampling_of
 from ridgeline.router.front.text_stream import TextSink
@@ -167,9 +167,9 @@ class RouterEngineClient(EngineClient):
         context = current()
         client = context.client
         with _as_http():
-            ask = _ask(request, self.model_config.get_vocab_size(), context.accepted)
+            ask = _ask(request, self.model_config.get_vocab_size(), context.list_so_far)
             ticket = self._admission.admit(client, ask)
-        context.accepted = ticket.accepted
+        context.list_so_far = ticket.list_so_far
         context.taken_in()
         return self._serve(request, wanted, request_id, prompt_text, client, ticket)
 
@@ -343,7 +343,7 @@ def _check_request_id(request_id: str) -> None:
         )
 
 
-def _ask(request: EngineCoreRequest, vocabulary_size: int, before: Accepted = NONE_BEFORE) -> Ask:
+def _ask(request: EngineCoreRequest, vocabulary_size: int, before: ListSoFar) -> Ask:
     params = request.sampling_params
     assert params is not None
     prompt_tokens, output_tokens = len(request.prompt_token_ids or []), params.max_tokens or 0

@@ -16,7 +16,7 @@ from http import HTTPStatus
 from typing import Final, Literal, Protocol
 
 from ridgeline.router.client_identity import ANONYMOUS
-from ridgeline.router.flow.admission_rules import NONE_BEFORE, Accepted
+from ridgeline.router.flow.admission_rules import ListSoFar
 from ridgeline.router.front.http.types import Asgi, Message, Receive, Scope, Send
 
 AdminRight = Literal["", "local", "key"]
@@ -69,7 +69,7 @@ class RequestContext:
     """Seconds after which a refusal says that another try may succeed."""
     taken_in: Callable[[], None] = _nothing
     """Ends its turn in the concurrency limiter: from now on it needs only its tokens delivered. May be called twice."""
-    accepted: Accepted = NONE_BEFORE
+    list_so_far: ListSoFar = field(default_factory=ListSoFar)
     """The prompts of its list that have been accepted so far."""
     failed: bool = False
     """Whether one of its sequences has failed here: the others end with it, and their client has not left them."""

@@ -13,6 +13,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.parser import text_string_to_metric_families
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from ridgeline.router.flow.admission_rules import ListSoFar
 from ridgeline.router.front.engine_client import _ask
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.series_table import STEP_MODEL, documented, worker_counters
@@ -169,7 +170,7 @@ async def test_too_many_log_probabilities_are_a_bad_request(served):
 async def test_log_probabilities_are_counted_where_they_are_written_in_one_piece(fields, entries):
     params = SamplingParams(**{"output_kind": RequestOutputKind.FINAL_ONLY, **fields})
     request = SimpleNamespace(sampling_params=params, prompt_token_ids=[5] * 8)
-    assert _ask(request, vocabulary_size=200).logprobs == entries
+    assert _ask(request, 200, ListSoFar()).logprobs == entries
 
 
 @pytest.mark.parametrize("fields", [{"cache_salt": "tenant-a"}, {}], ids=["salted", "plain"])
