@@ -251,7 +251,7 @@ class Router(RouterControl):
             host, port = sock.getsockname()[:2]
             self._url.set_result(http_url(host, port))
             await self._stop.wait()
-            self._readiness.close()
+            self._readiness.check.cancel()
             server.should_exit = True
             await serving
 

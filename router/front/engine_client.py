@@ -300,20 +300,17 @@ class RouterEngineClient(EngineClient):
     async def get_supported_tasks(self) -> tuple[str, ...]:
         return SUPPORTED_TASKS
 
-    async def is_tracing_enabled(self) -> bool:
+    async def _no(self, *args: Any, **kwargs: Any) -> bool:
         return False
 
-    async def check_health(self) -> None: ...
+    is_tracing_enabled = is_sleeping = is_paused = _no
 
-    async def do_log_stats(self) -> None: ...
+    async def _nothing(self, *args: Any, **kwargs: Any) -> None: ...
+
+    check_health = do_log_stats = reset_mm_cache = reset_encoder_cache = _nothing
+    notify_kv_transfer_request_rejected = _nothing
 
     def shutdown(self, timeout: float | None = None) -> None: ...
-
-    async def notify_kv_transfer_request_rejected(self, *args: Any, **kwargs: Any) -> None: ...
-
-    async def reset_mm_cache(self) -> None: ...
-
-    async def reset_encoder_cache(self) -> None: ...
 
     async def encode(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         if args or kwargs:
@@ -325,12 +322,6 @@ class RouterEngineClient(EngineClient):
 
     start_profile = stop_profile = reset_prefix_cache = sleep = wake_up = _not_offered
     release_kv_cache_memory = add_lora = pause_generation = resume_generation = _not_offered
-
-    async def is_sleeping(self) -> bool:
-        return False
-
-    async def is_paused(self) -> bool:
-        return False
 
 
 def _check_request_id(request_id: str) -> None:

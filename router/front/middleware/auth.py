@@ -19,10 +19,10 @@ from starlette.types import ASGIApp
 
 from ridgeline.router.client_identity import MAX_KEY_BYTES, AddressClients, hash_key, key_client
 from ridgeline.router.front.http.context import current
-from ridgeline.router.front.http.errors import HttpRefusal, send_error
+from ridgeline.router.front.http.errors import CHALLENGE, HttpRefusal, send_error
 from ridgeline.router.front.http.routes import OPEN_PATHS
 from ridgeline.router.front.http.types import Asgi, Receive, Scope, Send
-from ridgeline.router.front.middleware.admin_access import AdminAccess, AdminRefusal, is_admin_path
+from ridgeline.router.front.middleware.admin_access import AdminAccess, is_admin_path
 
 PREFLIGHT_AGE_S: Final = 600
 _READABLE: Final = ("retry-after", "www-authenticate", "x-request-id")
@@ -51,28 +51,23 @@ class KeyGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request by the ASGI protocol."""
-        if is_admin_path(scope["path"]):
-            await self._serve_operator(scope, receive, send)
+        try:
+            if is_admin_path(scope["path"]):
+                current().admin = self._access.admin.right(scope, shown_keys(scope))
+            else:
+                current().client = self._client(scope)
+        except HttpRefusal as refusal:
+            await send_error(send, refusal)
         else:
-            await self._serve_client(scope, receive, send)
+            await self._app(scope, receive, send)
 
-    async def _serve_operator(self, scope: Scope, receive: Receive, send: Send) -> None:
-        right = self._access.admin.right(scope, shown_keys(scope))
-        if isinstance(right, AdminRefusal):
-            await _refuse_key(send, right.status, right.sentence)
-            return
-        current().admin = right
-        await self._app(scope, receive, send)
-
-    async def _serve_client(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def _client(self, scope: Scope) -> str:
         known = self._access.key_hashes
         shown = (hash_key(key) for key in shown_keys(scope)) if known else ()
         key_hash = next((each for each in shown if each in known), None)
         if known and key_hash is None and not _is_open(scope):
-            await _refuse_key(send, HTTPStatus.UNAUTHORIZED, _NO_KEY)
-            return
-        current().client = key_client(key_hash) if key_hash else self._by_address(scope)
-        await self._app(scope, receive, send)
+            raise HttpRefusal(HTTPStatus.UNAUTHORIZED, _NO_KEY, headers=CHALLENGE)
+        return key_client(key_hash) if key_hash else self._by_address(scope)
 
     def _by_address(self, scope: Scope) -> str:
         client = scope.get("client")
@@ -96,12 +91,6 @@ def shown_keys(scope: Scope) -> tuple[bytes, ...]:
 def _first(scope: Scope, header: bytes) -> bytes:
     value: bytes = next((value for name, value in scope["headers"] if name == header), b"")
     return value
-
-
-async def _refuse_key(send: Send, status: HTTPStatus, sentence: str) -> None:
-    unauthorized = status == HTTPStatus.UNAUTHORIZED
-    challenge = [(b"www-authenticate", b'Bearer realm="ridgeline"')] if unauthorized else []
-    await send_error(send, HttpRefusal(status, sentence, headers=challenge))
 
 
 def for_pages(app: Asgi, allowed_origins: Sequence[str]) -> Asgi:

@@ -29,27 +29,15 @@ MOST_CONNECTIONS: Final = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 """Largest number of connections; the other files are for workers and the rest. An idle one takes about 20 KB."""
 
 
-LastWords = tuple[HTTPStatus, str]
-_TOO_LARGE: Final[LastWords] = (
+_TOO_LARGE: Final = (
     HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
     "The request line and headers are longer than 64 KiB: send less in them.",
 )
-_TOO_LATE: Final[LastWords] = (
+_TOO_LATE: Final = (
     HTTPStatus.REQUEST_TIMEOUT,
     f"The request head was not complete within {HEAD_WITHIN_S:g} s: send it at once.",
 )
-_TOO_MANY: Final[LastWords] = (
-    HTTPStatus.SERVICE_UNAVAILABLE,
-    "The server has no free connections: try again later.",
-)
-
-
-def _as_answer(last_words: LastWords) -> bytes:
-    """Build a whole answer, after which the connection is closed."""
-    status, sentence = last_words
-    body = json.dumps(error_body(status, sentence))
-    head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\nconnection: close\r\n"
-    return f"{head}x-request-id: {new_request_id()}\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode()
+_TOO_MANY: Final = HTTPStatus.SERVICE_UNAVAILABLE, "The server has no free connections: try again later."
 
 
 class _Counted:
@@ -88,7 +76,7 @@ class BoundedHeads(HttpToolsProtocol):
         self._collectors = set()
         super().connection_made(cast(asyncio.Transport, self._counted))
         if len(self.connections) > MOST_CONNECTIONS:
-            self._end_with(_TOO_MANY)
+            self._end_with(*_TOO_MANY)
         else:
             self._wait_for_head()
 
@@ -109,16 +97,23 @@ class BoundedHeads(HttpToolsProtocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self._wait_for_head()  # the next request's head is late, but this answer goes on
         else:
-            self._end_with(_TOO_LATE)
+            self._end_with(*_TOO_LATE)
 
-    def _end_with(self, last_words: LastWords) -> None:
+    def _end_with(self, status: HTTPStatus, sentence: str, linger_s: float = 0.0) -> None:
+        """Send a whole answer, and close the connection."""
         self._refused = True
-        self.transport.write(_as_answer(last_words))
-        self.transport.close()
+        body = json.dumps(error_body(status, sentence))
+        head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        head += f"x-request-id: {new_request_id()}\r\ncontent-length: {len(body)}\r\n\r\n"
+        self.transport.write(f"{head}{body}".encode())
+        if linger_s:
+            self.loop.call_later(linger_s, self.transport.close)
+        else:
+            self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP; uvicorn's own answer is no JSON."""
-        self._end_with((HTTPStatus.BAD_REQUEST, msg))
+        self._end_with(HTTPStatus.BAD_REQUEST, msg)
 
     @property
     def unread_bytes(self) -> int:
@@ -154,9 +149,7 @@ class BoundedHeads(HttpToolsProtocol):
             if self._awaits_head and self._head_due is None and not self.transport.is_closing():
                 self._wait_for_head()  # after the first byte of a head, uvicorn itself would wait without end
         if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self._refused = True
-            self.transport.write(_as_answer(_TOO_LARGE))
-            self.loop.call_later(LINGER_S, self.transport.close)
+            self._end_with(*_TOO_LARGE, linger_s=LINGER_S)
 
     def on_headers_complete(self) -> None:
         """Record the end of a head; a body or the next head follows."""

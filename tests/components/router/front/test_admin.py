@@ -29,7 +29,8 @@ from ridgeline.router.fleet.fleet import SPLIT_FOR_EVER
 from ridgeline.router.fleet.roles import RoleTable
 from ridgeline.router.front.admin import admin_routes
 from ridgeline.router.front.http.context import WithContext
-from ridgeline.router.front.middleware.admin_access import AdminAccess, AdminRefusal
+from ridgeline.router.front.http.errors import HttpRefusal
+from ridgeline.router.front.middleware.admin_access import AdminAccess
 from ridgeline.router.front.middleware.auth import Access, KeyGuard
 from ridgeline.router.front.operations import Operations, Progress, new_operation
 from ridgeline.router.observe.explanations import Explanations
@@ -382,8 +383,10 @@ UNAUTHORIZED = (401, 401)
 def right(caller="127.0.0.1", access=LOCAL, keys=(), **headers):
     """What the rule says of a caller: its right, or the status of its refusal."""
     sent = [(name.lower().encode(), value.encode()) for name, value in ({"host": "localhost"} | headers).items()]
-    found = access.right({"client": (caller, 5), "headers": sent}, keys)
-    return found.status if isinstance(found, AdminRefusal) else found
+    try:
+        return access.right({"client": (caller, 5), "headers": sent}, keys)
+    except HttpRefusal as refusal:
+        return refusal.status
 
 
 @pytest.mark.parametrize("caller", ["127.0.0.1", "127.0.0.9", "::1", "::ffff:127.0.0.1"])

@@ -235,7 +235,7 @@ async def test_a_mode_that_changes_during_the_probe_is_judged_by_the_pools_of_th
 
 async def test_many_askers_at_a_time_share_one_probe_and_its_verdict_for_a_second(deployment):
     deployment.blocked = asyncio.Event()
-    asking = [asyncio.create_task(deployment.readiness.check()) for _ in range(20)]
+    asking = [asyncio.ensure_future(deployment.readiness.check()) for _ in range(20)]
     await asyncio.sleep(0)
     asking[0].cancel()
     await asyncio.sleep(0)
@@ -252,9 +252,9 @@ async def test_many_askers_at_a_time_share_one_probe_and_its_verdict_for_a_secon
 
 async def test_closing_it_ends_a_look_in_progress(deployment):
     deployment.blocked = asyncio.Event()
-    asking = asyncio.create_task(deployment.readiness.check())
+    asking = asyncio.ensure_future(deployment.readiness.check())
     await asyncio.sleep(0)
-    deployment.readiness.close()
+    deployment.readiness.check.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
 

@@ -15,6 +15,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from ridgeline.router.flow.admission_rules import ListSoFar
 from ridgeline.router.front.engine_client import _ask
+from ridgeline.router.front.single_flight import SingleFlight
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.series_table import STEP_MODEL, documented, worker_counters
 from tests.support.served_router import serving
@@ -258,10 +259,9 @@ async def test_ready_is_a_probe_through_both_pools_and_names_the_one_that_is_stu
     assert stuck.json()["ready"] is False
     assert "router.ready_deadline_s" in stuck.json()["pools"]["prefill"]["why"]
     ago_s = 0.0
-    monkeypatch.setattr(readiness, "_look", None)
+    monkeypatch.setattr(readiness, "check", SingleFlight(readiness._look_now, PATIENCE_S, burst=1))
     monkeypatch.setattr(readiness, "_deadline_s", PATIENCE_S)
     monkeypatch.setattr("ridgeline.router.front.health.RECENT_S", 0.0)
-    monkeypatch.setattr("ridgeline.router.front.health.REUSE_S", PATIENCE_S)
     stepper = asyncio.create_task(stepping(prefill))
     before = len(decode.calls)
     ready = await http.get("/ready")
