@@ -1,12 +1,10 @@
 """One computation for many callers, on a fake clock."""
 
 import asyncio
-import random
 
 import pytest
 
 from ridgeline.router.front.single_flight import BURST, SingleFlight
-from tests.engines.harness import Pages
 
 
 class Page:
@@ -49,21 +47,6 @@ async def test_who_asks_seldom_has_a_new_answer_each_time_and_nobody_has_one_old
     assert await ask() == 5
     page.now_s = 60.0
     assert [await ask() for _ in range(3)] == [6, 7, 8]
-
-
-async def test_who_waits_as_the_tests_of_engines_do_has_a_new_answer_each_time():
-    page, rng = Page(), random.Random(1)
-    ask, pages = shared(page), Pages(lambda: page.now_s)
-    for number in range(400):
-        page.now_s += rng.choice((0.0, 0.02, 0.2, 3.0))
-        page.now_s += 0.001 + pages.due_s if number % 2 else 0.0  # every other one does not wait
-        made = page.made
-        with pages.asked():
-            page.now_s += rng.choice((0.0, 0.05))  # on its way there, and back
-            answer = await ask()
-            page.now_s += rng.choice((0.0, 0.05))
-        assert answer == made + 1 or not number % 2
-    assert page.made < 400, "those that do not wait have an old answer now and then"
 
 
 async def test_who_asks_meanwhile_waits_for_the_same_answer():

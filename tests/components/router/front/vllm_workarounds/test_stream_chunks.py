@@ -109,17 +109,11 @@ def test_the_chunk_with_the_usage_at_the_end_is_left_to_vllms_model(ours, theirs
     assert ours == theirs
 
 
-def test_only_the_first_tool_call_is_left_when_a_client_wants_no_parallel_ones():
+def test_vllms_functions_get_the_structs_also_to_leave_the_first_of_parallel_calls():
     stream_chunks.install()
+    assert completion_serving.CompletionStreamResponse is stream_chunks.CompletionChunk
+    assert chat_serving.ChatCompletionStreamResponse is stream_chunks.ChatChunk
     calls = [chat.DeltaMessage.model_fields["tool_calls"].annotation.__args__[0](index=n) for n in (0, 1)]
     choice = stream_chunks.ChatChoice(index=0, delta=chat.DeltaMessage(tool_calls=calls), finish_reason=None)
     request = chat.ChatCompletionRequest(messages=[], model="m", parallel_tool_calls=False)
     assert [call.index for call in maybe_filter_parallel_tool_calls(choice, request).delta.tool_calls] == [0]
-
-
-def test_vllms_streaming_functions_get_the_structs():
-    stream_chunks.install()
-    assert completion_serving.CompletionStreamResponse is stream_chunks.CompletionChunk
-    assert completion_serving.CompletionResponseStreamChoice is stream_chunks.CompletionChoice
-    assert chat_serving.ChatCompletionStreamResponse is stream_chunks.ChatChunk
-    assert chat_serving.ChatCompletionResponseStreamChoice is stream_chunks.ChatChoice
