@@ -6,14 +6,8 @@ import logging
 import pytest
 
 from ridgeline.router.front.text_turns import EVENTS_LOOKED_AT, SLICE_S, TOLD_EVERY_S, TextTurns
+from tests.support.clock import FakeClock
 from tests.support.symptoms import is_quoted
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self):
-        return self.now_s
 
 
 class Stream:
@@ -34,7 +28,7 @@ class Stream:
 
 
 def made(takes_s=0.0, streams=3):
-    clock, said = Clock(), []
+    clock, said = FakeClock(0.0), []
     return TextTurns(clock), [Stream(name, said, clock, takes_s) for name in range(streams)], said
 
 
