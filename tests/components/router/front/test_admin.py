@@ -304,14 +304,10 @@ async def test_the_command_says_that_an_operation_is_lost_which_no_router_knows(
 
 async def test_the_command_waits_as_long_for_a_change_of_mode_as_a_server_may_take():
     assert MODE_WITHIN_S > CHANGE_WITHIN_S + ANSWER_WITHIN_S - 1
-    app = FastAPI()
-    app.add_api_route("/ridgeline/mode", lambda: {"mode": "colocated", "modes": [], "why_not": {}})
-    hangs = asyncio.Event()
+    app, hangs = FastAPI(), asyncio.Event()
     app.add_api_route("/ridgeline/mode", hangs.wait, methods=["POST"])
     async with listening(app) as url, operator_client(url, None) as client:
-        with pytest.raises(
-            ServerError, match=r"within 0 s, but the request may have been accepted: look at `ridgeline mode`"
-        ):
+        with pytest.raises(ServerError, match="ridgeline mode"):
             await ask(client, "POST", "/ridgeline/mode", dict, {}, within_s=0.05)
         hangs.set()
 
@@ -481,15 +477,13 @@ def test_an_admin_key_that_clients_have_too_is_refused_and_admin_keys_alone_leav
     clients, admins = tmp_path / "clients", tmp_path / "admins"
     clients.write_text("one\nboth\n")
     admins.write_text("two\nboth\n")
-    with pytest.raises(ApiKeyError, match="is a client's key too") as caught:
-        key_hashes(str(clients), str(admins), {})
-    assert "both" not in str(caught.value)
-    with pytest.raises(ApiKeyError, match="is a client's key too"):
-        key_hashes(None, str(admins), {"RIDGELINE_API_KEYS": "two"})
-    assert key_hashes(None, str(admins), {}).clients == frozenset()
-    assert key_hashes(None, str(admins), {}).admins == {hash_key(b"two"), hash_key(b"both")}
-    assert key_hashes(None, None, {}).metrics == frozenset()
-    assert key_hashes(None, None, {}, metrics_keys_file=str(admins)).metrics == {hash_key(b"two"), hash_key(b"both")}
+    for file, environment in ((clients, {}), (None, {"RIDGELINE_API_KEYS": "two"})):
+        with pytest.raises(ApiKeyError, match="client") as caught:
+            key_hashes(file and str(file), str(admins), environment)
+        assert "both" not in str(caught.value)
+    found = key_hashes(None, str(admins), {}, metrics_keys_file=str(admins))
+    assert (found.clients, found.admins) == (frozenset(), {hash_key(b"two"), hash_key(b"both")})
+    assert (found.metrics, key_hashes(None, None, {}).metrics) == (found.admins, frozenset())
 
 
 def test_no_key_is_in_what_is_explained_planned_or_sent_to_an_actor(tmp_path, monkeypatch):

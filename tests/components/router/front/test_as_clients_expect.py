@@ -198,7 +198,7 @@ async def test_a_packed_body_is_refused_in_a_sentence_and_never_unpacked(http, p
 async def test_half_a_surrogate_pair_is_refused_by_name(http, path, body, half):
     answer = await http.post(path, content=body % half, headers=KEY | {"content-type": "application/json"})
     assert answer.status_code == 400
-    assert "half a surrogate pair, U+D" in answer.json()["error"]["message"], answer.text
+    assert "U+D" in answer.json()["error"]["message"], answer.text
 
 
 @pytest.mark.parametrize("tokens", [[1_000_000_000], [5, 200, 6], [2**40], [2**70], [-1]])
@@ -210,23 +210,17 @@ async def test_ids_outside_of_the_vocabulary_are_not_detokenized(http, tokens):
     assert answer.json()["error"]["param"].startswith("tokens")
 
 
-@pytest.mark.parametrize("field", ["model", "user", "stop", "cache_salt", "request_id"])
-async def test_half_a_surrogate_pair_elsewhere_is_no_failure_of_the_server(http, field):
-    body = json.dumps(TEXT | {field: "\ud800"}).encode()
-    answer = await http.post("/v1/completions", content=body, headers=KEY | {"content-type": "application/json"})
-    assert answer.status_code < 500, answer.text
-
-
 @pytest.mark.parametrize(
-    ("path", "body", "field"),
+    ("path", "body", "field", "refused"),
     [
-        ("/generative_scoring", {"query": "w1", "items": ["w2"], "label_token_ids": [1, 2]}, "cache_salt"),
-        ("/v1/completions", TEXT, "request_id"),
-        ("/v1/completions", TEXT | {"stream": True}, "request_id"),
+        *(("/v1/completions", TEXT, field, False) for field in ("model", "user", "stop", "cache_salt")),
+        ("/generative_scoring", {"query": "w1", "items": ["w2"], "label_token_ids": [1, 2]}, "cache_salt", True),
+        ("/v1/completions", TEXT, "request_id", True),
+        ("/v1/completions", TEXT | {"stream": True}, "request_id", True),
     ],
 )
-async def test_half_a_surrogate_pair_that_workers_or_operators_would_get_is_refused(http, path, body, field):
-    content = json.dumps(body | {"model": "m", field: "\ud800"})
+async def test_half_a_surrogate_pair_elsewhere_is_no_failure_and_reaches_no_worker(http, path, body, field, refused):
+    content = json.dumps({"model": "m"} | body | {field: "\ud800"})
     answer = await http.post(path, content=content, headers=KEY | {"content-type": "application/json"})
-    assert answer.status_code == 400, answer.text
-    assert "half a surrogate pair, U+D800" in answer.json()["error"]["message"]
+    assert answer.status_code < 500, answer.text
+    assert not refused or (answer.status_code, "U+D800" in answer.text) == (400, True), answer.text
