@@ -34,10 +34,9 @@ from ridgeline.router.front.engine_client import RouterEngineClient
 from ridgeline.router.front.health import HealthProbe, Readiness, probe_prompt_tokens
 from ridgeline.router.front.http.types import Asgi
 from ridgeline.router.front.metrics_page import metrics_endpoint
-from ridgeline.router.front.middleware.http_protocol import BoundedHeads
+from ridgeline.router.front.middleware.http_protocol import BoundedHeads, watch_readers
 from ridgeline.router.front.middleware.ingress import Gates
 from ridgeline.router.front.operations import Asked, Operations, Progress
-from ridgeline.router.front.vllm_workarounds import unread
 from ridgeline.router.idle_times import OUTPUT_TOKENS, measure, too_short
 from ridgeline.router.observe.collectors import QueueCollector, QueueView, WorkerCollector
 from ridgeline.router.observe.metrics import InFlight, LimitedLatency, RequestMetrics, Within
@@ -262,8 +261,8 @@ class Router(RouterControl):
         await asyncio.gather(*refreshing)
 
     async def _watch_unread(self, server: uvicorn.Server) -> None:
-        await unread.watch(
-            connections=lambda: (one for one in server.server_state.connections if isinstance(one, BoundedHeads)),
+        await watch_readers(
+            connections=server.server_state.connections,
             send_timeout_s=self._settings.server.send_timeout_s,
             max_send_buffer_bytes=self._settings.server.max_send_buffer_bytes,
             on_end=lambda why: self._metrics.unread.labels(why).inc(),

@@ -122,10 +122,7 @@ def server_args(settings: RouterSettings) -> Namespace:
     parser = refusing(make_arg_parser(FlexibleArgumentParser()))
     args: Namespace = parser.parse_args(
         [
-            *(
-                "--renderer-num-workers",
-                str(AT_A_TIME),
-            ),  # one thread would let a long text hold up all others
+            *("--renderer-num-workers", str(AT_A_TIME)),  # one thread would let a long text hold up all others
             *words(settings.engine_args),
             *("--model", settings.model_path),
             *("--served-model-name", *settings.served_names),

@@ -218,11 +218,7 @@ def install(state: Any, most_sequences: int, max_grammar_bytes: int) -> None:
     structured output.
     """
     for serving in vars(state)["_state"].values():
-        for name in (
-            "_check_model",
-            "create_messages",
-            "count_tokens",
-        ):  # Anthropic's convert the body first
+        for name in ("_check_model", "create_messages", "count_tokens"):  # Anthropic's convert the body first
             asked = getattr(serving, name, None)
             if asked is not None:
                 vars(serving)[name] = _refusing(serving, asked, most_sequences, max_grammar_bytes)

@@ -10,8 +10,9 @@ import asyncio
 import json
 import resource
 import time
+from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any, Final, cast
+from typing import Any, Final, Literal, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -25,6 +26,10 @@ LINGER_S: Final = 1.0
 would lose the answer it has not read."""
 HEAD_WITHIN_S: Final = 30.0
 """Longest time from the connection, or from the first byte of a later request, to the end of the head."""
+LOOK_EVERY_S: Final = 1.0
+LATE_S: Final = 1.0
+"""If a look comes so much later than it was due, this router stood still."""
+Why = Literal["total_bytes", "deadline"]
 MOST_CONNECTIONS: Final = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, 16_384)
 """Largest number of connections; the other files are for workers and the rest. An idle one takes about 20 KB."""
 
@@ -169,3 +174,50 @@ class BoundedHeads(HttpToolsProtocol):
         self._part_ended = True
         self._awaits_head = True
         super().on_message_complete()
+
+
+async def watch_readers(
+    connections: set[Any],
+    send_timeout_s: float,
+    max_send_buffer_bytes: int,
+    on_end: Callable[[Why], None],
+) -> None:
+    """Limit what clients may leave unread, by one time for each and one total for all, until cancelled.
+
+    A client that does not read takes memory and nothing else: its place in admission is free once its sequences have
+    ended on the workers. A connection that takes nothing for `send_timeout_s` is ended. While the total is too large,
+    whoever is furthest behind is ended: first those that take nothing, then those that take something, by their bytes.
+
+    A look that is late is left out: this router stood still, and its clients had nothing to take meanwhile.
+    """
+    pause_s = min(LOOK_EVERY_S, send_timeout_s / 4)
+    while True:
+        due_s = time.monotonic() + pause_s
+        await asyncio.sleep(pause_s)
+        if time.monotonic() - due_s <= LATE_S:
+            look(
+                [one for one in connections if isinstance(one, BoundedHeads)],
+                send_timeout_s,
+                max_send_buffer_bytes,
+                on_end,
+            )
+
+
+def look(
+    connections: list[BoundedHeads], send_timeout_s: float, max_send_buffer_bytes: int, on_end: Callable[[Why], None]
+) -> None:
+    """End connections that are silent for too long, then the furthest behind until the rest is within the limit."""
+    now_s, behind = time.monotonic(), []
+    for connection in connections:
+        if (silent_s := connection.silent_s(now_s)) > send_timeout_s:
+            connection.give_up()
+            on_end("deadline")
+        else:
+            behind.append((silent_s > 0, connection.unread_bytes, connection))
+    total = sum(unread_bytes for _, unread_bytes, _ in behind)
+    for _, unread_bytes, connection in sorted(behind, key=lambda one: one[:2], reverse=True):
+        if total <= max_send_buffer_bytes:
+            break
+        total -= unread_bytes
+        connection.give_up()
+        on_end("total_bytes")

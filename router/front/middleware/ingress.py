@@ -107,9 +107,8 @@ class _Body:
     """The body of one request on its way in."""
 
     def __init__(self, scope: Scope, receive: Receive, max_bytes: int) -> None:
-        announced = [value for name, value in scope["headers"] if name == b"content-length"]
-        self.announced_bytes = max((int(value) for value in announced if value.isdigit()), default=0)
-        """0 if none is announced, or no number; the body is counted then."""
+        self.announced_bytes = int(dict(scope["headers"]).get(b"content-length", 0))  # the parser takes one number only
+        """0 if none is announced; the body is counted then."""
         self.expected = scope["method"] in ("POST", "PUT", "PATCH")
         """Whether the app reads a body; any other is left to uvicorn, which holds 64 KiB of it."""
         self.whole = b""

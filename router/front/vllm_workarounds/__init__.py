@@ -5,6 +5,6 @@ bodies.py         reads bodies as clients write them, bounds their texts, and te
 messages.py       corrects /v1/messages
 responses.py      refuses streams of /v1/responses before they begin, and says what the limit cut off
 stream_chunks.py  encodes the chunks of streams without pydantic
-unread.py         limits outputs that clients have not read
+unread.py         counts outputs that clients have not read
 whole_calls.py    tells a tool call when its text is whole, or not at all
 """

@@ -33,24 +33,16 @@ class _Chunk(msgspec.Struct):
     """What both kinds of chunk have in common."""
 
     MODEL: ClassVar[type[BaseModel]]
-    """vLLM's model of the chunk, and below of a choice in it."""
-    CHOICE: ClassVar[type[BaseModel]]
+    """vLLM's model of the chunk."""
 
     def model_dump_json(self, *, exclude_unset: bool = False, exclude_none: bool = False) -> str:
-        """Encode the chunk as vLLM's model of it would; the last chunks, with other options, are left to the model."""
+        """Encode the chunk as vLLM's model of it would; the last one, which has no choices, is left to the model."""
         if exclude_unset and not exclude_none:
             return _encode(self).decode()
-        text: str = self._as_model().model_dump_json(exclude_unset=exclude_unset, exclude_none=exclude_none)
+        values = ((name, getattr(self, name)) for name in self.__struct_fields__)
+        model = self.MODEL(**{name: value for name, value in values if value is not UNSET})
+        text: str = model.model_dump_json(exclude_unset=exclude_unset, exclude_none=exclude_none)
         return text
-
-    def _as_model(self) -> BaseModel:
-        fields = _set_fields(self)
-        return self.MODEL(**fields | {"choices": [self.CHOICE(**_set_fields(one)) for one in fields["choices"]]})
-
-
-def _set_fields(struct: msgspec.Struct) -> dict[str, Any]:
-    values = ((name, getattr(struct, name)) for name in struct.__struct_fields__)
-    return {name: value for name, value in values if value is not UNSET}
 
 
 def _struct(model: type[BaseModel], *bases: type[msgspec.Struct], **constants: Any) -> Any:
@@ -59,16 +51,14 @@ def _struct(model: type[BaseModel], *bases: type[msgspec.Struct], **constants: A
     return msgspec.defstruct(model.__name__, fields, bases=bases, namespace=constants, kw_only=True)
 
 
-def _chunk(model: type[BaseModel], choice: type[BaseModel]) -> Any:
-    return _struct(model, _Chunk, MODEL=model, CHOICE=choice)
+def _chunk(model: type[BaseModel]) -> Any:
+    return _struct(model, _Chunk, MODEL=model)
 
 
-_OF_COMPLETIONS: Final = completion_protocol.CompletionResponseStreamChoice
-_OF_CHATS: Final = chat_protocol.ChatCompletionResponseStreamChoice
-CompletionChoice: Final = _struct(_OF_COMPLETIONS)
-CompletionChunk: Final = _chunk(completion_protocol.CompletionStreamResponse, _OF_COMPLETIONS)
-ChatChoice: Final = _struct(_OF_CHATS)
-ChatChunk: Final = _chunk(chat_protocol.ChatCompletionStreamResponse, _OF_CHATS)
+CompletionChoice: Final = _struct(completion_protocol.CompletionResponseStreamChoice)
+CompletionChunk: Final = _chunk(completion_protocol.CompletionStreamResponse)
+ChatChoice: Final = _struct(chat_protocol.ChatCompletionResponseStreamChoice)
+ChatChunk: Final = _chunk(chat_protocol.ChatCompletionStreamResponse)
 REPLACED: Final = {
     completion_serving: {
         "CompletionStreamResponse": CompletionChunk,

@@ -1,46 +1,17 @@
-"""Limits what is kept for clients that have not read it yet: one time for each, and one total for all.
+"""Counts the outputs that a client has not read; `router/front/middleware/http_protocol.py` limits them.
 
-A client that does not read takes memory and nothing else: its place in admission is free once its sequences have
-ended on the workers. A connection that takes nothing for `send_timeout_s` is ended. While the total is too large,
-whoever is furthest behind is ended: first those that take nothing, then those that take something, by their bytes.
+vLLM's collector merges them without a limit, and drops the prompt's log-probabilities if a later sequence brings them.
 """
 
 from __future__ import annotations
-
-import asyncio
-import time
-from collections.abc import Callable, Iterable
-from typing import Literal, Protocol
 
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-LOOK_EVERY_S = 1.0
-LATE_S = 1.0
-"""If a look comes so much later than it was due, this router stood still."""
 TOKEN_BYTES = 40
 LOGPROB_BYTES = 250
 """Approximate size of one entry in memory."""
-
-Why = Literal["total_bytes", "deadline"]
-
-
-class Connection(Protocol):
-    """The connection of a client."""
-
-    @property
-    def unread_bytes(self) -> int:
-        """Bytes that its client has not read, in the socket and before it."""
-        ...
-
-    def silent_s(self, now_s: float) -> float:
-        """Return for how long its client has taken nothing of what is waiting for it."""
-        ...
-
-    def give_up(self) -> None:
-        """Drop the unread bytes, and end it with all its requests."""
-        ...
 
 
 class CountingCollector(RequestOutputCollector):  # type: ignore[misc]
@@ -82,41 +53,3 @@ def _bytes(output: RequestOutput) -> int:
         if one.logprobs:
             entries += sum(len(position) for position in one.logprobs if position)
     return TOKEN_BYTES * tokens + LOGPROB_BYTES * entries
-
-
-async def watch(
-    connections: Callable[[], Iterable[Connection]],
-    send_timeout_s: float,
-    max_send_buffer_bytes: int,
-    on_end: Callable[[Why], None],
-) -> None:
-    """Look once a second, or more often for a short `send_timeout_s`, until cancelled.
-
-    A look that is late is left out: this router stood still, and its clients had nothing to take meanwhile.
-    """
-    pause_s = min(LOOK_EVERY_S, send_timeout_s / 4)
-    while True:
-        due_s = time.monotonic() + pause_s
-        await asyncio.sleep(pause_s)
-        if time.monotonic() - due_s <= LATE_S:
-            look(list(connections()), send_timeout_s, max_send_buffer_bytes, on_end)
-
-
-def look(
-    connections: list[Connection], send_timeout_s: float, max_send_buffer_bytes: int, on_end: Callable[[Why], None]
-) -> None:
-    """End connections that are silent for too long, then the furthest behind until the rest is within the limit."""
-    now_s, behind = time.monotonic(), []
-    for connection in connections:
-        if (silent_s := connection.silent_s(now_s)) > send_timeout_s:
-            connection.give_up()
-            on_end("deadline")
-        else:
-            behind.append((silent_s > 0, connection.unread_bytes, connection))
-    total = sum(unread_bytes for _, unread_bytes, _ in behind)
-    for _, unread_bytes, connection in sorted(behind, key=lambda one: one[:2], reverse=True):
-        if total <= max_send_buffer_bytes:
-            break
-        total -= unread_bytes
-        connection.give_up()
-        on_end("total_bytes")

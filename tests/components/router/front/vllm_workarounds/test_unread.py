@@ -11,8 +11,9 @@ from prometheus_client import CollectorRegistry
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
-from ridgeline.router.front.vllm_workarounds import unread
-from ridgeline.router.front.vllm_workarounds.unread import CountingCollector, look
+from ridgeline.router.front.middleware import http_protocol
+from ridgeline.router.front.middleware.http_protocol import look, watch_readers
+from ridgeline.router.front.vllm_workarounds.unread import TOKEN_BYTES, CountingCollector
 from tests.components.router.front.test_http import body, stepping
 from tests.support.fake_engine import FakeEngine
 from tests.support.patience import eventually
@@ -74,9 +75,10 @@ def stand_still(seconds):
 
 
 async def test_a_router_that_stood_still_blames_no_client_that_reads(monkeypatch):
-    monkeypatch.setattr(unread, "LATE_S", 0.2)
+    monkeypatch.setattr(http_protocol, "LATE_S", 0.2)
+    monkeypatch.setattr(http_protocol, "BoundedHeads", Holder)
     client, silent, whys = Reads(), Holder(10), []
-    watching = asyncio.create_task(unread.watch(lambda: [client, silent], 0.4, 1000, whys.append))
+    watching = asyncio.create_task(watch_readers({client, silent}, 0.4, 1000, whys.append))
     await asyncio.sleep(0.05)
     reading = asyncio.create_task(client.go_on())
     stand_still(1.0)
@@ -100,7 +102,7 @@ async def test_what_is_not_read_is_counted_until_it_is_read_or_replaced_by_an_er
     for take in (collector.get_nowait, collector.get):
         for number in (1, 2, 3):
             collector.put(of_sequence(0, 7))
-            assert collector.unread_bytes == number * 2 * unread.TOKEN_BYTES
+            assert collector.unread_bytes == number * 2 * TOKEN_BYTES
         if (taken := take()) and asyncio.iscoroutine(taken):
             await taken
         assert collector.unread_bytes == 0
