@@ -30,7 +30,7 @@ from ridgeline.router.front.http.context import WithContext
 from ridgeline.router.front.http.routes import keep_known_routes, name_the_right_path
 from ridgeline.router.front.http.types import Asgi, Receive, Scope, Send
 from ridgeline.router.front.middleware.admin_access import AdminAccess
-from ridgeline.router.front.middleware.anthropic_errors import AnthropicErrors
+from ridgeline.router.front.middleware.anthropic_errors import anthropic_errors
 from ridgeline.router.front.middleware.auth import Access, KeyGuard, for_pages
 from ridgeline.router.front.middleware.ingress import Gates, Ingress
 from ridgeline.router.front.vllm_workarounds import (
@@ -50,11 +50,11 @@ def layers(settings: RouterSettings, gates: Gates) -> tuple[Layer, ...]:
     """Return the layers that a request passes before vLLM's app, outermost first."""
     return (
         WithContext,
-        AnthropicErrors,
+        anthropic_errors,
         partial(for_pages, allowed_origins=settings.server.cors_allowed_origins),
         partial(KeyGuard, access=_access(settings)),
         partial(Ingress, settings=settings, gates=gates),
-        app_gaps.EndedStreams,
+        app_gaps.ended_streams,
     )
 
 

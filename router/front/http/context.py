@@ -21,8 +21,7 @@ from ridgeline.router.front.http.types import Asgi, Message, Receive, Scope, Sen
 
 AdminRight = Literal["", "local", "key"]
 """No right; that of a caller on this machine; that of a caller with an admin key."""
-_HEAD_READ_S: Final = "ridgeline_head_read_s"
-_COLLECTORS: Final = "ridgeline_collectors"
+_NOTED: Final = "ridgeline"
 MAX_REQUEST_ID_CHARACTERS: Final = 256
 """Longest id of a request, with what vLLM adds to a client's own; every chunk of a stream repeats it."""
 REQUEST_ID: Final = b"x-request-id"
@@ -30,10 +29,6 @@ NOT_HELD: Final = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"
 """Tell proxies, above all nginx, to pass on each event of a stream at once and to keep none."""
 _PRINTABLE: Final = re.compile(rb"[!-~]{1,%d}" % MAX_REQUEST_ID_CHARACTERS)
 _RETRYABLE: Final = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
-
-
-def _nothing() -> None:
-    """Do nothing: no request is waiting to be taken in."""
 
 
 class Collector(Protocol):
@@ -67,7 +62,7 @@ class RequestContext:
     """The same for the mean time from one token to the next."""
     retry_after_s: int = 1
     """Seconds after which a refusal says that another try may succeed."""
-    taken_in: Callable[[], None] = _nothing
+    taken_in: Callable[[], None] = lambda: None
     """Ends its turn in the concurrency limiter: from now on it needs only its tokens delivered. May be called twice."""
     list_so_far: ListSoFar = field(default_factory=ListSoFar)
     """The prompts of its list that have been accepted so far."""
@@ -92,8 +87,7 @@ def note_head_read(scope_state: dict[str, object], collectors: set[Collector]) -
 
     The parser calls this before the loop runs anything else.
     """
-    scope_state[_HEAD_READ_S] = time.monotonic()
-    scope_state[_COLLECTORS] = collectors
+    scope_state[_NOTED] = time.monotonic(), collectors
 
 
 def new_request_id() -> str:
@@ -116,12 +110,8 @@ class WithContext:
         """Serve one request by the ASGI protocol."""
         given = next((value for name, value in scope["headers"] if name == REQUEST_ID), b"")
         request_id = given if _PRINTABLE.fullmatch(given) else new_request_id().encode()
-        noted = scope.get("state", {})
-        context = RequestContext(
-            head_read_s=noted.get(_HEAD_READ_S, time.monotonic()),
-            request_id=request_id.decode(),
-            collectors=noted.get(_COLLECTORS, set()),
-        )
+        head_read_s, collectors = scope.get("state", {}).get(_NOTED) or (time.monotonic(), set())
+        context = RequestContext(head_read_s, request_id.decode(), collectors=collectors)
 
         def sending(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":

@@ -33,48 +33,48 @@ def anthropic_error(status: int, message: str) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": current().request_id}
 
 
-class AnthropicErrors:
-    """Rewrites the errors of Anthropic's paths, with the status as it is, and adds Anthropic's `request-id`."""
+def anthropic_errors(app: Asgi) -> Asgi:
+    """Rewrite the errors of Anthropic's paths, with the status as it is, and add Anthropic's `request-id`."""
 
-    def __init__(self, app: Asgi) -> None:
-        self._app = app
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        anthropics = scope["path"] == _PATH or scope["path"].startswith(f"{_PATH}/")
+        await app(scope, receive, _rewriting(send) if anthropics else send)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request by the ASGI protocol."""
-        if scope["path"] != _PATH and not scope["path"].startswith(f"{_PATH}/"):
-            await self._app(scope, receive, send)
+    return serve
+
+
+def _rewriting(send: Send) -> Send:
+    start: Message = {}
+    error = bytearray()
+    """As much of an error as has come."""
+    told = False
+
+    async def rewriting(message: Message) -> None:
+        nonlocal start, told
+        if message["type"] == "http.response.start":
+            named = (b"request-id", current().request_id.encode())
+            start = {**message, "headers": [*message["headers"], named]}
+            if start["status"] < HTTPStatus.BAD_REQUEST:
+                await send(start)
             return
-        start: Message = {}
-        error = bytearray()
-        """As much of an error as has come."""
-        told = False
+        part = message.get("body", b"")
+        if told:
+            message = {**message, "body": b""}
+        elif start["status"] >= HTTPStatus.BAD_REQUEST:
+            error.extend(part)
+            if message.get("more_body", False) and not _is_whole(error):
+                return  # once it is, it is told: the end of the answer may come later (`ingress`)
+            told, body = True, _rewritten(start["status"], bytes(error))
+            standard = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+            kept = [header for header in start["headers"] if header[0] not in (b"content-type", b"content-length")]
+            await send({**start, "headers": [*standard, *kept]})
+            message = {**message, "body": body}
+        elif part.startswith(_EVENT):  # each event of a stream is sent at once
+            event = _rewritten(HTTPStatus.INTERNAL_SERVER_ERROR, part.removeprefix(_EVENT))
+            message = {**message, "body": _EVENT + event + b"\n\n"}
+        await send(message)
 
-        async def rewriting(message: Message) -> None:
-            nonlocal start, told
-            if message["type"] == "http.response.start":
-                named = (b"request-id", current().request_id.encode())
-                start = {**message, "headers": [*message["headers"], named]}
-                if start["status"] < HTTPStatus.BAD_REQUEST:
-                    await send(start)
-                return
-            part = message.get("body", b"")
-            if told:
-                message = {**message, "body": b""}
-            elif start["status"] >= HTTPStatus.BAD_REQUEST:
-                error.extend(part)
-                if message.get("more_body", False) and not _is_whole(error):
-                    return  # once it is, it is told: the end of the answer may come later (`ingress`)
-                told, body = True, _rewritten(start["status"], bytes(error))
-                standard = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-                kept = [header for header in start["headers"] if header[0] not in (b"content-type", b"content-length")]
-                await send({**start, "headers": [*standard, *kept]})
-                message = {**message, "body": body}
-            elif part.startswith(_EVENT):  # each event of a stream is sent at once
-                event = _rewritten(HTTPStatus.INTERNAL_SERVER_ERROR, part.removeprefix(_EVENT))
-                message = {**message, "body": _EVENT + event + b"\n\n"}
-            await send(message)
-
-        await self._app(scope, receive, rewriting)
+    return rewriting
 
 
 def _rewritten(status: int, body: bytes) -> bytes:

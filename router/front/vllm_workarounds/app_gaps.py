@@ -181,16 +181,12 @@ def _reads(frame: FrameType) -> bool:
     return frame.f_code.co_name in _READING.get(package, ())
 
 
-class EndedStreams:
-    """Ends a stream with an error event if its generator fails after the status was sent, instead of cutting it off."""
+def ended_streams(app: Asgi) -> Asgi:
+    """End a stream with an error event if its generator fails after the status was sent, instead of cutting it off."""
 
-    def __init__(self, app: Asgi) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request by the ASGI protocol."""
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await self._app(scope, receive, send)
+            await app(scope, receive, send)
         except Exception as error:
             if not current().streams:
                 raise
@@ -200,3 +196,5 @@ class EndedStreams:
                 logger.exception("an answer failed after its status had been sent")
             event = f"event: error\ndata: {json.dumps(answer.model_dump())}\n\n"
             await send({"type": "http.response.body", "body": event.encode(), "more_body": False})
+
+    return serve

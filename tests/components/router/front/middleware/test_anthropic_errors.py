@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ridgeline.engine.passed_args import front
 from ridgeline.router.client_identity import hash_key
-from ridgeline.router.front.middleware.anthropic_errors import AnthropicErrors
+from ridgeline.router.front.middleware.anthropic_errors import anthropic_errors
 from tests.support.fake_engine import FakeEngine
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.served_router import serving
@@ -200,7 +200,7 @@ async def test_whatever_an_app_answers_an_error_is_told_once_and_everything_else
         if ends_later or not parts:
             await send({"type": "http.response.body", "body": b""})
 
-    await AnthropicErrors(app)({"type": "http", "path": path}, None, send)  # type: ignore[arg-type]
+    await anthropic_errors(app)({"type": "http", "path": path}, None, send)  # type: ignore[arg-type]
     body, headers = b"".join(message.get("body", b"") for message in sent[1:]), dict(sent[0]["headers"])
     assert (sent[0]["status"], headers[b"x"]) == (status, b"y")
     if status < 400 or path not in ("/v1/messages", "/v1/messages/count_tokens"):

@@ -60,7 +60,7 @@ def make_app():
 
     app.middleware_stack = app.build_middleware_stack()  # as vLLM does
     app_gaps.install(app)
-    return WithContext(app_gaps.EndedStreams(app))
+    return WithContext(app_gaps.ended_streams(app))
 
 
 async def post(path, **options):
