@@ -115,9 +115,13 @@ class Snapshot:
     """Seconds that this client's next prompt, or the last of several, would wait to start; None until measured."""
 
 
+_CLOSED = {"draining": "the server is shutting down", "not_ready": "the workers are not ready yet"}
+
+
 def decide(ask: Ask, now: Snapshot, limits: RouterConfig) -> None:
     """Return if the request fits; otherwise raise Refused."""
-    _refuse_unless_open(now)
+    if now.state in _CLOSED:
+        raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, now.state, _CLOSED[now.state])
     _refuse_what_never_fits(ask, now, limits)
     if not now.workers.usable:
         raise Refused(
@@ -128,38 +132,25 @@ def decide(ask: Ask, now: Snapshot, limits: RouterConfig) -> None:
     _refuse_what_is_too_much_now(ask, now, limits)
 
 
-def _refuse_unless_open(now: Snapshot) -> None:
-    if now.state == "draining":
-        raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, "draining", "the server is shutting down")
-    if now.state == "not_ready":
-        raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, "not_ready", "the workers are not ready yet")
-
-
 def _refuse_what_never_fits(ask: Ask, now: Snapshot, limits: RouterConfig) -> None:
     sequences, logprobs = ask.before.sequences + ask.sequences, ask.before.logprobs + ask.logprobs
     if sequences > limits.max_concurrent_requests:
-        raise Refused(
-            HTTPStatus.BAD_REQUEST,
-            "too_large",
+        raise _too_large(
             f"{_several(ask, 'sequences')} can never be served at a time, the limit is "
-            f"{limits.max_concurrent_requests} (router.max_concurrent_requests): ask for fewer",
+            f"{limits.max_concurrent_requests} (router.max_concurrent_requests): ask for fewer"
         )
     if logprobs > limits.max_logprobs_per_request:
-        raise Refused(
-            HTTPStatus.BAD_REQUEST,
-            "too_large",
+        raise _too_large(
             f"the answer may have {logprobs} log-probabilities (of the prompt's tokens and of max_tokens, for each of "
             f"n sequences and of a list's prompts), the limit is {limits.max_logprobs_per_request} "
             "(router.max_logprobs_per_request): ask for fewer per token, lower max_tokens or n, send fewer or shorter "
-            "prompts, or stream the answer, so that its own log-probabilities do not count",
+            "prompts, or stream the answer, so that its own log-probabilities do not count"
         )
     alone = share_of(limits.max_concurrent_requests, limits)
     if sequences > alone:
-        raise Refused(
-            HTTPStatus.BAD_REQUEST,
-            "too_large",
+        raise _too_large(
             f"{_several(ask, 'sequences')} can never be served to one client at a time, {alone} of the "
-            f"{limits.max_concurrent_requests} can (router.max_client_share): ask for fewer",
+            f"{limits.max_concurrent_requests} can (router.max_client_share): ask for fewer"
         )
     if now.workers.usable:  # otherwise their size is not known
         _refuse_what_no_worker_holds(ask, now)
@@ -177,20 +168,16 @@ def _refuse_what_no_worker_holds(ask: Ask, now: Snapshot) -> None:
         ),
     ):
         if needed > have > 0:
-            raise Refused(
-                HTTPStatus.BAD_REQUEST,
-                "too_large",
+            raise _too_large(
                 f"{what} take {needed} KV blocks and the largest worker has {have}: send a shorter prompt or lower "
-                "max_tokens (the server's setting is pools.*.kv_cache_memory_bytes)",
+                "max_tokens (the server's setting is pools.*.kv_cache_memory_bytes)"
             )
     together = ask.before.prompt_blocks + ask.sequences * prompt_blocks
     if together > now.workers.all_blocks:
-        raise Refused(
-            HTTPStatus.BAD_REQUEST,
-            "too_large",
+        raise _too_large(
             f"{_several(ask, 'prompts')} take {together} KV blocks, and the {now.answer_pool} pool has "
             f"{now.workers.all_blocks}: ask for fewer, or send shorter ones (the server's settings are "
-            f"pools.{now.answer_pool}.kv_cache_memory_bytes and workers)",
+            f"pools.{now.answer_pool}.kv_cache_memory_bytes and workers)"
         )
 
 
@@ -262,6 +249,10 @@ def refuse_beyond_the_clients_share(ask: Ask, now: Snapshot, limits: RouterConfi
 def share_of(whole: int, limits: RouterConfig) -> int:
     """Return how much of `whole` one client may hold."""
     return max(1, int(limits.max_client_share * whole))
+
+
+def _too_large(sentence: str) -> Refused:
+    return Refused(HTTPStatus.BAD_REQUEST, "too_large", sentence)
 
 
 def _overload(reason: str, sentence: str, retry_after_s: float) -> Refused:

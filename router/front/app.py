@@ -48,11 +48,14 @@ Layer = Callable[[Asgi], Asgi]
 
 def layers(settings: RouterSettings, gates: Gates) -> tuple[Layer, ...]:
     """Return the layers that a request passes before vLLM's app, outermost first."""
+    clients_are_remote = bool(settings.api_key_hashes or settings.server.trusted_proxies)
+    operators = AdminAccess(settings.admin_key_hashes, clients_are_remote)
+    access = Access(settings.api_key_hashes, operators, AddressClients(settings.server.trusted_proxies))
     return (
         WithContext,
         anthropic_errors,
         partial(for_pages, allowed_origins=settings.server.cors_allowed_origins),
-        partial(KeyGuard, access=_access(settings)),
+        partial(KeyGuard, access=access),
         partial(Ingress, settings=settings, gates=gates),
         app_gaps.ended_streams,
     )
@@ -104,17 +107,6 @@ async def build_app(
     app.add_route("/metrics", metrics, methods=["GET"])
     keep_known_routes(app)
     return behind(app, layers(settings, gates))
-
-
-def _access(settings: RouterSettings) -> Access:
-    return Access(
-        key_hashes=settings.api_key_hashes,
-        admin=AdminAccess(
-            key_hashes=settings.admin_key_hashes,
-            clients_are_remote=bool(settings.api_key_hashes or settings.server.trusted_proxies),
-        ),
-        addresses=AddressClients(settings.server.trusted_proxies),
-    )
 
 
 def server_args(settings: RouterSettings) -> Namespace:
