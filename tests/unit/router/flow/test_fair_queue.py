@@ -244,30 +244,6 @@ def test_a_lone_prompt_waits_no_longer_because_others_have_deadlines(floods, tok
         assert ahead[f"flood-{number}"] <= -(-tokens // QUANTUM) * (QUANTUM + longest)
 
 
-@given(
-    waiting=st.lists(st.tuples(st.sampled_from(CLIENTS), st.integers(1, 3000), DEADLINES), max_size=25),
-    asked=st.tuples(st.sampled_from(CLIENTS + "z"), st.integers(1, 3000), DEADLINES),
-    now_s=st.integers(0, 40),
-)
-def test_the_tokens_that_admission_expects_ahead_are_at_least_those_of_what_waits_already(waiting, asked, now_s):
-    """At least for prompts of some length: shorter ones cost their client more than their tokens."""
-    queue = FairQueue(QUANTUM, least_tokens=1)
-    for client, tokens, deadline_s in waiting:
-        queue.push(client, tokens, None, deadline_s=deadline_s)
-    client, tokens, deadline_s = asked
-    expected = queue.waiting.tokens_ahead(client, tokens)
-    own_before = queue.waiting.of_client.get(client, 0)
-    others = {name: max(size for who, size, _ in waiting if who == name) for name, *_ in waiting if name != client}
-    mine = queue.push(client, tokens, "mine", deadline_s=deadline_s)
-    ahead = 0
-    while (entry := queue.pop(now_s=now_s)) is not mine:
-        ahead += entry.tokens
-    # Their first prompt and one that they saved up for may be longer than the one that was counted.
-    assert ahead <= expected + sum(QUANTUM + longest for longest in others.values())
-    if not others:
-        assert ahead <= expected == own_before
-
-
 # --- without deadlines
 
 
