@@ -456,15 +456,15 @@ async def test_an_idle_connection_is_kept_for_the_next_request_and_half_of_one_d
         await go.wait()
         await PlainTextResponse("fine")(scope, receive, send)
 
-    heads_within(0.1)
     async with listening(app, http=BoundedHeads) as url, asyncio.timeout(PATIENCE_S):
-        connection = socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])))
-        connection.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\nGET / HTTP/1.1\r\n")
-        connection.setblocking(False)
-        reader, writer = await asyncio.open_connection(sock=connection)
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
         await began.wait()
+        heads_within(0.1)
+        writer.write(b"GET / HTTP/1.1\r\n")
         await asyncio.sleep(0.3)  # the second head is late, and the first answer goes on
         heads_within(2 * PATIENCE_S)
+        await asyncio.sleep(0.3)
         go.set()
         assert (await reader.readuntil(b"fine")).split()[1] == b"200"
         writer.write(b"host: x\r\n\r\n")
