@@ -34,10 +34,9 @@ from ridgeline.router.front.engine_client import RouterEngineClient
 from ridgeline.router.front.health import HealthProbe, Readiness, probe_prompt_tokens
 from ridgeline.router.front.http.types import Asgi
 from ridgeline.router.front.metrics_page import metrics_endpoint
-from ridgeline.router.front.middleware.http_protocol import BoundedHeads
+from ridgeline.router.front.middleware.http_protocol import BoundedHeads, watch_readers
 from ridgeline.router.front.middleware.ingress import Gates
 from ridgeline.router.front.operations import Asked, Operations, Progress
-from ridgeline.router.front.vllm_workarounds import unread
 from ridgeline.router.idle_times import OUTPUT_TOKENS, measure, too_short
 from ridgeline.router.observe.collectors import WorkerCollector
 from ridgeline.router.observe.metrics import LimitedLatency, RequestMetrics, Within
@@ -103,9 +102,7 @@ class Router(RouterControl):
         self._client = RouterEngineClient(
             frontend_config(self._args),
             self._admission,
-            settings.server.max_stream_buffer_bytes,
             settings.server.max_grammar_bytes,
-            self._count_unread,
         )
         self._orchestrator = Orchestrator(
             self.fleet, self._decisions.placement, settings, self._metrics, self._releaser.release
@@ -260,7 +257,7 @@ class Router(RouterControl):
             host, port = sock.getsockname()[:2]
             self._url.set_result(http_url(host, port))
             await self._stop.wait()
-            self._readiness.close()
+            self._readiness.check.cancel()
             server.should_exit = True
             await serving
 
@@ -270,16 +267,12 @@ class Router(RouterControl):
             refreshing.append(self._node_metrics.refresh())
         await asyncio.gather(*refreshing)
 
-    def _count_unread(self, why: unread.Why) -> None:
-        self._metrics.unread.labels(why).inc()
-
     async def _watch_unread(self, server: uvicorn.Server) -> None:
-        await unread.watch(
-            connections=lambda: (one for one in server.server_state.connections if isinstance(one, BoundedHeads)),
-            streams=lambda: self._client.streams,
+        await watch_readers(
+            connections=server.server_state.connections,
             send_timeout_s=self._settings.server.send_timeout_s,
             max_send_buffer_bytes=self._settings.server.max_send_buffer_bytes,
-            on_end=self._count_unread,
+            on_end=lambda why: self._metrics.unread.labels(why).inc(),
         )
 
     def _probe(self) -> HealthProbe:

@@ -83,15 +83,10 @@ class ServerConfig(Section):
     send_timeout_s: float = Field(
         default=30.0, gt=0, description="a client that reads nothing of its response for this long is disconnected"
     )
-    max_stream_buffer_bytes: Bytes = Field(
-        default=4 * MIB,
-        ge=64 * 1024,
-        description="send buffer of one stream; the stream ends with an error when its client falls further behind",
-    )
     max_send_buffer_bytes: Bytes = Field(
         default=256 * MIB,
         ge=MIB,
-        description="send buffers of all streams together; above it the largest streams end with an error",
+        description="send buffers of all streams together; above it clients furthest behind are disconnected",
     )
     cors_allowed_origins: tuple[Annotated[str, AfterValidator(_origin)], ...] = Field(
         default=(),

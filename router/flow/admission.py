@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import msgspec
@@ -24,13 +25,12 @@ from ridgeline.router.fleet.fleet import Fleet, Worker
 from ridgeline.router.fleet.request_route import Demand
 from ridgeline.router.flow.admission_rules import (
     LEFT_WINDOW_S,
-    NONE_BEFORE,
-    Accepted,
     AdmissionState,
     Ask,
+    ListSoFar,
     Refused,
     Snapshot,
-    blocks_of,
+    Workers,
     decide,
     refuse_beyond_the_clients_share,
     share_of,
@@ -109,7 +109,7 @@ class Admission:
     ) -> None:
         """`look_every_s`: for how long one look at the workers serves, since there are three with each request."""
         self._look_every_s = look_every_s
-        self._looks: dict[tuple[Pool, Pool], tuple[float, _Workers]] = {}
+        self._looks: dict[tuple[Pool, Pool], tuple[float, Workers]] = {}
         """The last look at the workers that answer and that compute a prompt, and when it was."""
         self.state: AdmissionState = "not_ready"
         self._limits = settings.router
@@ -133,7 +133,8 @@ class Admission:
         pools: set[Pool] = {self._prompt_pool(0), self._prompt_pool(self._min_remote_prefill_tokens)}
         waits_s = [self._queues[pool].wait_s(client, 0) for pool in pools]
         shortest_s = None if None in waits_s else min(wait_s for wait_s in waits_s if wait_s is not None)
-        self._decide(Ask(sequences), self._snapshot(client, self._prompt_pool(0), shortest_s))
+        with self._refusals_counted():
+            decide(Ask(sequences), self._snapshot(client, self._prompt_pool(0), shortest_s), self._limits)
 
     def check_share(self, client: str, coming: int) -> None:
         """Raise Refused if one more request of this client would exceed its share, counting those still coming."""
@@ -142,8 +143,9 @@ class Admission:
         if not (client in self._held or client in self._left or client in self.others.of_client or coming):
             return
         now = self._snapshot(client, self._prompt_pool(0), None)
-        if now.usable_answer_workers:
-            self._or_counted(lambda: refuse_beyond_the_clients_share(Ask(1 + coming), now, self._limits))
+        if now.workers.usable:
+            with self._refusals_counted():
+                refuse_beyond_the_clients_share(Ask(1 + coming), now, self._limits)
 
     @property
     def most_of_one_client(self) -> int:
@@ -172,8 +174,9 @@ class Admission:
         pool = self._prompt_pool(ask.prompt_tokens)
         wait_s = self._queues[pool].wait_s(client, ask.prompt_tokens, ask.tokens_before_the_last)
         now = self._snapshot(client, pool, wait_s)
-        self._decide(ask, now)
-        blocks = blocks_of(ask.prompt_tokens, now)
+        with self._refusals_counted():
+            decide(ask, now, self._limits)
+        blocks = now.workers.blocks_of(ask.prompt_tokens)
         self._count(client, ask.sequences, blocks)
 
         def give_back(ended: int, left: bool) -> None:
@@ -181,14 +184,12 @@ class Admission:
             if left:
                 self._left.setdefault(client, FadingAmount(self._clock, LEFT_WINDOW_S)).add(ended)
 
-        return AdmissionTicket(ask.sequences, give_back, ask.accepted(blocks))
+        return AdmissionTicket(ask.sequences, give_back, ask.before.plus(ask, blocks))
 
-    def _decide(self, ask: Ask, now: Snapshot) -> None:
-        self._or_counted(lambda: decide(ask, now, self._limits))
-
-    def _or_counted(self, decision: Callable[[], None]) -> None:
+    @contextmanager
+    def _refusals_counted(self) -> Iterator[None]:
         try:
-            decision()
+            yield
         except Refused as refused:
             self._metrics.rejected.labels(refused.reason).inc()
             raise
@@ -218,13 +219,8 @@ class Admission:
         blocks = min(accepted_blocks, taken)
         return Snapshot(
             state=self.state,
-            block_size=found.block_size,
             answer_pool=answer_pool,
-            usable_answer_workers=found.usable,
-            answer_blocks=found.usable_blocks,
-            whole_answer_blocks=found.all_blocks,
-            prompt_worker_blocks=found.largest_prompt_blocks,
-            answer_worker_blocks=found.largest_blocks,
+            workers=found,
             sequences=self._all.sequences + self.others.all.sequences,
             client_sequences=own.sequences + elsewhere.sequences,
             prompt_blocks=blocks,
@@ -235,7 +231,7 @@ class Admission:
             prompt_wait_s=prompt_wait_s,
         )
 
-    def _look(self, answer_pool: Pool, prompt_pool: Pool) -> _Workers:
+    def _look(self, answer_pool: Pool, prompt_pool: Pool) -> Workers:
         """Return the sums over the workers.
 
         They may be a moment old: what was accepted since is not lost, it counts as waiting.
@@ -256,25 +252,8 @@ class Admission:
             del self._left[name]
 
 
-class _Workers(msgspec.Struct):
-    """Sums over the workers of the pool that answers, and the largest of the one that computes the prompt."""
-
-    block_size: int = 1
-    usable: int = 0
-    usable_blocks: int = 0
-    """KV blocks of the usable ones."""
-    all_blocks: int = 0
-    largest_blocks: int = 0
-    largest_prompt_blocks: int = 0
-    reported_blocks: int = 0
-    """Blocks in use on the usable ones, by their last reports."""
-    promised_blocks: int = 0
-    held_blocks: int = 0
-    """See `ridgeline.router.fleet.worker.Outstanding`."""
-
-
-def _look_at(answer: Sequence[Worker], prompt: Sequence[Worker]) -> _Workers:
-    found = _Workers()
+def _look_at(answer: Sequence[Worker], prompt: Sequence[Worker]) -> Workers:
+    found = Workers()
     for worker in answer:
         blocks = worker.description.num_kv_blocks
         found.block_size = worker.description.block_size
@@ -301,11 +280,9 @@ class AdmissionTicket:
     sequences never reached a worker, so they do not count as left.
     """
 
-    def __init__(
-        self, sequences: int, give_back: Callable[[int, bool], None], accepted: Accepted = NONE_BEFORE
-    ) -> None:
+    def __init__(self, sequences: int, give_back: Callable[[int, bool], None], list_so_far: ListSoFar) -> None:
         """`give_back` receives how many sequences have ended, and whether they were left before their end."""
-        self.accepted = accepted
+        self.list_so_far = list_so_far
         """What is before the next prompt of the same list."""
         self._rest = [sequences]
         self._give_back = give_back

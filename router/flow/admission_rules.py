@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Final, Literal
+from typing import Literal
 
 from ridgeline.contracts.vocabulary import Pool
 from ridgeline.router.settings import RouterConfig
@@ -32,7 +32,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Accepted:
+class ListSoFar:
     """The prompts of a list that were accepted before the next one: a list is limited as one request, not by prompt."""
 
     sequences: int = 0
@@ -40,8 +40,14 @@ class Accepted:
     prompt_blocks: int = 0
     logprobs: int = 0
 
-
-NONE_BEFORE: Final = Accepted()
+    def plus(self, ask: Ask, blocks_each: int) -> ListSoFar:
+        """Return it with one more."""
+        return ListSoFar(
+            self.sequences + ask.sequences,
+            self.prompt_tokens + ask.sequences * ask.prompt_tokens,
+            self.prompt_blocks + ask.sequences * blocks_each,
+            self.logprobs + ask.logprobs,
+        )
 
 
 @dataclass(frozen=True)
@@ -53,21 +59,35 @@ class Ask:
     output_tokens: int = 0
     logprobs: int = 0
     """Log-probabilities in the answer, if it gets as many tokens as it asks for."""
-    before: Accepted = NONE_BEFORE
+    before: ListSoFar = ListSoFar()
 
     @property
     def tokens_before_the_last(self) -> int:
         """Prompt tokens that start before the last of its sequences does."""
         return self.before.prompt_tokens + (self.sequences - 1) * self.prompt_tokens
 
-    def accepted(self, blocks_each: int) -> Accepted:
-        """Return what is before the next prompt of its list, if there is one."""
-        return Accepted(
-            self.before.sequences + self.sequences,
-            self.before.prompt_tokens + self.sequences * self.prompt_tokens,
-            self.before.prompt_blocks + self.sequences * blocks_each,
-            self.before.logprobs + self.logprobs,
-        )
+
+@dataclass
+class Workers:
+    """Sums over the workers of the pool that answers, and the largest of the one that computes the prompt."""
+
+    block_size: int = 1
+    usable: int = 0
+    usable_blocks: int = 0
+    """KV blocks of the usable ones."""
+    all_blocks: int = 0
+    """KV blocks of all, including those that are away or draining."""
+    largest_blocks: int = 0
+    largest_prompt_blocks: int = 0
+    reported_blocks: int = 0
+    """Blocks in use on the usable ones, by their last reports."""
+    promised_blocks: int = 0
+    held_blocks: int = 0
+    """See `ridgeline.router.fleet.worker.Outstanding`."""
+
+    def blocks_of(self, tokens: int) -> int:
+        """Return the KV blocks that these tokens fill."""
+        return -(-tokens // self.block_size)
 
 
 @dataclass(frozen=True)
@@ -75,18 +95,9 @@ class Snapshot:
     """The state of the deployment and of accepted requests, as far as admission depends on it."""
 
     state: AdmissionState
-    block_size: int
     answer_pool: Pool
     """The pool that decodes."""
-    usable_answer_workers: int
-    answer_blocks: int
-    """KV blocks of that pool's usable workers."""
-    whole_answer_blocks: int
-    """KV blocks of all its workers, including those that are away or draining."""
-    prompt_worker_blocks: int
-    """KV blocks of the largest worker that may compute this prompt."""
-    answer_worker_blocks: int
-    """KV blocks of the largest worker that may decode the answer."""
+    workers: Workers
     sequences: int
     """Sequences accepted and not ended."""
     client_sequences: int
@@ -104,11 +115,15 @@ class Snapshot:
     """Seconds that this client's next prompt, or the last of several, would wait to start; None until measured."""
 
 
+_CLOSED = {"draining": "the server is shutting down", "not_ready": "the workers are not ready yet"}
+
+
 def decide(ask: Ask, now: Snapshot, limits: RouterConfig) -> None:
     """Return if the request fits; otherwise raise Refused."""
-    _refuse_unless_open(now)
+    if now.state in _CLOSED:
+        raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, now.state, _CLOSED[now.state])
     _refuse_what_never_fits(ask, now, limits)
-    if not now.usable_answer_workers:
+    if not now.workers.usable:
         raise Refused(
             HTTPStatus.SERVICE_UNAVAILABLE,
             "no_worker",
@@ -117,69 +132,52 @@ def decide(ask: Ask, now: Snapshot, limits: RouterConfig) -> None:
     _refuse_what_is_too_much_now(ask, now, limits)
 
 
-def _refuse_unless_open(now: Snapshot) -> None:
-    if now.state == "draining":
-        raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, "draining", "the server is shutting down")
-    if now.state == "not_ready":
-        raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, "not_ready", "the workers are not ready yet")
-
-
 def _refuse_what_never_fits(ask: Ask, now: Snapshot, limits: RouterConfig) -> None:
     sequences, logprobs = ask.before.sequences + ask.sequences, ask.before.logprobs + ask.logprobs
     if sequences > limits.max_concurrent_requests:
-        raise Refused(
-            HTTPStatus.BAD_REQUEST,
-            "too_large",
+        raise _too_large(
             f"{_several(ask, 'sequences')} can never be served at a time, the limit is "
-            f"{limits.max_concurrent_requests} (router.max_concurrent_requests): ask for fewer",
+            f"{limits.max_concurrent_requests} (router.max_concurrent_requests): ask for fewer"
         )
     if logprobs > limits.max_logprobs_per_request:
-        raise Refused(
-            HTTPStatus.BAD_REQUEST,
-            "too_large",
+        raise _too_large(
             f"the answer may have {logprobs} log-probabilities (of the prompt's tokens and of max_tokens, for each of "
             f"n sequences and of a list's prompts), the limit is {limits.max_logprobs_per_request} "
             "(router.max_logprobs_per_request): ask for fewer per token, lower max_tokens or n, send fewer or shorter "
-            "prompts, or stream the answer, so that its own log-probabilities do not count",
+            "prompts, or stream the answer, so that its own log-probabilities do not count"
         )
     alone = share_of(limits.max_concurrent_requests, limits)
     if sequences > alone:
-        raise Refused(
-            HTTPStatus.BAD_REQUEST,
-            "too_large",
+        raise _too_large(
             f"{_several(ask, 'sequences')} can never be served to one client at a time, {alone} of the "
-            f"{limits.max_concurrent_requests} can (router.max_client_share): ask for fewer",
+            f"{limits.max_concurrent_requests} can (router.max_client_share): ask for fewer"
         )
-    if now.usable_answer_workers:  # otherwise their size is not known
+    if now.workers.usable:  # otherwise their size is not known
         _refuse_what_no_worker_holds(ask, now)
 
 
 def _refuse_what_no_worker_holds(ask: Ask, now: Snapshot) -> None:
-    prompt_blocks = blocks_of(ask.prompt_tokens, now)
-    whole_blocks = blocks_of(ask.prompt_tokens + ask.output_tokens, now)
+    prompt_blocks = now.workers.blocks_of(ask.prompt_tokens)
+    whole_blocks = now.workers.blocks_of(ask.prompt_tokens + ask.output_tokens)
     for needed, have, what in (
-        (prompt_blocks, now.prompt_worker_blocks, f"the prompt ({ask.prompt_tokens} tokens)"),
+        (prompt_blocks, now.workers.largest_prompt_blocks, f"the prompt ({ask.prompt_tokens} tokens)"),
         (
             whole_blocks,
-            now.answer_worker_blocks,
+            now.workers.largest_blocks,
             f"prompt and answer ({ask.prompt_tokens} + {ask.output_tokens} tokens)",
         ),
     ):
         if needed > have > 0:
-            raise Refused(
-                HTTPStatus.BAD_REQUEST,
-                "too_large",
+            raise _too_large(
                 f"{what} take {needed} KV blocks and the largest worker has {have}: send a shorter prompt or lower "
-                "max_tokens (the server's setting is pools.*.kv_cache_memory_bytes)",
+                "max_tokens (the server's setting is pools.*.kv_cache_memory_bytes)"
             )
     together = ask.before.prompt_blocks + ask.sequences * prompt_blocks
-    if together > now.whole_answer_blocks:
-        raise Refused(
-            HTTPStatus.BAD_REQUEST,
-            "too_large",
+    if together > now.workers.all_blocks:
+        raise _too_large(
             f"{_several(ask, 'prompts')} take {together} KV blocks, and the {now.answer_pool} pool has "
-            f"{now.whole_answer_blocks}: ask for fewer, or send shorter ones (the server's settings are "
-            f"pools.{now.answer_pool}.kv_cache_memory_bytes and workers)",
+            f"{now.workers.all_blocks}: ask for fewer, or send shorter ones (the server's settings are "
+            f"pools.{now.answer_pool}.kv_cache_memory_bytes and workers)"
         )
 
 
@@ -199,13 +197,13 @@ def _refuse_what_is_too_much_now(ask: Ask, now: Snapshot, limits: RouterConfig) 
             f"{limits.max_queue_time_s:.0f} s (router.max_queue_time_s)",
             now.prompt_wait_s - limits.max_queue_time_s,
         )
-    wanted = now.prompt_blocks + ask.sequences * blocks_of(ask.prompt_tokens, now)
-    if wanted > now.answer_blocks:
+    wanted = now.prompt_blocks + ask.sequences * now.workers.blocks_of(ask.prompt_tokens)
+    if wanted > now.workers.usable_blocks:
         raise _overload(
             "kv_blocks",
             f"the prompts accepted and this one take {wanted} KV blocks, the {now.answer_pool} pool has "
-            f"{now.answer_blocks} (pools.{now.answer_pool}.kv_cache_memory_bytes and workers)",
-            _seconds(wanted - now.answer_blocks, now.blocks_per_s),
+            f"{now.workers.usable_blocks} (pools.{now.answer_pool}.kv_cache_memory_bytes and workers)",
+            _seconds(wanted - now.workers.usable_blocks, now.blocks_per_s),
         )
     refuse_beyond_the_clients_share(ask, now, limits)
 
@@ -236,14 +234,14 @@ def refuse_beyond_the_clients_share(ask: Ask, now: Snapshot, limits: RouterConfi
             f"{may_have} at a time now, of {limits.max_concurrent_requests} (router.max_client_share)",
             _seconds(now.client_sequences + ask.sequences - may_have, now.sequences_per_s),
         )
-    blocks = ask.sequences * blocks_of(ask.prompt_tokens, now)
-    may_have = share_of(now.answer_blocks - (now.prompt_blocks - now.client_blocks), limits)
+    blocks = ask.sequences * now.workers.blocks_of(ask.prompt_tokens)
+    may_have = share_of(now.workers.usable_blocks - (now.prompt_blocks - now.client_blocks), limits)
     alone = ask.sequences == 1 and not now.client_sequences
     if now.client_blocks + blocks > may_have and not alone:
         raise _overload(
             "client_share",
             f"the prompts of your requests would take {now.client_blocks + blocks} KV blocks with this one; you may "
-            f"have {may_have} now, of {now.answer_blocks} (router.max_client_share)",
+            f"have {may_have} now, of {now.workers.usable_blocks} (router.max_client_share)",
             _seconds(now.client_blocks + blocks - may_have, now.blocks_per_s),
         )
 
@@ -251,6 +249,10 @@ def refuse_beyond_the_clients_share(ask: Ask, now: Snapshot, limits: RouterConfi
 def share_of(whole: int, limits: RouterConfig) -> int:
     """Return how much of `whole` one client may hold."""
     return max(1, int(limits.max_client_share * whole))
+
+
+def _too_large(sentence: str) -> Refused:
+    return Refused(HTTPStatus.BAD_REQUEST, "too_large", sentence)
 
 
 def _overload(reason: str, sentence: str, retry_after_s: float) -> Refused:
@@ -268,11 +270,6 @@ def _several(ask: Ask, what: str) -> str:
 def _last_prompt(ask: Ask) -> str:
     several = ask.before.sequences + ask.sequences > 1
     return f"the last of {_several(ask, 'prompts')}" if several else "a prompt"
-
-
-def blocks_of(tokens: int, now: Snapshot) -> int:
-    """Return the KV blocks that these tokens fill."""
-    return -(-tokens // now.block_size)
 
 
 def _seconds(amount: float, per_s: float) -> float:

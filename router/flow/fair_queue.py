@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import msgspec
@@ -82,15 +81,6 @@ class Waiting(msgspec.Struct):
         return sums
 
 
-@dataclass
-class _Next(Generic[T]):
-    """The next client: its place in the queue and its round of turns. `passed`: the clients with turns until then."""
-
-    rounds: int
-    place: int
-    passed: list[tuple[int, ClientPrompts[T]]]
-
-
 class FairQueue(Generic[T]):
     """Waiting prompts in fair order."""
 
@@ -146,7 +136,7 @@ class FairQueue(Generic[T]):
         if self._urgent:
             return self._urgent[0]
         found = self._next(eligible, now_s)
-        return None if found is None else self._clients[self._turns[found.place]].next(now_s)
+        return None if found is None else self._clients[self._turns[found[1]]].next(now_s)
 
     def pop(self, eligible: Callable[[str], bool] = _everybody, now_s: float = -math.inf) -> Entry[T]:
         """Take out the next prompt of an eligible client, or an urgent one. Raises IndexError if there is none.
@@ -161,11 +151,12 @@ class FairQueue(Generic[T]):
         found = self._next(eligible, now_s)
         if found is None:
             raise IndexError("none waits that may go")
-        for place, client in found.passed:
-            turns = found.rounds - (place > found.place) - client.has_turn
+        rounds, chosen_place, passed = found
+        for place, client in passed:
+            turns = rounds - (place > chosen_place) - client.has_turn
             client.deficit_tokens += turns * self._quantum_tokens
         self._clients[self._turns[0]].has_turn = False
-        self._turns.rotate(-found.place)
+        self._turns.rotate(-chosen_place)
         chosen = self._clients[self._turns[0]]
         chosen.has_turn = True
         entry = chosen.next(now_s)
@@ -174,8 +165,13 @@ class FairQueue(Generic[T]):
         self._is_out(entry)
         return entry
 
-    def _next(self, eligible: Callable[[str], bool], now_s: float) -> _Next[T] | None:
-        """Find the client whose turns pay for its first prompt soonest."""
+    def _next(
+        self, eligible: Callable[[str], bool], now_s: float
+    ) -> tuple[int, int, list[tuple[int, ClientPrompts[T]]]] | None:
+        """Find the client whose turns pay for its first prompt soonest.
+
+        Return its round of turns, its place in the queue, and the clients with turns until then.
+        """
         best: tuple[int, int] | None = None
         passed: list[tuple[int, ClientPrompts[T]]] = []
         for place, name in enumerate(self._turns):
@@ -190,7 +186,7 @@ class FairQueue(Generic[T]):
                 best = (rounds, place)
                 if rounds == 1:  # no client behind it can come before it
                     break
-        return None if best is None else _Next(*best, passed)
+        return None if best is None else (*best, passed)
 
     def _weight(self, entry: Entry[T]) -> int:
         return max(entry.tokens, self._least_tokens)
@@ -222,7 +218,7 @@ class FairQueue(Generic[T]):
     def _note_beyond(self, name: str) -> None:
         """Note by how much a client, whose prompts have changed, has more waiting than one quantum or prompt."""
         client = self._clients.get(name)
-        one = 0 if client is None else max(self._quantum_tokens, client.next_as_of_the_last_look().tokens)
+        one = 0 if client is None else max(self._quantum_tokens, client.next().tokens)
         beyond = self.waiting.of_client.get(name, 0) - one
         if beyond > 0:
             self.waiting.beyond[name] = beyond

@@ -22,27 +22,6 @@ PART: Final = 3 / 4
 """The fraction of what the others leave that one client may have."""
 
 
-class HeldBody:
-    """One request's body, counted by its announced length, or by what has arrived if that is more."""
-
-    def __init__(self, bodies: HeldBodies, client: str, announced_bytes: int) -> None:
-        self._bodies = bodies
-        self._client = client
-        self._come_bytes = 0
-        self.held_bytes = announced_bytes
-
-    def has_come(self, number_of_bytes: int) -> None:
-        """Count an arrived part.
-
-        Raises Refused if the body exceeds its announced length and its client has no room left.
-        """
-        self._come_bytes += number_of_bytes
-        if (more_bytes := self._come_bytes - self.held_bytes) > 0:
-            self._bodies.require_room(self._client)
-            self.held_bytes += more_bytes
-            self._bodies.count(self._client, more_bytes)
-
-
 class HeldBodies:
     """The bodies of all requests that are being received or answered; one object per router."""
 
@@ -58,19 +37,29 @@ class HeldBodies:
         return self._held.total()
 
     @contextmanager
-    def holding(self, client: str, announced_bytes: int) -> Iterator[HeldBody]:
-        """Count one body while the block runs. Raises Refused at the start if there is no room for it."""
-        if announced_bytes:
-            self.require_room(client)
-        held = HeldBody(self, client, announced_bytes)
-        self.count(client, held.held_bytes)
-        try:
-            yield held
-        finally:
-            self.count(client, -held.held_bytes)
+    def holding(self, client: str, announced_bytes: int) -> Iterator[Callable[[int], None]]:
+        """Count one body while the block runs: its announced length, or what the block says has come if that is more.
 
-    def require_room(self, client: str) -> None:
-        """Raise Refused (429) if this client holds its share."""
+        Raises Refused (429), here or there, if it takes more bytes and its client has no room left.
+        """
+        held_bytes = 0
+
+        def hold(number_of_bytes: int) -> None:
+            nonlocal held_bytes
+            if number_of_bytes > held_bytes:
+                self._require_room(client)
+                self._held[client] += number_of_bytes - held_bytes
+                held_bytes = number_of_bytes
+
+        hold(announced_bytes)
+        try:
+            yield hold
+        finally:
+            self._held[client] -= held_bytes
+            if not self._held[client]:
+                del self._held[client]
+
+    def _require_room(self, client: str) -> None:
         held_bytes = self._held[client]
         if not may_have_more(held_bytes, self._held.total() - held_bytes, self._max_bytes, PART):
             self._on_refused("client_share")
@@ -80,9 +69,3 @@ class HeldBodies:
                 f"the bodies of your requests take your share of the {self._max_bytes} bytes that are kept at a time "
                 f"({MOST_BODIES} times server.max_request_bytes, for all clients): send fewer at a time",
             )
-
-    def count(self, client: str, number_of_bytes: int) -> None:
-        """Add to the bytes held for a client; a negative number subtracts."""
-        self._held[client] += number_of_bytes
-        if not self._held[client]:
-            del self._held[client]

@@ -57,10 +57,12 @@ REFRESH_EVERY_S = 0.5
 """Interval at which workers are asked for their figures when many callers want the list."""
 
 
-class DrainBody(BaseModel):
-    """The body of POST /ridgeline/drain."""
-
+class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
+
+
+class DrainBody(_Body):
+    """The body of POST /ridgeline/drain."""
 
     worker: str
     timeout_s: float = Field(default=DRAIN_TIMEOUT_S, ge=0)
@@ -69,18 +71,14 @@ class DrainBody(BaseModel):
     """Drain even the last worker of its pool. Needs an admin key: without any worker nothing can be served."""
 
 
-class ModeBody(BaseModel):
+class ModeBody(_Body):
     """The body of POST /ridgeline/mode."""
-
-    model_config = ConfigDict(extra="forbid")
 
     mode: Mode
 
 
-class ScaleBody(BaseModel):
+class ScaleBody(_Body):
     """The body of POST /ridgeline/scale."""
-
-    model_config = ConfigDict(extra="forbid")
 
     workers: dict[Pool, Annotated[int, Field(ge=1, le=MOST_WORKERS)]] = Field(min_length=1)
     """How many workers each of these pools shall have."""
@@ -88,10 +86,8 @@ class ScaleBody(BaseModel):
     """Time that requests running on a leaving worker still get; then they go on elsewhere."""
 
 
-class RestartBody(BaseModel):
+class RestartBody(_Body):
     """The body of POST /ridgeline/restart."""
-
-    model_config = ConfigDict(extra="forbid")
 
     timeout_s: float = Field(default=DRAIN_TIMEOUT_S, ge=0)
     """Time that requests running on a worker still get before it is started again; then they go on elsewhere."""

@@ -26,22 +26,17 @@ from ridgeline.router.flow.concurrency_limiter import AT_A_TIME
 from ridgeline.router.front import request_fields, strict
 from ridgeline.router.front.engine_client import SUPPORTED_TASKS, RouterEngineClient
 from ridgeline.router.front.health import Readiness, ready_endpoint
-from ridgeline.router.front.http import unknown_paths
 from ridgeline.router.front.http.context import WithContext
-from ridgeline.router.front.http.routes import keep_known_routes
-from ridgeline.router.front.http.types import Asgi
+from ridgeline.router.front.http.routes import keep_known_routes, name_the_right_path
+from ridgeline.router.front.http.types import Asgi, Receive, Scope, Send
 from ridgeline.router.front.middleware.admin_access import AdminAccess
-from ridgeline.router.front.middleware.anthropic_errors import AnthropicErrors
-from ridgeline.router.front.middleware.auth import Access, KeyGuard
-from ridgeline.router.front.middleware.cors import Cors
+from ridgeline.router.front.middleware.anthropic_errors import anthropic_errors
+from ridgeline.router.front.middleware.auth import Access, KeyGuard, for_pages
 from ridgeline.router.front.middleware.ingress import Gates, Ingress
 from ridgeline.router.front.vllm_workarounds import (
     app_gaps,
     bodies,
-    keep_alive,
-    left_streams,
     messages,
-    model_card,
     responses,
     stream_chunks,
     whole_calls,
@@ -53,21 +48,29 @@ Layer = Callable[[Asgi], Asgi]
 
 def layers(settings: RouterSettings, gates: Gates) -> tuple[Layer, ...]:
     """Return the layers that a request passes before vLLM's app, outermost first."""
+    clients_are_remote = bool(settings.api_key_hashes or settings.server.trusted_proxies)
+    operators = AdminAccess(settings.admin_key_hashes, clients_are_remote)
+    access = Access(settings.api_key_hashes, operators, AddressClients(settings.server.trusted_proxies))
     return (
         WithContext,
-        AnthropicErrors,
-        partial(Cors, allowed_origins=settings.server.cors_allowed_origins),
-        partial(KeyGuard, access=_access(settings)),
+        anthropic_errors,
+        partial(for_pages, allowed_origins=settings.server.cors_allowed_origins),
+        partial(KeyGuard, access=access),
         partial(Ingress, settings=settings, gates=gates),
-        app_gaps.EndedStreams,
+        app_gaps.ended_streams,
     )
 
 
 def behind(app: Asgi, outermost_first: tuple[Layer, ...]) -> Asgi:
-    """Wrap the app in these layers."""
+    """Wrap the app in these layers, which see requests and not the events of its start and end."""
+    layered = app
     for layer in reversed(outermost_first):
-        app = layer(app)
-    return app
+        layered = layer(layered)
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        await (layered if scope["type"] == "http" else app)(scope, receive, send)
+
+    return serve
 
 
 async def build_app(
@@ -88,8 +91,6 @@ async def build_app(
     app_gaps.install(app)
     bodies.install(app, request_fields.misplaced)
     stream_chunks.install()
-    left_streams.install()
-    keep_alive.install()
     await init_app_state(client, app.state, args, SUPPORTED_TASKS)
     request_fields.install(app.state, gates.most_sequences, settings.server.max_grammar_bytes)
     app_gaps.name_settings(app.state)
@@ -98,8 +99,7 @@ async def build_app(
     whole_calls.install(app.state)
     messages.install(app.state)
     responses.install(app.state)
-    unknown_paths.install(app)
-    model_card.install(app)
+    name_the_right_path(app)
     app.include_router(operators)
     app.state.server = SimpleNamespace()  # vLLM's error handler accesses it, but we run uvicorn ourselves
     app.add_route("/ready", ready_endpoint(readiness, lambda: client.draining), methods=["GET"])
@@ -109,26 +109,12 @@ async def build_app(
     return behind(app, layers(settings, gates))
 
 
-def _access(settings: RouterSettings) -> Access:
-    return Access(
-        key_hashes=settings.api_key_hashes,
-        admin=AdminAccess(
-            key_hashes=settings.admin_key_hashes,
-            clients_are_remote=bool(settings.api_key_hashes or settings.server.trusted_proxies),
-        ),
-        addresses=AddressClients(settings.server.trusted_proxies),
-    )
-
-
 def server_args(settings: RouterSettings) -> Namespace:
     """Build vLLM's server arguments with vLLM's own parser, so that every default is vLLM's."""
     parser = refusing(make_arg_parser(FlexibleArgumentParser()))
     args: Namespace = parser.parse_args(
         [
-            *(
-                "--renderer-num-workers",
-                str(AT_A_TIME),
-            ),  # one thread would let a long text hold up all others
+            *("--renderer-num-workers", str(AT_A_TIME)),  # one thread would let a long text hold up all others
             *words(settings.engine_args),
             *("--model", settings.model_path),
             *("--served-model-name", *settings.served_names),

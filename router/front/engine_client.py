@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from http import HTTPStatus
@@ -37,22 +37,17 @@ from ridgeline.router.dispatch.orchestrator import DeadlineExceeded, Orchestrato
 from ridgeline.router.dispatch.request import Sampling, SequenceRequest
 from ridgeline.router.fleet.request_route import NoWorker
 from ridgeline.router.flow.admission import Admission, AdmissionTicket
-from ridgeline.router.flow.admission_rules import NONE_BEFORE, Accepted, Ask, Refused
+from ridgeline.router.flow.admission_rules import Ask, ListSoFar, Refused
 from ridgeline.router.front.http.context import MAX_REQUEST_ID_CHARACTERS, current
 from ridgeline.router.front.sampling import sampling_of
 from ridgeline.router.front.text_stream import TextSink
 from ridgeline.router.front.text_turns import TextTurns
-from ridgeline.router.front.vllm_workarounds.no_processor import note_that_there_is_no_processor
-from ridgeline.router.front.vllm_workarounds.text_length import bound_texts, refuse_half_pairs
-from ridgeline.router.front.vllm_workarounds.unread import BoundedCollector, Why
+from ridgeline.router.front.vllm_workarounds.bodies import bound_texts, refuse_half_pairs
+from ridgeline.router.front.vllm_workarounds.unread import CountingCollector
 
 logger = logging.getLogger(__name__)
 
 SUPPORTED_TASKS = ("generate",)
-_UNREAD = (
-    "the client has not read what was sent, and too much has accumulated (server.max_stream_buffer_bytes, "
-    "server.max_send_buffer_bytes): read the answer as it comes"
-)
 
 
 class RouterEngineClient(EngineClient):
@@ -62,14 +57,11 @@ class RouterEngineClient(EngineClient):
         self,
         vllm_config: VllmConfig,
         admission: Admission,
-        max_stream_buffer_bytes: int,
         max_grammar_bytes: int,
-        on_unread: Callable[[Why], None],
     ) -> None:
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
         self.renderer = renderer_from_config(vllm_config)
-        note_that_there_is_no_processor(self.renderer.tokenizer, self.model_config)
         bound_texts(self.renderer, self.model_config.max_model_len)
         choose_backend(vllm_config.structured_outputs_config, self.renderer.tokenizer)
         bound_validation()
@@ -81,12 +73,10 @@ class RouterEngineClient(EngineClient):
         """The turns in which streams become text."""
         self._conversions = asyncio.Lock()
         self._groups: dict[str, list[asyncio.Task[None]]] = {}
-        self._collectors: set[BoundedCollector] = set()
-        self._unread: set[BoundedCollector] = set()
+        self._collectors: set[CountingCollector] = set()
+        self._unread: set[CountingCollector] = set()
         """Collectors of requests whose sequences have ended, but whose clients have not read everything."""
-        self._max_unread_stream_bytes = max_stream_buffer_bytes
         self._max_grammar_bytes = max_grammar_bytes
-        self._on_unread = on_unread
 
     def close_admission(self) -> None:
         """Refuse every new request with 503 from now on."""
@@ -103,7 +93,7 @@ class RouterEngineClient(EngineClient):
         return self._admission.sequences + len(self._unread)
 
     @property
-    def streams(self) -> list[BoundedCollector]:
+    def streams(self) -> list[CountingCollector]:
         """The collectors of all requests that are being answered."""
         return list(self._collectors)
 
@@ -177,9 +167,9 @@ class RouterEngineClient(EngineClient):
         context = current()
         client = context.client
         with _as_http():
-            ask = _ask(request, self.model_config.get_vocab_size(), context.accepted)
+            ask = _ask(request, self.model_config.get_vocab_size(), context.list_so_far)
             ticket = self._admission.admit(client, ask)
-        context.accepted = ticket.accepted
+        context.list_so_far = ticket.list_so_far
         context.taken_in()
         return self._serve(request, wanted, request_id, prompt_text, client, ticket)
 
@@ -194,16 +184,7 @@ class RouterEngineClient(EngineClient):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of an admitted request. It is never started if its client has left already."""
         tasks: list[asyncio.Task[None]] = []
-        context, finished, unread = current(), False, False
-
-        def end(why: Why) -> None:
-            nonlocal unread
-            unread = True
-            if why == "stream_bytes":  # other reasons are counted by the code that ends it
-                self._on_unread(why)
-            for task in tasks:
-                task.cancel()
-            collector.put(GracefulHTTPError(_UNREAD, HTTPStatus.SERVICE_UNAVAILABLE))
+        context, finished = current(), False
 
         def sequence_ended(task: asyncio.Task[None]) -> None:
             _tell_of_a_failure(collector, task)
@@ -211,7 +192,7 @@ class RouterEngineClient(EngineClient):
             if collector in self._collectors and all(one.done() for one in tasks):
                 self._unread.add(collector)
 
-        collector = BoundedCollector(request.params.output_kind, request.request_id, self._max_unread_stream_bytes, end)
+        collector = CountingCollector(request.params.output_kind, request.request_id)
         for number, child in enumerate(self._register(request, prompt_text, collector)):
             its_own = wanted if child is request else sampling_of(child.params)
             known_as = request_id if child is request else f"{request_id}[{number}]"
@@ -220,19 +201,19 @@ class RouterEngineClient(EngineClient):
             tasks.append(task)
         self._groups.setdefault(request_id, []).extend(tasks)
         self._collectors.add(collector)
+        context.collectors.add(collector)
         try:
             while not finished:
                 output = collector.get_nowait() or await collector.get()
                 finished = output.finished
                 yield output
         except Exception:  # a client that leaves has this cancelled or closed, which is none
-            context.failed = context.failed or not unread
+            context.failed = True
             raise
         finally:
             self._groups.pop(request_id, None)
-            self._collectors.discard(collector)
-            self._unread.discard(collector)
-            collector.forget_end()
+            for kept in (self._collectors, self._unread, context.collectors):
+                kept.discard(collector)
             for task in () if finished else tasks:  # those that have finished are about to end by themselves
                 task.cancel()
             # By the parent's id: aborting the n children one by one would leave the parent in vLLM's table forever.
@@ -319,20 +300,17 @@ class RouterEngineClient(EngineClient):
     async def get_supported_tasks(self) -> tuple[str, ...]:
         return SUPPORTED_TASKS
 
-    async def is_tracing_enabled(self) -> bool:
+    async def _no(self, *args: Any, **kwargs: Any) -> bool:
         return False
 
-    async def check_health(self) -> None: ...
+    is_tracing_enabled = is_sleeping = is_paused = _no
 
-    async def do_log_stats(self) -> None: ...
+    async def _nothing(self, *args: Any, **kwargs: Any) -> None: ...
+
+    check_health = do_log_stats = reset_mm_cache = reset_encoder_cache = _nothing
+    notify_kv_transfer_request_rejected = _nothing
 
     def shutdown(self, timeout: float | None = None) -> None: ...
-
-    async def notify_kv_transfer_request_rejected(self, *args: Any, **kwargs: Any) -> None: ...
-
-    async def reset_mm_cache(self) -> None: ...
-
-    async def reset_encoder_cache(self) -> None: ...
 
     async def encode(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         if args or kwargs:
@@ -345,12 +323,6 @@ class RouterEngineClient(EngineClient):
     start_profile = stop_profile = reset_prefix_cache = sleep = wake_up = _not_offered
     release_kv_cache_memory = add_lora = pause_generation = resume_generation = _not_offered
 
-    async def is_sleeping(self) -> bool:
-        return False
-
-    async def is_paused(self) -> bool:
-        return False
-
 
 def _check_request_id(request_id: str) -> None:
     """Raise VLLMValidationError if the id is too long, or could be in no answer and no explanation."""
@@ -362,7 +334,7 @@ def _check_request_id(request_id: str) -> None:
         )
 
 
-def _ask(request: EngineCoreRequest, vocabulary_size: int, before: Accepted = NONE_BEFORE) -> Ask:
+def _ask(request: EngineCoreRequest, vocabulary_size: int, before: ListSoFar) -> Ask:
     params = request.sampling_params
     assert params is not None
     prompt_tokens, output_tokens = len(request.prompt_token_ids or []), params.max_tokens or 0

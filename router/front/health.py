@@ -27,12 +27,13 @@ from ridgeline.router.dispatch.request import Emit, SequenceRequest
 from ridgeline.router.fleet.fleet import Worker
 from ridgeline.router.fleet.request_route import NoWorker
 from ridgeline.router.front.sampling import sampling_of
+from ridgeline.router.front.single_flight import SingleFlight
 from ridgeline.router.observe.metrics import RequestMetrics
 
 RECENT_S = 2.0
 """A pool whose last token is younger than this makes progress."""
 REUSE_S = 1.0
-"""A verdict is reused for this long."""
+"""A verdict is reused for this long after its check has begun."""
 PROBE_CLIENT = "health-probe"
 THE_OTHERS_SERVE = "all of its workers were drained or have left; those of the other pool serve whole requests"
 
@@ -74,29 +75,8 @@ class Readiness:
         self._deadline_s = deadline_s
         self._metrics = metrics
         self._clock = clock
-        self._look: asyncio.Task[Verdict] | None = None
-        self._looked_at_s = 0.0
-
-    async def check(self) -> Verdict:
-        """Return the verdict by pool, shortly after the deadline at the latest.
-
-        A caller that leaves does not end the check.
-        """
-        look = self._look
-        if look is None or (look.done() and self._clock() - self._looked_at_s >= REUSE_S):
-            look = self._look = asyncio.create_task(self._timed_look(), name="readiness")
-        return await asyncio.shield(look)
-
-    def close(self) -> None:
-        """End a check in progress."""
-        if self._look is not None:
-            self._look.cancel()
-
-    async def _timed_look(self) -> Verdict:
-        try:
-            return await self._look_now()
-        finally:
-            self._looked_at_s = self._clock()
+        self.check = SingleFlight(self._look_now, REUSE_S, clock, burst=1)
+        """Returns the verdict by pool, shortly after the deadline at the latest."""
 
     async def _look_now(self) -> Verdict:
         verdict = {pool: self._recent(pool, workers) for pool, workers in self._pools().items()}

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator
 from http import HTTPStatus
+from types import SimpleNamespace
 from typing import Final, TypeVar, cast
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -85,15 +86,5 @@ def _pieces(registry: CollectorRegistry) -> Iterator[bytes]:
         for first in range(0, max(1, len(family.samples)), PIECE_SAMPLES):
             piece = Metric(family.name, family.documentation, family.type)
             piece.samples = family.samples[first : first + PIECE_SAMPLES]
-            text = generate_latest(cast(CollectorRegistry, _Only(piece)))
+            text = generate_latest(cast(CollectorRegistry, SimpleNamespace(collect=lambda piece=piece: (piece,))))
             yield text if first == 0 else text.split(b"\n", 2)[2]  # without HELP and TYPE, which have been said
-
-
-class _Only:
-    """A registry of one family."""
-
-    def __init__(self, family: Metric) -> None:
-        self._family = family
-
-    def collect(self) -> Iterable[Metric]:
-        return (self._family,)

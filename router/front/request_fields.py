@@ -8,7 +8,7 @@ its default value, or null, counts as not sent.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -36,29 +36,28 @@ class RefusedField:
     status: int = 400
 
 
-_NO_BEAMS = RefusedField("this server does no beam search")
-_OTHER_KV = RefusedField("only the router may name hosts, ports and other requests' KV")
-_NO_BEST_OF = RefusedField("this server returns every sequence that it generates: use n", but_for=(1,))
-_NO_BACKEND = RefusedField("vLLM no longer offers a choice of backend per request")
-_TEXT_ONLY = RefusedField("this server answers with text only", but_for=(["text"],))
+def _each(rules: Mapping[str, RefusedField]) -> dict[str, RefusedField]:
+    """Return the rule of each name."""
+    return {name: rule for names, rule in rules.items() for name in names.split()}
 
-REFUSED: dict[str, RefusedField] = {
+
+_REFUSED = {
     "previous_input_messages": RefusedField("vLLM reads it for some models only: put earlier messages into input"),
     "watermarking": RefusedField("this server has no watermark configured", but_for=(False,)),
-    "use_beam_search": _NO_BEAMS,
-    "length_penalty": _NO_BEAMS,
-    "early_stopping": _NO_BEAMS,
-    "best_of": _NO_BEST_OF,
-    "guided_decoding_backend": _NO_BACKEND,
+    "use_beam_search length_penalty early_stopping": RefusedField("this server does no beam search"),
+    "best_of": RefusedField("this server returns every sequence that it generates: use n", but_for=(1,)),
+    "guided_decoding_backend": RefusedField("vLLM no longer offers a choice of backend per request"),
     "return_token_offsets": RefusedField(
         "this server returns no offsets; /tokenize returns token_strs", but_for=(False,)
     ),
     "routed_experts_prompt_start": RefusedField("this server does not report which experts were chosen"),
     "priority": RefusedField("the router orders requests itself, fairly among clients"),
-    "kv_transfer_params": _OTHER_KV,
-    "ec_transfer_params": _OTHER_KV,
+    "kv_transfer_params ec_transfer_params": RefusedField(
+        "only the router may name hosts, ports and other requests' KV"
+    ),
     "vllm_xargs": RefusedField("it is for extensions of vLLM's engine, and this server offers clients none"),
 }
+REFUSED = _each(_REFUSED)
 """Fields of vLLM's bodies."""
 
 APIS: dict[str, type[BaseModel]] = {
@@ -87,37 +86,24 @@ _USES = {
 INSTEAD = {name: uses.split() for names, uses in _USES.items() for name in names.split()}
 """What another API or another server calls a field, and what the APIs here call it: the names that a path has count."""
 
-_NO_TOOLS = RefusedField("this server runs no tools: run them in your client")
-_NO_LORA = RefusedField("this server has no LoRA adapters")
-_WRAPPED = RefusedField("move its fields to the top level of the body")
-FOREIGN: dict[str, RefusedField] = {
-    "guided_whitespace_pattern": _NO_BACKEND,
-    "guided_decoding_backend": _NO_BACKEND,
-    "best_of": _NO_BEST_OF,
+_FOREIGN = {
+    "guided_whitespace_pattern": REFUSED["guided_decoding_backend"],
     "functions": RefusedField("use tools"),
     "function_call": RefusedField("use tool_choice", but_for=("none", "auto")),
     "logits_processors": RefusedField("clients cannot send code to this server"),
-    "modalities": _TEXT_ONLY,
-    "audio": _TEXT_ONLY,
-    "web_search_options": _NO_TOOLS,
-    "mcp_servers": _NO_TOOLS,
-    "container": _NO_TOOLS,
-    "tools.mcp": _NO_TOOLS,
-    "tools.file_search": _NO_TOOLS,
-    "tools.code_interpreter": _NO_TOOLS,
-    "lora_request": _NO_LORA,
-    "lora_path": _NO_LORA,
-    "extra_body": _WRAPPED,
-    "sampling_params": _WRAPPED,
-    "nvext": _WRAPPED,
+    "modalities audio": RefusedField("this server answers with text only", but_for=(["text"],)),
+    "web_search_options mcp_servers container tools.mcp tools.file_search tools.code_interpreter": RefusedField(
+        "this server runs no tools: run them in your client"
+    ),
+    "lora_request lora_path": RefusedField("this server has no LoRA adapters"),
+    "extra_body sampling_params nvext": RefusedField("move its fields to the top level of the body"),
     "conversation": RefusedField("nothing is stored: put earlier turns into input"),
     "response_format.schema": RefusedField("use response_format.json_schema.schema and the type json_schema"),
-    "reasoning.enabled": RefusedField("use reasoning.effort or chat_template_kwargs"),
-    "reasoning.max_tokens": RefusedField("use reasoning.effort or chat_template_kwargs"),
+    "reasoning.enabled reasoning.max_tokens": RefusedField("use reasoning.effort or chat_template_kwargs"),
     "text.schema": RefusedField("use text.format.schema"),
-    "output_config.schema": RefusedField("use output_config.format.schema"),
-    "output_config.format.json_schema": RefusedField("use output_config.format.schema"),
+    "output_config.schema output_config.format.json_schema": RefusedField("use output_config.format.schema"),
 }
+FOREIGN = _each(_FOREIGN) | {name: REFUSED[name] for name in ("best_of", "guided_decoding_backend")}
 """Other fields of other servers, of newer APIs and of older vLLM versions. A dot leads into an object, or to the tools
 of a type. Hosted tools that Codex sends unasked, such as web_search and local_shell, are not here."""
 _NOTHING: tuple[Any, ...] = (None, [], {}, "")
@@ -232,11 +218,7 @@ def install(state: Any, most_sequences: int, max_grammar_bytes: int) -> None:
     structured output.
     """
     for serving in vars(state)["_state"].values():
-        for name in (
-            "_check_model",
-            "create_messages",
-            "count_tokens",
-        ):  # Anthropic's convert the body first
+        for name in ("_check_model", "create_messages", "count_tokens"):  # Anthropic's convert the body first
             asked = getattr(serving, name, None)
             if asked is not None:
                 vars(serving)[name] = _refusing(serving, asked, most_sequences, max_grammar_bytes)
@@ -268,36 +250,23 @@ def check_headers(headers: Iterable[tuple[bytes, bytes]]) -> None:
 
 def as_markdown() -> str:
     """Return the tables in `docs/reference/http.md`."""
-    uses = {_code(uses): [_code(names)] for names, uses in _USES.items()}
-    return "\n".join(
-        [
-            "### Refused fields\n",
-            _table("field", "message", _by_sentence(REFUSED | FOREIGN)),
-            "### Fields of another API\n",
-            _table("field", "use, where the path has it", uses),
-            "### Refused headers\n",
-            _table("header", "message", _by_sentence(HEADERS)),
-        ]
-    )
+    tables = {
+        ("### Refused fields", "message"): {n: _told(rule) for n, rule in sorted((_REFUSED | _FOREIGN).items())},
+        ("### Fields of another API", "use, where the path has it"): {n: _code(uses) for n, uses in _USES.items()},
+        ("### Refused headers", "message"): {n: _told(rule) for n, rule in sorted(HEADERS.items())},
+    }
+    lines = []
+    for (title, head), rows in tables.items():
+        lines += [f"{title}\n", f"| name | {head} |", "|---|---|"]
+        lines += [*(f"| {_code(names)} | {words} |" for names, words in rows.items()), ""]
+    return "\n".join(lines)
 
 
-def _by_sentence(rules: Mapping[str, RefusedField]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for name, rule in sorted(rules.items()):
-        unless = [f"unless {' or '.join(map(repr, rule.but_for))}"] if rule.but_for else []
-        conditions = ", ".join([*([str(rule.status)] if rule.status != HTTPStatus.BAD_REQUEST else []), *unless])
-        found.setdefault(f"{rule.sentence} ({conditions})" if conditions else rule.sentence, []).append(_code(name))
-    return found
+def _told(rule: RefusedField) -> str:
+    conditions = [str(rule.status)] if rule.status != HTTPStatus.BAD_REQUEST else []
+    conditions += [f"unless {' or '.join(map(repr, rule.but_for))}"] if rule.but_for else []
+    return f"{rule.sentence} ({', '.join(conditions)})" if conditions else rule.sentence
 
 
 def _code(names: str) -> str:
     return ", ".join(f"`{name}`" for name in names.split())
-
-
-def _table(kind: str, head: str, rows: Mapping[str, Sequence[str]]) -> str:
-    lines = [
-        f"| {kind} | {head} |",
-        "|---|---|",
-        *(f"| {', '.join(names)} | {words} |" for words, names in rows.items()),
-    ]
-    return "\n".join([*lines, ""])

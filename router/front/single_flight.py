@@ -16,7 +16,7 @@ BURST: Final = 4
 class SingleFlight(Generic[T]):
     """Computes at most one answer at a time, and in the long run at most one in `every_s`.
 
-    Occasional callers get a new answer each time: `BURST` computations are allowed before the last one is reused.
+    Occasional callers get a new answer each time: `burst` computations are allowed before the last one is reused.
     """
 
     def __init__(
@@ -24,12 +24,14 @@ class SingleFlight(Generic[T]):
         compute: Callable[[], Coroutine[Any, Any, T]],
         every_s: float,
         clock: Callable[[], float] = time.monotonic,
+        burst: int = BURST,
     ) -> None:
         self._compute = compute
         self._every_s = every_s
         self._clock = clock
         self._computing: asyncio.Task[T] | None = None
-        self._free = float(BURST)
+        self._burst = burst
+        self._free = float(burst)
         self._counted_s = clock()
 
     def __call__(self) -> Awaitable[T]:
@@ -42,6 +44,11 @@ class SingleFlight(Generic[T]):
 
     def _may_compute(self) -> bool:
         now_s = self._clock()
-        self._free = min(BURST, self._free + (now_s - self._counted_s) / self._every_s)
+        self._free = min(self._burst, self._free + (now_s - self._counted_s) / self._every_s)
         self._counted_s = now_s
         return self._free >= 1
+
+    def cancel(self) -> None:
+        """End the computation in progress."""
+        if self._computing is not None:
+            self._computing.cancel()

@@ -82,7 +82,7 @@ class TextSink:
         if self._at_once:
             self._process_waiting()
         else:
-            self._turns.add(self, len(delta.token_ids))
+            self._turns.add(self.make_text, len(delta.token_ids))
         return self._stopped
 
     def make_text(self) -> None:
@@ -105,14 +105,14 @@ class TextSink:
         """Make text of all that waits, out of turn, since the sequence has ended. Raises what vLLM raised."""
         if self._conversion is not None:
             await self._conversion
-        self._turns.leave(self)
+        self._turns.leave(self.make_text)
         self._process_waiting()
         if self._failure is not None:
             raise self._failure
 
     def close(self) -> None:
         """Let go of what waits: the answer is whole, or not wanted any more."""
-        self._turns.leave(self)
+        self._turns.leave(self.make_text)
         if self._conversion is not None:
             self._conversion.cancel()
 

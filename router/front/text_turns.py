@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -28,12 +27,8 @@ TOLD_EVERY_S = 300.0
 logger = logging.getLogger(__name__)
 
 
-class Stream(Protocol):
-    """One whose tokens wait to become text."""
-
-    def make_text(self) -> None:
-        """Make text of all tokens that wait. Raises nothing: a failure is the stream's own."""
-        ...
+Stream = Callable[[], None]
+"""Makes text of all tokens of one stream that wait. Raises nothing: a failure is the stream's own."""
 
 
 class TextTurns(Collector):
@@ -74,7 +69,7 @@ class TextTurns(Collector):
         while self._waiting:
             stream, came_s = next(iter(self._waiting.items()))
             self.leave(stream)
-            stream.make_text()
+            stream()
             now_s = self._clock()
             self._held_s += now_s - came_s
             if now_s >= ends_s:  # after a stream's turn: a process that had to wait still goes on

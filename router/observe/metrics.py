@@ -152,7 +152,7 @@ class RequestMetrics:
         self.unread = counter(
             "ridgeline_unread_answers_ended",
             "Answers cut off because their client did not read them: deadline (took nothing for too long), "
-            "stream_bytes (this one too far behind), total_bytes (all unread answers together too large)",
+            "total_bytes (all unread answers together too large, and this one the furthest behind)",
             ("why",),
         )
         self.probes = counter("ridgeline_canaries", "Health probes sent by GET /ready, by result", ("result",))

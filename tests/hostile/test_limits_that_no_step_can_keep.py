@@ -7,7 +7,7 @@ import pytest
 
 from ridgeline.engine.request.sampling import TPOT_LIMIT
 from ridgeline.engine.step_scheduler import BoundedScheduler
-from ridgeline.router.front.middleware.time_limits import TPOT, read_limit_s
+from ridgeline.router.front.middleware.ingress import read_limit_s
 from ridgeline.router.settings import SHORTEST_LIMIT_MS
 from tests.support.stepping_scheduler import make
 
@@ -34,6 +34,6 @@ def test_a_stream_with_a_limit_that_no_step_can_keep_costs_prompts_beside_it_at_
     for name in ("alone", "beside"):
         (tmp_path / name).mkdir()
     alone_s = ttft_s(make(BoundedScheduler, tmp_path / "alone", monkeypatch))
-    limit = {TPOT_LIMIT: read_limit_s(TPOT, str(limit_ms).encode())}
+    limit = {TPOT_LIMIT: read_limit_s({b"x-ridgeline-tpot-ms": str(limit_ms).encode()}, b"x-ridgeline-tpot-ms")}
     beside_s = ttft_s(make(BoundedScheduler, tmp_path / "beside", monkeypatch), **limit)
     assert beside_s <= 2 * alone_s

@@ -5,24 +5,19 @@ Import `fake_engine` before anything of vLLM.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import httpx
 import msgspec
-from prometheus_client import CollectorRegistry
 from vllm.sampling_params import SamplingParams
 
-from ridgeline.cluster.runtime.handlers import HANDLERS
 from ridgeline.contracts.tasks import PositionLogprobs
-from ridgeline.worker_runtime.host import WorkerHost
 from tests.support.fake_engine import FakeEngine
-from tests.support.patience import PATIENCE_S
-from tests.support.samples import router_settings
+from tests.support.served_router import serving
 
 WORDS = 1000
 TEMPLATE = (
@@ -82,28 +77,11 @@ def _position(token: int, others: Any) -> PositionLogprobs:
 @asynccontextmanager
 async def talking_router(model: Path) -> AsyncIterator[tuple[httpx.AsyncClient, Any, list[TalkingEngine]]]:
     """Yield (HTTP client, vLLM's app, prefill and decode engine)."""
-    engines = [TalkingEngine("prefill"), TalkingEngine("decode")]
+    from ridgeline.router.front.vllm_workarounds import app_gaps
+
+    engines, apps, installed = (TalkingEngine("prefill"), TalkingEngine("decode")), [], app_gaps.install
     for engine in engines:
         engine.num_kv_blocks = 10_000
-    hosts = [WorkerHost(engines[0], HANDLERS), WorkerHost(engines[1], HANDLERS)]
-    apps: list[Any] = []
-    async with AsyncExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-        from ridgeline.router.front.vllm_workarounds import app_gaps
-        from ridgeline.router.server import Router
-
-        # Elsewhere there is one router in a process.
-        stack.enter_context(patch("ridgeline.router.server.REGISTRY", CollectorRegistry()))
-        installed = app_gaps.install
-        stack.enter_context(
-            patch("ridgeline.router.front.app.app_gaps.install", lambda app: (installed(app), apps.append(app)))
-        )
-        for host in hosts:
-            await host.start()
-            stack.push_async_callback(host.stop)
-        router = Router(router_settings(model_path=str(model), max_concurrent_requests=64))
-        url = await router.serve([host.address for host in hosts], {})
-        stack.push_async_callback(router.stop)
-        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=PATIENCE_S))
-        yield http, apps[0], engines
+    with patch("ridgeline.router.front.app.app_gaps.install", lambda app: (installed(app), apps.append(app))):
+        async with serving(model, engines, max_concurrent_requests=64) as (http, *_):
+            yield http, apps[0], [*engines]

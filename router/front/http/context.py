@@ -11,17 +11,17 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
 from ridgeline.router.client_identity import ANONYMOUS
-from ridgeline.router.flow.admission_rules import NONE_BEFORE, Accepted
+from ridgeline.router.flow.admission_rules import ListSoFar
 from ridgeline.router.front.http.types import Asgi, Message, Receive, Scope, Send
 
 AdminRight = Literal["", "local", "key"]
 """No right; that of a caller on this machine; that of a caller with an admin key."""
-_HEAD_READ_S: Final = "ridgeline_head_read_s"
+_NOTED: Final = "ridgeline"
 MAX_REQUEST_ID_CHARACTERS: Final = 256
 """Longest id of a request, with what vLLM adds to a client's own; every chunk of a stream repeats it."""
 REQUEST_ID: Final = b"x-request-id"
@@ -31,8 +31,10 @@ _PRINTABLE: Final = re.compile(rb"[!-~]{1,%d}" % MAX_REQUEST_ID_CHARACTERS)
 _RETRYABLE: Final = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 
 
-def _nothing() -> None:
-    """Do nothing: no request is waiting to be taken in."""
+class Collector(Protocol):
+    """Outputs that wait for a client."""
+
+    unread_bytes: int
 
 
 @dataclass
@@ -60,14 +62,16 @@ class RequestContext:
     """The same for the mean time from one token to the next."""
     retry_after_s: int = 1
     """Seconds after which a refusal says that another try may succeed."""
-    taken_in: Callable[[], None] = _nothing
+    taken_in: Callable[[], None] = lambda: None
     """Ends its turn in the concurrency limiter: from now on it needs only its tokens delivered. May be called twice."""
-    accepted: Accepted = NONE_BEFORE
+    list_so_far: ListSoFar = field(default_factory=ListSoFar)
     """The prompts of its list that have been accepted so far."""
     failed: bool = False
     """Whether one of its sequences has failed here: the others end with it, and their client has not left them."""
     streams: bool = False
     """Whether the answer has begun as a stream of events."""
+    collectors: set[Collector] = field(default_factory=set)
+    """What its connection is to count as unread, too."""
 
 
 _current: Final[ContextVar[RequestContext | None]] = ContextVar("ridgeline_request", default=None)
@@ -78,9 +82,12 @@ def current() -> RequestContext:
     return _current.get() or RequestContext()
 
 
-def note_head_read(scope_state: dict[str, object]) -> None:
-    """Record the time at which a head was read; the parser calls this before the loop runs anything else."""
-    scope_state[_HEAD_READ_S] = time.monotonic()
+def note_head_read(scope_state: dict[str, object], collectors: set[Collector]) -> None:
+    """Record the time at which a head was read, and where its connection looks for unread outputs.
+
+    The parser calls this before the loop runs anything else.
+    """
+    scope_state[_NOTED] = time.monotonic(), collectors
 
 
 def new_request_id() -> str:
@@ -101,14 +108,10 @@ class WithContext:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request by the ASGI protocol."""
-        if scope["type"] != "http":  # lifespan events come from the app's start, not from a client
-            await self._app(scope, receive, send)
-            return
         given = next((value for name, value in scope["headers"] if name == REQUEST_ID), b"")
         request_id = given if _PRINTABLE.fullmatch(given) else new_request_id().encode()
-        context = RequestContext(
-            head_read_s=scope.get("state", {}).get(_HEAD_READ_S, time.monotonic()), request_id=request_id.decode()
-        )
+        head_read_s, collectors = scope.get("state", {}).get(_NOTED) or (time.monotonic(), set())
+        context = RequestContext(head_read_s, request_id.decode(), collectors=collectors)
 
         def sending(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":

@@ -25,6 +25,10 @@ def error_body(status: int, sentence: str, param: str | None = None) -> dict[str
     return {"error": {"message": sentence, "type": kind, "param": param, "code": int(status)}}
 
 
+CHALLENGE: Final = ((b"www-authenticate", b'Bearer realm="ridgeline"'),)
+"""The header of each answer 401."""
+
+
 class HttpRefusal(Exception):
     """The request is refused with this status; the message says why. `param` names what is wrong in it."""
 

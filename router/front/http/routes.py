@@ -9,7 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any, Final, Literal
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from ridgeline.router.front.http.errors import error_body
 
 logger = logging.getLogger(__name__)
 
@@ -92,3 +99,40 @@ def keep_known_routes(app: Any) -> None:
         if route not in known:
             logger.warning("%s is not offered: it is not in the table of routes", getattr(route, "path", route))
     app.router.routes[:] = known
+
+
+_PREFIXES: Final = frozenset({"", "v1", "api", "openai", "anthropic"})
+"""Parts of a path that base URLs of clients have or lack."""
+_SHOWN_CHARACTERS: Final = 100
+"""How much of a path the answer repeats."""
+
+
+def _tail(path: str) -> tuple[str, ...]:
+    return tuple(part for part in path.lower().split("/") if part not in _PREFIXES)
+
+
+_BY_TAIL: Final = {_tail(path): path for path, callers in ROUTES.items() if callers != "operators"}
+
+
+def name_the_right_path(app: Any) -> None:
+    """Let the FastAPI app name the right path to whoever asks for one, or by a method, that it does not have.
+
+    Most are one base URL away: `POST /chat/completions` comes of a base URL without /v1. Clients print only the error's
+    message. Routes themselves raise FastAPI's own class, which vLLM's handler answers.
+    """
+    app.add_exception_handler(HTTPException, _name_the_right_path)
+
+
+async def _name_the_right_path(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    status, path = HTTPStatus(error.status_code), request.url.path
+    shown, allowed = path[:_SHOWN_CHARACTERS], (error.headers or {}).get("Allow")
+    if error.detail != status.phrase:  # not the app's own
+        sentence = str(error.detail)
+    elif status == HTTPStatus.METHOD_NOT_ALLOWED and allowed:
+        sentence = f"{shown} does not take {request.method}: use {allowed}."
+    elif meant := _BY_TAIL.get(_tail(path)):
+        sentence = f"This server has no {shown}: use {meant} (check the client's base URL)."
+    else:
+        sentence = f"This server has no {shown}: GET /openapi.json lists its paths."
+    return JSONResponse(error_body(status, sentence), status, error.headers)

@@ -2,10 +2,7 @@
 
 http_protocol.py     uvicorn's parser, with limits
 anthropic_errors.py  gives errors of /v1/messages Anthropic's form
-cors.py              decides which web pages may call
-auth.py              checks API keys and names each client
+auth.py              checks API keys, names each client, and says which web pages may call
 admin_access.py      decides who may use the operator's paths
 ingress.py           limits what a request takes, and serves requests by turns
-time_limits.py       reads the times that a client allows
-json_cost.py         estimates the work that a body causes
 """

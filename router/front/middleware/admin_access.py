@@ -15,19 +15,12 @@ from typing import Final
 from ridgeline.contracts.rpc.address import is_loopback
 from ridgeline.router.client_identity import hash_key
 from ridgeline.router.front.http.context import AdminRight
+from ridgeline.router.front.http.errors import CHALLENGE, HttpRefusal
 from ridgeline.router.front.http.types import Scope
 
 ADMIN_PATH: Final = "/ridgeline"
 _PASSED_ON: Final = frozenset({b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip", b"forwarded", b"via"})
 _SET_FILE: Final = "set security.admin_keys_file and send a key of that file"
-
-
-@dataclass(frozen=True)
-class AdminRefusal:
-    """The answer to a caller without the right."""
-
-    status: HTTPStatus
-    sentence: str
 
 
 @dataclass(frozen=True)
@@ -37,28 +30,29 @@ class AdminAccess:
     key_hashes: frozenset[bytes] = frozenset()
     clients_are_remote: bool = False
 
-    def right(self, scope: Scope, shown_keys: tuple[bytes, ...]) -> AdminRight | AdminRefusal:
-        """Return the caller's right, or the refusal."""
+    def right(self, scope: Scope, shown_keys: tuple[bytes, ...]) -> AdminRight:
+        """Return the caller's right. Raises HttpRefusal (401, 403)."""
         headers = {name for name, _ in scope["headers"]}
         if b"origin" in headers:
-            return AdminRefusal(HTTPStatus.FORBIDDEN, "a page in a browser may not use the operator's paths")
+            raise HttpRefusal(HTTPStatus.FORBIDDEN, "a page in a browser may not use the operator's paths")
         if self.key_hashes:
             if any(hash_key(key) in self.key_hashes for key in shown_keys):
                 return "key"
-            return AdminRefusal(
+            raise HttpRefusal(
                 HTTPStatus.UNAUTHORIZED,
                 "This path needs an admin key, which is not a client's key: send one of security.admin_keys_file as "
                 "`Authorization: Bearer KEY` (ridgeline drain --admin-key-file FILE).",
+                headers=CHALLENGE,
             )
         if self.clients_are_remote:
-            return AdminRefusal(
+            raise HttpRefusal(
                 HTTPStatus.FORBIDDEN,
                 "without admin keys this path is closed where clients have keys or come through proxies, since they "
                 f"could look like operators: {_SET_FILE}",
             )
         if _from_this_machine(scope) and not headers & _PASSED_ON:
             return "local"
-        return AdminRefusal(
+        raise HttpRefusal(
             HTTPStatus.FORBIDDEN,
             f"without admin keys this is answered to callers on the server's own machine only: {_SET_FILE}",
         )

@@ -7,7 +7,6 @@ Anthropic's clients tell errors apart by `error.type`.
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -34,60 +33,48 @@ def anthropic_error(status: int, message: str) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": current().request_id}
 
 
-class AnthropicErrors:
-    """Rewrites the errors of Anthropic's paths, with the status as it is, and adds Anthropic's `request-id`."""
+def anthropic_errors(app: Asgi) -> Asgi:
+    """Rewrite the errors of Anthropic's paths, with the status as it is, and add Anthropic's `request-id`."""
 
-    def __init__(self, app: Asgi) -> None:
-        self._app = app
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        anthropics = scope["path"] == _PATH or scope["path"].startswith(f"{_PATH}/")
+        await app(scope, receive, _rewriting(send) if anthropics else send)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request by the ASGI protocol."""
-        path = scope.get("path", "")
-        if scope["type"] == "http" and (path == _PATH or path.startswith(f"{_PATH}/")):
-            await self._app(scope, receive, _Rewriting(send).send)
-        else:
-            await self._app(scope, receive, send)
+    return serve
 
 
-class _Rewriting:
-    """One answer on its way."""
+def _rewriting(send: Send) -> Send:
+    start: Message = {}
+    error = bytearray()
+    """As much of an error as has come."""
+    told = False
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self._start: Message = {}
-        """The head of an error, which waits for its body."""
-        self._body = b""
-        """As much of an error as has come."""
-        self._told = False
-
-    def send(self, message: Message) -> Awaitable[None]:
-        """Pass the message on, or rewrite it."""
+    async def rewriting(message: Message) -> None:
+        nonlocal start, told
         if message["type"] == "http.response.start":
             named = (b"request-id", current().request_id.encode())
-            message = {**message, "headers": [*message["headers"], named]}
-            if message["status"] >= HTTPStatus.BAD_REQUEST:
-                self._start = message
-                return _nothing()
-        elif self._start:
-            return self._send_error(message)
-        elif self._told:
-            message = {**message, "body": b""}
-        elif message.get("body", b"").startswith(_EVENT):  # each event of a stream is sent at once
-            event = message["body"].removeprefix(_EVENT)
-            message = {**message, "body": _EVENT + _rewritten(HTTPStatus.INTERNAL_SERVER_ERROR, event) + b"\n\n"}
-        return self._send(message)
-
-    async def _send_error(self, message: Message) -> None:
-        """Send head and body once all of the error has come; the end of the answer may come later (`ingress`)."""
-        self._body += message.get("body", b"")
-        if message.get("more_body", False) and not _is_whole(self._body):
+            start = {**message, "headers": [*message["headers"], named]}
+            if start["status"] < HTTPStatus.BAD_REQUEST:
+                await send(start)
             return
-        start, self._start, self._told = self._start, {}, True
-        body = _rewritten(start["status"], self._body)
-        standard = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        kept = [header for header in start["headers"] if header[0] not in (b"content-type", b"content-length")]
-        await self._send({**start, "headers": [*standard, *kept]})
-        await self._send({**message, "body": body})
+        part = message.get("body", b"")
+        if told:
+            message = {**message, "body": b""}
+        elif start["status"] >= HTTPStatus.BAD_REQUEST:
+            error.extend(part)
+            if message.get("more_body", False) and not _is_whole(error):
+                return  # once it is, it is told: the end of the answer may come later (`ingress`)
+            told, body = True, _rewritten(start["status"], bytes(error))
+            standard = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+            kept = [header for header in start["headers"] if header[0] not in (b"content-type", b"content-length")]
+            await send({**start, "headers": [*standard, *kept]})
+            message = {**message, "body": body}
+        elif part.startswith(_EVENT):  # each event of a stream is sent at once
+            event = _rewritten(HTTPStatus.INTERNAL_SERVER_ERROR, part.removeprefix(_EVENT))
+            message = {**message, "body": _EVENT + event + b"\n\n"}
+        await send(message)
+
+    return rewriting
 
 
 def _rewritten(status: int, body: bytes) -> bytes:
@@ -101,14 +88,10 @@ def _rewritten(status: int, body: bytes) -> bytes:
     return json.dumps(anthropic_error(status, message)).encode()
 
 
-def _is_whole(body: bytes) -> bool:
+def _is_whole(body: bytearray) -> bool:
     """Return whether an error's body is complete JSON."""
     try:
         json.loads(body)
     except ValueError:
         return False
     return True
-
-
-async def _nothing() -> None:
-    """Keep a head until its body is known."""

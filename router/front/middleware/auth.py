@@ -1,4 +1,4 @@
-"""Checks API keys, and names each client.
+"""Checks API keys, names each client, and says which web pages may call.
 
 Nothing of a request's body is read before its key has been checked. This process holds only hashes of keys;
 `ridgeline.cluster.config.api_keys` reads the keys themselves.
@@ -9,18 +9,23 @@ steer the hash of a guess towards a known one could also find the key, so nothin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Final
+from typing import Final, cast
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from ridgeline.router.client_identity import MAX_KEY_BYTES, AddressClients, hash_key, key_client
 from ridgeline.router.front.http.context import current
-from ridgeline.router.front.http.errors import HttpRefusal, send_error
+from ridgeline.router.front.http.errors import CHALLENGE, HttpRefusal, send_error
 from ridgeline.router.front.http.routes import OPEN_PATHS
 from ridgeline.router.front.http.types import Asgi, Receive, Scope, Send
-from ridgeline.router.front.middleware.admin_access import AdminAccess, AdminRefusal, is_admin_path
+from ridgeline.router.front.middleware.admin_access import AdminAccess, is_admin_path
 
-_POLICY_VIOLATION: Final = 1008
+PREFLIGHT_AGE_S: Final = 600
+_READABLE: Final = ("retry-after", "www-authenticate", "x-request-id")
 _NO_KEY: Final = (
     "A valid API key is required: send it as `Authorization: Bearer KEY` or as `x-api-key: KEY`. Ask whoever runs this "
     "server for one (security.api_keys_file)."
@@ -46,30 +51,23 @@ class KeyGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request by the ASGI protocol."""
-        if scope["type"] not in ("http", "websocket"):  # lifespan events
-            await self._app(scope, receive, send)
-        elif is_admin_path(scope["path"]):
-            await self._serve_operator(scope, receive, send)
+        try:
+            if is_admin_path(scope["path"]):
+                current().admin = self._access.admin.right(scope, shown_keys(scope))
+            else:
+                current().client = self._client(scope)
+        except HttpRefusal as refusal:
+            await send_error(send, refusal)
         else:
-            await self._serve_client(scope, receive, send)
+            await self._app(scope, receive, send)
 
-    async def _serve_operator(self, scope: Scope, receive: Receive, send: Send) -> None:
-        right = self._access.admin.right(scope, shown_keys(scope))
-        if isinstance(right, AdminRefusal):
-            await _refuse_key(scope, send, right.status, right.sentence)
-            return
-        current().admin = right
-        await self._app(scope, receive, send)
-
-    async def _serve_client(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def _client(self, scope: Scope) -> str:
         known = self._access.key_hashes
         shown = (hash_key(key) for key in shown_keys(scope)) if known else ()
         key_hash = next((each for each in shown if each in known), None)
         if known and key_hash is None and not _is_open(scope):
-            await _refuse_key(scope, send, HTTPStatus.UNAUTHORIZED, _NO_KEY)
-            return
-        current().client = key_client(key_hash) if key_hash else self._by_address(scope)
-        await self._app(scope, receive, send)
+            raise HttpRefusal(HTTPStatus.UNAUTHORIZED, _NO_KEY, headers=CHALLENGE)
+        return key_client(key_hash) if key_hash else self._by_address(scope)
 
     def _by_address(self, scope: Scope) -> str:
         client = scope.get("client")
@@ -79,7 +77,7 @@ class KeyGuard:
 
 def _is_open(scope: Scope) -> bool:
     """Check for exactly these paths, because some of the app's routes are patterns."""
-    return scope["type"] == "http" and scope["method"] == "GET" and scope["path"] in OPEN_PATHS
+    return scope["method"] == "GET" and scope["path"] in OPEN_PATHS
 
 
 def shown_keys(scope: Scope) -> tuple[bytes, ...]:
@@ -95,10 +93,24 @@ def _first(scope: Scope, header: bytes) -> bytes:
     return value
 
 
-async def _refuse_key(scope: Scope, send: Send, status: HTTPStatus, sentence: str) -> None:
-    if scope["type"] == "websocket":
-        await send({"type": "websocket.close", "code": _POLICY_VIOLATION, "reason": "a valid API key is required"})
-        return
-    unauthorized = status == HTTPStatus.UNAUTHORIZED
-    challenge = [(b"www-authenticate", b'Bearer realm="ridgeline"')] if unauthorized else []
-    await send_error(send, HttpRefusal(status, sentence, headers=challenge))
+def for_pages(app: Asgi, allowed_origins: Sequence[str]) -> Asgi:
+    """Answer web pages of these origins; without any, browsers refuse all pages. No page may use operators' paths.
+
+    This layer comes before the key guard, because a browser first asks without a key (preflight), and because a page
+    can read a refusal only with these headers.
+    """
+    if not allowed_origins:
+        return app
+    pages = CORSMiddleware(
+        cast(ASGIApp, app),  # Starlette accepts any mapping, ours are dictionaries
+        allow_origins=allowed_origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        expose_headers=_READABLE,
+        max_age=PREFLIGHT_AGE_S,
+    )
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        await (app if is_admin_path(scope["path"]) else cast(Asgi, pages))(scope, receive, send)
+
+    return serve

@@ -10,12 +10,13 @@ import asyncio
 import json
 import resource
 import time
+from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any, Final, cast
+from typing import Any, Final, Literal, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from ridgeline.router.front.http.context import new_request_id, note_head_read
+from ridgeline.router.front.http.context import Collector, new_request_id, note_head_read
 from ridgeline.router.front.http.errors import error_body
 
 MAX_HEAD_BYTES: Final = 64 << 10
@@ -25,31 +26,23 @@ LINGER_S: Final = 1.0
 would lose the answer it has not read."""
 HEAD_WITHIN_S: Final = 30.0
 """Longest time from the connection, or from the first byte of a later request, to the end of the head."""
+LOOK_EVERY_S: Final = 1.0
+LATE_S: Final = 1.0
+"""If a look comes so much later than it was due, this router stood still."""
+Why = Literal["total_bytes", "deadline"]
 MOST_CONNECTIONS: Final = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, 16_384)
 """Largest number of connections; the other files are for workers and the rest. An idle one takes about 20 KB."""
 
 
-LastWords = tuple[HTTPStatus, str]
-_TOO_LARGE: Final[LastWords] = (
+_TOO_LARGE: Final = (
     HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
     "The request line and headers are longer than 64 KiB: send less in them.",
 )
-_TOO_LATE: Final[LastWords] = (
+_TOO_LATE: Final = (
     HTTPStatus.REQUEST_TIMEOUT,
     f"The request head was not complete within {HEAD_WITHIN_S:g} s: send it at once.",
 )
-_TOO_MANY: Final[LastWords] = (
-    HTTPStatus.SERVICE_UNAVAILABLE,
-    "The server has no free connections: try again later.",
-)
-
-
-def _as_answer(last_words: LastWords) -> bytes:
-    """Build a whole answer, after which the connection is closed."""
-    status, sentence = last_words
-    body = json.dumps(error_body(status, sentence))
-    head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\nconnection: close\r\n"
-    return f"{head}x-request-id: {new_request_id()}\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode()
+_TOO_MANY: Final = HTTPStatus.SERVICE_UNAVAILABLE, "The server has no free connections: try again later."
 
 
 class _Counted:
@@ -76,7 +69,8 @@ class BoundedHeads(HttpToolsProtocol):
     _refused = False
     _taken_bytes = 0
     _taken_s = 0.0
-    _counted: _Counted | None = None
+    _counted: _Counted
+    _collectors: set[Collector]
     _awaits_head = True
     _head_due: asyncio.TimerHandle | None = None
 
@@ -84,9 +78,10 @@ class BoundedHeads(HttpToolsProtocol):
         """Count writes from now on, and start to wait for a head."""
         self._counted = _Counted(transport)
         self._taken_s = time.monotonic()
+        self._collectors = set()
         super().connection_made(cast(asyncio.Transport, self._counted))
         if len(self.connections) > MOST_CONNECTIONS:
-            self._end_with(_TOO_MANY)
+            self._end_with(*_TOO_MANY)
         else:
             self._wait_for_head()
 
@@ -107,37 +102,41 @@ class BoundedHeads(HttpToolsProtocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self._wait_for_head()  # the next request's head is late, but this answer goes on
         else:
-            self._end_with(_TOO_LATE)
+            self._end_with(*_TOO_LATE)
 
-    def _end_with(self, last_words: LastWords) -> None:
+    def _end_with(self, status: HTTPStatus, sentence: str, linger_s: float = 0.0) -> None:
+        """Send a whole answer, and close the connection."""
         self._refused = True
-        self.transport.write(_as_answer(last_words))
-        self.transport.close()
+        body = json.dumps(error_body(status, sentence))
+        head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        head += f"x-request-id: {new_request_id()}\r\ncontent-length: {len(body)}\r\n\r\n"
+        self.transport.write(f"{head}{body}".encode())
+        if linger_s:
+            self.loop.call_later(linger_s, self.transport.close)
+        else:
+            self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP; uvicorn's own answer is no JSON."""
-        self._end_with((HTTPStatus.BAD_REQUEST, msg))
+        self._end_with(HTTPStatus.BAD_REQUEST, msg)
 
     @property
     def unread_bytes(self) -> int:
-        """Bytes written and not yet taken by the client's socket."""
-        return 0 if self._counted is None else int(self._counted.get_write_buffer_size())
+        """Bytes that the client's socket has not taken, and those of outputs that wait for that."""
+        unsent_bytes = int(self._counted.get_write_buffer_size())
+        return unsent_bytes + sum(collector.unread_bytes for collector in self._collectors)
 
     def silent_s(self, now_s: float) -> float:
         """Return for how long the client has taken nothing of what is waiting for it, as of the last call."""
-        if self._counted is None:
-            return 0.0
-        unread_bytes = self.unread_bytes
-        taken_bytes = self._counted.written_bytes - unread_bytes
-        if not unread_bytes or taken_bytes > self._taken_bytes:
+        unsent_bytes = self._counted.get_write_buffer_size()
+        taken_bytes = self._counted.written_bytes - unsent_bytes
+        if not unsent_bytes or taken_bytes > self._taken_bytes:
             self._taken_bytes, self._taken_s = taken_bytes, now_s
         return now_s - self._taken_s
 
-    def give_up(self, why: str) -> None:
+    def give_up(self) -> None:
         """Close at once and drop what the client has not read; the code that makes its answer is cancelled."""
-        del why
-        if self._counted is not None:
-            self._counted.abort()
+        self._counted.abort()
 
     def data_received(self, data: bytes) -> None:
         """Parse, then count the bytes of a request head (or chunked trailer) that has not ended yet.
@@ -155,16 +154,14 @@ class BoundedHeads(HttpToolsProtocol):
             if self._awaits_head and self._head_due is None and not self.transport.is_closing():
                 self._wait_for_head()  # after the first byte of a head, uvicorn itself would wait without end
         if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self._refused = True
-            self.transport.write(_as_answer(_TOO_LARGE))
-            self.loop.call_later(LINGER_S, self.transport.close)
+            self._end_with(*_TOO_LARGE, linger_s=LINGER_S)
 
     def on_headers_complete(self) -> None:
         """Record the end of a head; a body or the next head follows."""
         self._part_ended = True
         self._awaits_head = False
         self._head_came()
-        note_head_read(self.scope.setdefault("state", {}))
+        note_head_read(self.scope.setdefault("state", {}), self._collectors)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -177,3 +174,50 @@ class BoundedHeads(HttpToolsProtocol):
         self._part_ended = True
         self._awaits_head = True
         super().on_message_complete()
+
+
+async def watch_readers(
+    connections: set[Any],
+    send_timeout_s: float,
+    max_send_buffer_bytes: int,
+    on_end: Callable[[Why], None],
+) -> None:
+    """Limit what clients may leave unread, by one time for each and one total for all, until cancelled.
+
+    A client that does not read takes memory and nothing else: its place in admission is free once its sequences have
+    ended on the workers. A connection that takes nothing for `send_timeout_s` is ended. While the total is too large,
+    whoever is furthest behind is ended: first those that take nothing, then those that take something, by their bytes.
+
+    A look that is late is left out: this router stood still, and its clients had nothing to take meanwhile.
+    """
+    pause_s = min(LOOK_EVERY_S, send_timeout_s / 4)
+    while True:
+        due_s = time.monotonic() + pause_s
+        await asyncio.sleep(pause_s)
+        if time.monotonic() - due_s <= LATE_S:
+            look(
+                [one for one in connections if isinstance(one, BoundedHeads)],
+                send_timeout_s,
+                max_send_buffer_bytes,
+                on_end,
+            )
+
+
+def look(
+    connections: list[BoundedHeads], send_timeout_s: float, max_send_buffer_bytes: int, on_end: Callable[[Why], None]
+) -> None:
+    """End connections that are silent for too long, then the furthest behind until the rest is within the limit."""
+    now_s, behind = time.monotonic(), []
+    for connection in connections:
+        if (silent_s := connection.silent_s(now_s)) > send_timeout_s:
+            connection.give_up()
+            on_end("deadline")
+        else:
+            behind.append((silent_s > 0, connection.unread_bytes, connection))
+    total = sum(unread_bytes for _, unread_bytes, _ in behind)
+    for _, unread_bytes, connection in sorted(behind, key=lambda one: one[:2], reverse=True):
+        if total <= max_send_buffer_bytes:
+            break
+        total -= unread_bytes
+        connection.give_up()
+        on_end("total_bytes")

@@ -2,13 +2,22 @@
 
 A body is read whole before anything is done with it, and refusals cost a fraction of taking a request in. The fair
 share is of places and of memory for bodies. Turns are those of `ridgeline.router.flow.concurrency_limiter`.
+
+A body of a few megabytes may hold millions of numbers or hundreds of thousands of messages. pydantic checks each of
+them in the one event loop, and for seconds every stream would stand still. So the parts are counted before any of it is
+parsed, weighted by cost; an ordinary body of that length (a long text) costs very little.
+
+`x-ridgeline-timeout-s` ends a request. `x-ridgeline-ttft-ms` and `x-ridgeline-tpot-ms` say how soon the first token is
+wanted, and how soon each further one on average; they end nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -18,15 +27,13 @@ from starlette.requests import ClientDisconnect
 
 from ridgeline.router.flow.admission_rules import Refused
 from ridgeline.router.flow.concurrency_limiter import ConcurrencyLimiter
-from ridgeline.router.flow.held_bodies import HeldBodies, HeldBody
+from ridgeline.router.flow.held_bodies import HeldBodies
 from ridgeline.router.front.http.context import current
 from ridgeline.router.front.http.errors import HttpRefusal, send_error
 from ridgeline.router.front.http.routes import GENERATING
 from ridgeline.router.front.http.types import Asgi, Message, Receive, Scope, Send
-from ridgeline.router.front.middleware.json_cost import check_cost
-from ridgeline.router.front.middleware.time_limits import note_limits
 from ridgeline.router.front.request_fields import check_headers
-from ridgeline.router.settings import RouterSettings
+from ridgeline.router.settings import LONGEST_LIMIT_MS, SHORTEST_LIMIT_MS, RouterSettings
 
 BODY_PART_WITHIN_S: Final = 30.0
 """Longest time to wait for the next part of a body."""
@@ -34,6 +41,14 @@ LATE_S: Final = 1.0
 """If that time ends so much later, this router stood still, and not its client."""
 LINGER_S: Final = 2.0
 LINGER_BYTES: Final = 64 << 20
+MAX_COST: Final = 1_000_000
+"""Largest cost, about 0.15 s of the loop. In numbers: a context of a million tokens, or eight of 128,000."""
+STRING_COST: Final = 20
+OBJECT_COST: Final = 100
+LIST_COST: Final = 2
+_STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+SHOWN_CHARACTERS: Final = 40
+"""How much of a bad header its refusal repeats."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +73,6 @@ class Ingress:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request by the ASGI protocol."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         body = _Body(scope, receive, self._settings.server.max_request_bytes)
         async with AsyncExitStack() as held:
             try:
@@ -77,7 +89,10 @@ class Ingress:
         settings, gates, context = self._settings, self._gates, current()
         body.check_length()
         check_headers(scope["headers"])
-        note_limits(scope["headers"], settings.router.slo.ttft_limit_s, settings.router.slo.tpot_limit_s)
+        headers, slo = dict(scope["headers"]), settings.router.slo
+        context.timeout_s = read_timeout_s(headers)
+        context.ttft_limit_s = read_limit_s(headers, b"x-ridgeline-ttft-ms", slo.ttft_limit_s)
+        context.tpot_limit_s = read_limit_s(headers, b"x-ridgeline-tpot-ms", slo.tpot_limit_s)
         if not body.expected:
             return
         if scope["path"] in GENERATING:
@@ -92,9 +107,8 @@ class _Body:
     """The body of one request on its way in."""
 
     def __init__(self, scope: Scope, receive: Receive, max_bytes: int) -> None:
-        announced = [value for name, value in scope["headers"] if name == b"content-length"]
-        self.announced_bytes = max((int(value) for value in announced if value.isdigit()), default=0)
-        """0 if none is announced, or no number; the body is counted then."""
+        self.announced_bytes = int(dict(scope["headers"]).get(b"content-length", 0))  # the parser takes one number only
+        """0 if none is announced; the body is counted then."""
         self.expected = scope["method"] in ("POST", "PUT", "PATCH")
         """Whether the app reads a body; any other is left to uvicorn, which holds 64 KiB of it."""
         self.whole = b""
@@ -107,12 +121,12 @@ class _Body:
         if self.announced_bytes > self._max_bytes:
             raise self._too_long()
 
-    async def read(self, held: HeldBody) -> None:
+    async def read(self, hold: Callable[[int], None]) -> None:
         """Read it to its end. Raises HttpRefusal (408, 413), Refused if there is no room for it, ClientDisconnect."""
         parts: list[bytes] = []
         while self._more:
             parts.append(await self._next_part())
-            held.has_come(len(parts[-1]))
+            hold(self._max_bytes - self._left_bytes)
         self.whole = b"".join(parts)
 
     async def replay(self) -> Message:
@@ -186,3 +200,49 @@ def _as_http(refused: HttpRefusal | Refused) -> HttpRefusal:
         return refused
     current().retry_after_s = refused.retry_after_s
     return HttpRefusal(refused.status, str(refused))
+
+
+def check_cost(body: bytes) -> None:
+    """Raise HttpRefusal (400) if a body would cost too much."""
+    if (found := cost(body)) > MAX_COST:
+        raise HttpRefusal(
+            HTTPStatus.BAD_REQUEST,
+            f"The request body has too many parts to be read beside others: {found}, counting each number once, each "
+            f"string {STRING_COST} times and each object {OBJECT_COST} times, where {MAX_COST} are allowed. Send "
+            "several requests.",
+        )
+
+
+def cost(body: bytes) -> int:
+    """Estimate the cost of a JSON text: 1 for each number, and the weights above for strings, lists and objects."""
+    most = _cost(body, body.count(b'"') // 2)  # an overestimate: it counts punctuation inside of strings too
+    if most <= MAX_COST:
+        return most
+    bare, strings = _STRING.subn(b"", body)
+    return _cost(bare, strings)
+
+
+def _cost(body: bytes, strings: int) -> int:
+    return body.count(b",") + STRING_COST * strings + OBJECT_COST * body.count(b"{") + LIST_COST * body.count(b"[")
+
+
+def read_timeout_s(headers: Mapping[bytes, bytes]) -> float | None:
+    """Return the seconds that a client allows for its request; None if it does not say. Raises HttpRefusal."""
+    return _number(headers, b"x-ridgeline-timeout-s", math.ulp(0.0), math.inf, "a number of seconds above 0")
+
+
+def read_limit_s(headers: Mapping[bytes, bytes], name: bytes, default_s: float | None = None) -> float | None:
+    """Return a limit that a header gives in milliseconds, in seconds. Raises HttpRefusal."""
+    bounds = f"a number of milliseconds from {SHORTEST_LIMIT_MS:g} to {LONGEST_LIMIT_MS:,.0f}"
+    limit_ms = _number(headers, name, SHORTEST_LIMIT_MS, LONGEST_LIMIT_MS, bounds)
+    return default_s if limit_ms is None else limit_ms / 1e3
+
+
+def _number(headers: Mapping[bytes, bytes], name: bytes, least: float, most: float, must_be: str) -> float | None:
+    if (text := headers.get(name)) is None:
+        return None
+    with suppress(ValueError):
+        if b"_" not in text and least <= (number := float(text)) <= most and math.isfinite(number):
+            return number  # Python's own 1_000 is no one's number
+    shown, param = text[:SHOWN_CHARACTERS].decode("latin-1"), name.decode()
+    raise HttpRefusal(HTTPStatus.BAD_REQUEST, f"{param} must be {must_be}, not {shown!r}", param=param)

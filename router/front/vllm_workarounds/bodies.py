@@ -3,6 +3,10 @@
 vLLM checks a body against unions of types, which has two gaps. Turns that OpenAI's own API takes belong to no type:
 the assistant's without a `type` in `/v1/responses`, parts named as there in a chat. And of a mistake it tells the
 errors of every type, 239 for one turn.
+
+A megabyte of text takes seconds of a core to tokenise. vLLM refuses only what could not fit if every token were the
+longest of the vocabulary, which may have a hundred characters. It checks no length if the text is only tokenised or
+will be cut. And its tokenizer calls half a surrogate pair (of a text that was cut) a value of the wrong type.
 """
 
 from __future__ import annotations
@@ -16,11 +20,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
+from vllm.exceptions import VLLMValidationError
 
 _TEXT_OF_RESPONSES: Final = ("input_text", "output_text")
 _LIMIT: Final = "Input should be "
 _SHOWN: Final = 64
 """Characters of a key or a value that a sentence repeats; clients may send any number."""
+CHARACTERS_PER_TOKEN: Final = 16
+"""Average over a whole prompt; ordinary text and code have three to five."""
 
 Refusal = Callable[[str, Mapping[str, Any]], Exception | None]
 
@@ -105,3 +112,32 @@ def _place(error: Any, body: Any) -> list[str | int]:
             place.append(part)
             body = body[part]
     return [*place, loc[-1]] if error["type"] == "missing" else place
+
+
+def bound_texts(renderer: Any, max_model_len: int) -> None:
+    """Make vLLM's renderer refuse longer texts with VLLMValidationError (400) before it tokenises them."""
+    tokenize = renderer._tokenize_prompt_async
+    most = CHARACTERS_PER_TOKEN * max_model_len
+
+    async def bounded(prompt: Any, params: Any) -> Any:
+        text = prompt["prompt"]
+        if len(text) > most:
+            raise VLLMValidationError(
+                f"the text has {len(text)} characters, and this server tokenises at most {most}: "
+                f"{CHARACTERS_PER_TOKEN} for each of the {max_model_len} tokens of the model's context"
+            )
+        refuse_half_pairs(text, "the text")
+        return await tokenize(prompt, params)
+
+    renderer._tokenize_prompt_async = bounded
+
+
+def refuse_half_pairs(text: str, name: str) -> None:
+    """Raise VLLMValidationError (400) for a text that no message and no answer can carry."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as half:
+        raise VLLMValidationError(
+            f"{name} has half a surrogate pair, U+{ord(text[half.start]):04X}, which is no character: a client "
+            "that cuts text must cut between characters"
+        ) from half

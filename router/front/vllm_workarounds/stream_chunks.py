@@ -29,78 +29,36 @@ def _model_as_json(value: Any) -> msgspec.Raw:
 _encode: Final = msgspec.json.Encoder(enc_hook=_model_as_json).encode
 
 
-class _Chunk(msgspec.Struct, kw_only=True):
-    """What both kinds of chunk have in common; a field that has not been set is not encoded."""
+class _Chunk(msgspec.Struct):
+    """What both kinds of chunk have in common."""
 
     MODEL: ClassVar[type[BaseModel]]
-    """vLLM's model of the chunk, and below of a choice in it."""
-    CHOICE: ClassVar[type[BaseModel]]
-    id: Any = UNSET
-    object: Any = UNSET
-    created: Any = UNSET
-    model: Any = UNSET
-    choices: Any = UNSET
-    usage: Any = UNSET
-    system_fingerprint: Any = UNSET
+    """vLLM's model of the chunk."""
 
     def model_dump_json(self, *, exclude_unset: bool = False, exclude_none: bool = False) -> str:
-        """Encode the chunk as vLLM's model of it would; the last chunks, with other options, are left to the model."""
+        """Encode the chunk as vLLM's model of it would; the last one, which has no choices, is left to the model."""
         if exclude_unset and not exclude_none:
             return _encode(self).decode()
-        text: str = self._as_model().model_dump_json(exclude_unset=exclude_unset, exclude_none=exclude_none)
+        values = ((name, getattr(self, name)) for name in self.__struct_fields__)
+        model = self.MODEL(**{name: value for name, value in values if value is not UNSET})
+        text: str = model.model_dump_json(exclude_unset=exclude_unset, exclude_none=exclude_none)
         return text
 
-    def _as_model(self) -> BaseModel:
-        choices = [self.CHOICE(**_set_fields(one)) for one in self.choices]
-        return self.MODEL(**_set_fields(self) | {"choices": choices})
+
+def _struct(model: type[BaseModel], *bases: type[msgspec.Struct], **constants: Any) -> Any:
+    """Return a struct with the fields of vLLM's model in their order; one that has not been set is not encoded."""
+    fields = [(name, Any, UNSET) for name in model.model_fields]
+    return msgspec.defstruct(model.__name__, fields, bases=bases, namespace=constants, kw_only=True)
 
 
-def _set_fields(struct: msgspec.Struct) -> dict[str, Any]:
-    values = ((name, getattr(struct, name)) for name in struct.__struct_fields__)
-    return {name: value for name, value in values if value is not UNSET}
+def _chunk(model: type[BaseModel]) -> Any:
+    return _struct(model, _Chunk, MODEL=model)
 
 
-class CompletionChoice(msgspec.Struct, kw_only=True):
-    """The fields of vLLM's `CompletionResponseStreamChoice`."""
-
-    index: Any = UNSET
-    text: Any = UNSET
-    logprobs: Any = UNSET
-    finish_reason: Any = UNSET
-    stop_reason: Any = UNSET
-    prompt_token_ids: Any = UNSET
-    token_ids: Any = UNSET
-
-
-class CompletionChunk(_Chunk, kw_only=True):
-    """The fields of vLLM's `CompletionStreamResponse`."""
-
-    MODEL = completion_protocol.CompletionStreamResponse
-    CHOICE = completion_protocol.CompletionResponseStreamChoice
-    metrics: Any = UNSET
-
-
-class ChatChoice(msgspec.Struct, kw_only=True):
-    """The fields of vLLM's `ChatCompletionResponseStreamChoice`."""
-
-    index: Any = UNSET
-    delta: Any = UNSET
-    logprobs: Any = UNSET
-    finish_reason: Any = UNSET
-    stop_reason: Any = UNSET
-    token_ids: Any = UNSET
-
-
-class ChatChunk(_Chunk, kw_only=True):
-    """The fields of vLLM's `ChatCompletionStreamResponse`."""
-
-    MODEL = chat_protocol.ChatCompletionStreamResponse
-    CHOICE = chat_protocol.ChatCompletionResponseStreamChoice
-    prompt_token_ids: Any = UNSET
-    prompt_text: Any = UNSET
-    metrics: Any = UNSET
-
-
+CompletionChoice: Final = _struct(completion_protocol.CompletionResponseStreamChoice)
+CompletionChunk: Final = _chunk(completion_protocol.CompletionStreamResponse)
+ChatChoice: Final = _struct(chat_protocol.ChatCompletionResponseStreamChoice)
+ChatChunk: Final = _chunk(chat_protocol.ChatCompletionStreamResponse)
 REPLACED: Final = {
     completion_serving: {
         "CompletionStreamResponse": CompletionChunk,

@@ -36,7 +36,8 @@ from ridgeline.router.fleet.fleet import SPLIT_FOR_EVER
 from ridgeline.router.fleet.roles import RoleTable
 from ridgeline.router.front.admin import admin_routes
 from ridgeline.router.front.http.context import WithContext
-from ridgeline.router.front.middleware.admin_access import AdminAccess, AdminRefusal
+from ridgeline.router.front.http.errors import HttpRefusal
+from ridgeline.router.front.middleware.admin_access import AdminAccess
 from ridgeline.router.front.middleware.auth import Access, KeyGuard
 from ridgeline.router.front.operations import Operations, Progress, new_operation
 from ridgeline.router.observe.explanations import Explanations
@@ -52,7 +53,6 @@ from tests.support.task_deltas import task_deltas
 KEY = "an-admin-key"
 LOCAL = AdminAccess()
 KEYED = AdminAccess(frozenset({hash_key(KEY.encode())}))
-REMOTE_CLIENTS = AdminAccess(clients_are_remote=True)
 BEARER = {"authorization": f"Bearer {KEY}"}
 
 
@@ -103,47 +103,35 @@ async def test_the_list_has_every_worker_with_its_pool_and_state():
         assert (await http.get("/ridgeline/workers")).json()["workers"][0]["state"] == "lost"
 
 
-async def test_a_recording_is_written_until_the_server_stops(tmp_path):
-    async with admin() as (_, _, _, app), listening(app) as url:
-        console, file = Console(file=io.StringIO(), width=200), tmp_path / "a.jsonl"
-        writing = asyncio.create_task(record(file, url, 60.0, 1 << 20, admin_key_file=None, console=console))
-        await eventually(lambda: file.exists() and file.stat().st_size)
-        app.stopping.set()
-        await writing
-        reasons = [json.loads(line)["reason"] for line in file.read_text().splitlines()]
-        assert reasons == ["60 s", "the server stops"]
-        assert console.file.getvalue().endswith(f"2 events, 0.0 MiB: ridgeline whatif {file}\n")
-        with pytest.raises(ServerError, match="exists already"):
-            await record(file, url, 60.0, 1 << 20, admin_key_file=None, console=console)
+def a_console():
+    return Console(file=io.StringIO(), width=200)
 
 
-async def test_a_recording_ends_when_its_reader_leaves(tmp_path):
-    async with admin() as (_, _, _, app), listening(app) as url:
-        file = tmp_path / "a.jsonl"
-        console = Console(file=io.StringIO(), width=200)
-        writing = asyncio.create_task(record(file, url, 60.0, 1 << 20, admin_key_file=None, console=console))
-        await eventually(lambda: file.exists() and file.stat().st_size)
-        assert len(RECORDING) == 1
-        writing.cancel()
-        await eventually(lambda: not RECORDING)
-
-
-async def test_a_server_writes_four_recordings_at_most_and_refuses_impossible_ones(tmp_path):
+async def test_recordings_are_written_until_their_reader_leaves_or_the_server_stops_four_at_most(tmp_path):
     async with admin() as (http, _, _, app), listening(app) as url:
-        console = Console(file=io.StringIO(), width=200)
-        files = [tmp_path / f"{number}.jsonl" for number in range(4)]
-        writing = [
-            asyncio.create_task(record(file, url, 60.0, 1 << 20, admin_key_file=None, console=console))
-            for file in files
-        ]
+
+        def recording(name):
+            return record(tmp_path / name, url, 60.0, 1 << 20, admin_key_file=None, console=consoles[name])
+
+        names = [f"{number}.jsonl" for number in range(4)]
+        consoles = {name: a_console() for name in (*names, "more.jsonl")}
+        writing = {name: asyncio.create_task(recording(name)) for name in names}
+        files = [tmp_path / name for name in names]
         await eventually(lambda: all(file.exists() and file.stat().st_size for file in files))
-        with pytest.raises(ServerError, match="answers 409"):
-            await record(tmp_path / "more.jsonl", url, 60.0, 1 << 20, admin_key_file=None, console=console)
+        with pytest.raises(ServerError, match="409"):
+            await recording("more.jsonl")
         assert not (tmp_path / "more.jsonl").exists()
         for impossible in ({"seconds": 0}, {"seconds": "ever"}, {"most_bytes": 0}, {"seconds": 1e9}):
             assert (await http.get("/ridgeline/record", params=impossible)).status_code == 422
+        writing.pop("3.jsonl").cancel()
+        await eventually(lambda: len(RECORDING) == 3)
         app.stopping.set()
-        await asyncio.gather(*writing)
+        await asyncio.gather(*writing.values())
+        reasons = [json.loads(line)["reason"] for line in files[0].read_text().splitlines()]
+        assert reasons == ["60 s", "the server stops"]
+        assert consoles["0.jsonl"].file.getvalue().endswith(f"ridgeline whatif {files[0]}\n")
+        with pytest.raises(ServerError, match="exists already"):
+            await recording("0.jsonl")
 
 
 async def test_an_impossible_number_of_decisions_is_refused():
@@ -154,76 +142,65 @@ async def test_an_impossible_number_of_decisions_is_refused():
         assert told == {"mode": "disaggregated", "decisions": []}
 
 
+ALL = {"prefill": LAYOUT, "decode": LAYOUT}
+
+
+async def told(http, wish, **headers):
+    """(status, what was told) of a wish to drain."""
+    answer = await http.post("/ridgeline/drain", json=wish, headers=headers)
+    return answer.status_code, answer.json()
+
+
 async def test_a_worker_that_is_told_to_drain_says_so_at_once_and_refuses_work():
-    async with admin(prefill=LAYOUT, prefill_1=LAYOUT, decode=LAYOUT) as (http, started, fleet, _):
-        answer = await http.post("/ridgeline/drain", json={"worker": "prefill-0", "timeout_s": 5})
-        assert (answer.status_code, answer.json()["state"]) == (202, "draining")
+    async with admin(**ALL, prefill_1=LAYOUT) as (http, started, fleet, _):
+        status, row = await told(http, {"worker": "prefill-0", "timeout_s": 5})
+        assert (status, row["state"]) == (202, "draining")
         assert fleet.get("prefill-0").drains
         assert started[0].failure() == "draining"
 
 
-@pytest.mark.parametrize(
-    ("pool", "consequence"),
-    [
-        ("decode", "served whole by the prefill workers"),
-        ("colocated", "nothing can be served"),
-        ("prefill", "on the decode workers"),
-    ],
-)
-async def test_the_last_worker_of_a_pool_leaves_only_by_force_and_force_takes_an_admin_key(pool, consequence):
+@pytest.mark.parametrize("pool", ["decode", "colocated", "prefill"])
+async def test_the_last_worker_of_a_pool_leaves_only_by_force_and_force_takes_an_admin_key(pool):
     wish = {"worker": f"{pool}-0", "timeout_s": 0}
     async with admin(access=KEYED, **{pool: LAYOUT}) as (http, _, _, _):
-        refused = await http.post("/ridgeline/drain", json=wish, headers=BEARER)
-        assert refused.status_code == 409
-        assert f"{pool}-0 is the last {pool} worker" in refused.json()["detail"]
-        assert consequence in refused.json()["detail"]
-        assert (await http.post("/ridgeline/drain", json={**wish, "force": True}, headers=BEARER)).status_code == 202
+        status, refused = await told(http, wish, **BEARER)
+        assert (status, f"{pool}-0" in refused["detail"], "--force" in refused["detail"]) == (409, True, True)
+        assert (await told(http, wish | {"force": True}, **BEARER))[0] == 202
     async with admin(**{pool: LAYOUT}) as (http, started, _, _):
-        refused = await http.post("/ridgeline/drain", json={**wish, "force": True})
-        assert refused.status_code == 403
-        assert "security.admin_keys_file" in refused.json()["detail"]
+        status, refused = await told(http, wish | {"force": True})
+        assert (status, "security.admin_keys_file" in refused["detail"]) == (403, True)
         assert started[0].failure() == ""
 
 
 async def test_a_worker_is_the_last_if_the_others_of_its_pool_cannot_be_given_work():
-    async with admin(prefill=LAYOUT, decode=LAYOUT, decode_1=LAYOUT) as (http, started, fleet, _):
+    async with admin(**ALL, decode_1=LAYOUT) as (http, started, fleet, _):
         started[2]._engine.failed = True
         await fleet.refresh()
-        refused = await http.post("/ridgeline/drain", json={"worker": "decode-0", "timeout_s": 0})
-        assert refused.status_code == 409
-        assert "decode-0 is the last decode worker" in refused.json()["detail"]
+        assert (await told(http, {"worker": "decode-0", "timeout_s": 0}))[0] == 409
         assert started[1].failure() == ""
 
 
 async def test_the_last_worker_may_be_hurried_once_it_leaves():
-    wish = {"worker": "decode-0", "timeout_s": 60}
     async with admin(access=KEYED, decode=LAYOUT) as (http, started, _, _):
         started[0].drain(60)  # on SIGTERM
         assert (await http.get("/ridgeline/workers", headers=BEARER)).json()["workers"][0]["state"] == "draining"
-        assert (await http.post("/ridgeline/drain", json={**wish, "timeout_s": 0}, headers=BEARER)).status_code == 202
+        assert (await told(http, {"worker": "decode-0", "timeout_s": 0}, **BEARER))[0] == 202
 
 
 async def test_of_two_workers_told_to_leave_at_once_one_stays():
-    async with admin(prefill=LAYOUT, decode=LAYOUT, decode_1=LAYOUT) as (http, _, fleet, _):
+    async with admin(**ALL, decode_1=LAYOUT) as (http, _, fleet, _):
         wishes = [{"worker": name, "timeout_s": 0} for name in ("decode-0", "decode-1")]
-        answers = await asyncio.gather(*(http.post("/ridgeline/drain", json=wish) for wish in wishes))
-        assert [answer.status_code for answer in answers] == [202, 409]
+        answers = await asyncio.gather(*(told(http, wish) for wish in wishes))
+        assert [status for status, _ in answers] == [202, 409]
         assert [worker.worker_id for worker in fleet.usable("decode")] == ["decode-1"]
 
 
-async def test_an_unknown_worker_is_answered_with_the_names_there_are():
-    async with admin() as (http, _, _, _):
-        answer = await http.post("/ridgeline/drain", json={"worker": "decode-7"})
-        assert answer.status_code == 404
-        assert (
-            answer.json()["detail"] == "there is no worker decode-7; there are: decode-0 (decode), prefill-0 (prefill)"
-        )
-
-
-async def test_a_wish_that_makes_no_sense_is_refused():
+async def test_a_wish_that_makes_no_sense_is_refused_and_an_unknown_worker_answered_with_those_there_are():
     async with admin() as (http, started, _, _):
         for body in ({}, {"worker": 5}, {"worker": "prefill-0", "timeout_s": -1}, {"worker": "x", "y": 1}):
-            assert (await http.post("/ridgeline/drain", json=body)).status_code == 422, body
+            assert (await told(http, body))[0] == 422, body
+        status, refused = await told(http, {"worker": "decode-7"})
+        assert (status, refused["detail"].partition(": ")[2]) == (404, "decode-0 (decode), prefill-0 (prefill)")
         assert started[0].failure() == ""
 
 
@@ -253,7 +230,7 @@ async def test_one_operation_is_under_way_and_tells_how_far_it_is():
         }
         refused = await http.post("/ridgeline/restart", json={})
         assert refused.status_code == 409
-        assert f"operation {operation.operation_id} (scale decode=2) is under way" in refused.json()["detail"]
+        assert operation.operation_id in refused.json()["detail"]
         app.book.report(Progress(operation, "done", ("begins", "done")))
         assert (await http.get("/ridgeline/operation")).json() == row | {
             "state": "done",
@@ -270,7 +247,6 @@ async def test_an_operation_that_the_driver_refuses_or_does_not_take_up_is_told(
         monkeypatch.setattr(Operations.begin, "__defaults__", (0.01,))
         nobody = await http.post("/ridgeline/restart", json={})
         assert nobody.status_code == 503
-        assert "the driver has not begun operation" in nobody.json()["detail"]
 
 
 async def test_an_operation_is_cancelled_unless_none_is_under_way():
@@ -296,43 +272,21 @@ async def test_the_mode_does_not_change_while_pools_are_scaled(kind):
             assert answer.status_code == 200
             return
         assert answer.status_code == 409
-        assert f"operation {operation.operation_id} (scale decode=2) is under way" in answer.json()["detail"]
-        assert "cancel it (ridgeline scale --cancel)" in answer.json()["detail"]
+        assert f"{operation.operation_id} (scale decode=2)" in answer.json()["detail"]
         assert fleet.mode == "disaggregated"
         assert (await http.post("/ridgeline/mode", json={"mode": "disaggregated"})).status_code == 200  # no change
         app.book.report(Progress(operation, "done"))
         assert (await http.post("/ridgeline/mode", json={"mode": "colocated"})).status_code == 200
 
 
-OPERATION_CALLS = [
-    ("GET", "/ridgeline/operation"),
-    ("DELETE", "/ridgeline/operation"),
-    ("POST", "/ridgeline/restart"),
-]
-
-
-async def test_only_operators_see_and_cancel_operations():
-    wrong = {"authorization": "Bearer a-clients-key"}
-    async with admin("10.0.0.7") as (http, _, _, _):
-        for method, path in OPERATION_CALLS:
-            assert (await http.request(method, path, json={})).status_code == 403, (method, path)
-    async with admin(access=KEYED) as (http, _, _, app):
-        for method, path in OPERATION_CALLS:
-            assert (await http.request(method, path, json={})).status_code == 401, (method, path)
-            assert (await http.request(method, path, json={}, headers=wrong)).status_code == 401, (method, path)
-        app.book.report(Progress(new_operation("restart", 1.0, {})))
-        for method, path in OPERATION_CALLS:
-            assert (await http.request(method, path, json={}, headers=BEARER)).status_code in (200, 202, 409)
-
-
 async def test_the_commands_follow_an_operation_and_cancel_it():
     async with admin() as (_, _, _, app), listening(app) as url:
-        console = Console(file=io.StringIO(), width=200)
+        console = a_console()
         scaling = asyncio.create_task(scale(url, {"decode": 2}, 1.0, admin_key_file=None, console=console))
         operation = await driver(app.book, sentences=("worker-2: starting [on core 1]",))
         await eventually(lambda: "worker-2: starting [on core 1]" in console.file.getvalue())
         assert f"operation {operation.operation_id}; `ridgeline scale --cancel` ends it" in console.file.getvalue()
-        console = Console(file=io.StringIO(), width=200)
+        console = a_console()
         cancelling = asyncio.create_task(cancel(url, admin_key_file=None, console=console))
         assert (await app.book.take(PATIENCE_S)).cancels == operation.operation_id
         app.book.report(Progress(operation, "cancelled", (*app.book.last.sentences, "cancelled after 3 s")))
@@ -347,9 +301,7 @@ async def test_the_commands_follow_an_operation_and_cancel_it():
 async def test_the_command_says_that_an_operation_is_lost_which_no_router_knows(monkeypatch):
     monkeypatch.setattr("ridgeline.cluster.commands.operators.UNKNOWN_S", 0.0)
     async with admin() as (_, _, _, app), listening(app) as url:
-        scaling = asyncio.create_task(
-            scale(url, {"decode": 2}, 1.0, admin_key_file=None, console=Console(file=io.StringIO()))
-        )
+        scaling = asyncio.create_task(scale(url, {"decode": 2}, 1.0, admin_key_file=None, console=a_console()))
         await driver(app.book)
         app.book.last = None  # as after the router's process has ended
         with pytest.raises(ServerError, match="has not told of operation"):
@@ -358,14 +310,10 @@ async def test_the_command_says_that_an_operation_is_lost_which_no_router_knows(
 
 async def test_the_command_waits_as_long_for_a_change_of_mode_as_a_server_may_take():
     assert MODE_WITHIN_S > CHANGE_WITHIN_S + ANSWER_WITHIN_S - 1
-    app = FastAPI()
-    app.add_api_route("/ridgeline/mode", lambda: {"mode": "colocated", "modes": [], "why_not": {}})
-    hangs = asyncio.Event()
+    app, hangs = FastAPI(), asyncio.Event()
     app.add_api_route("/ridgeline/mode", hangs.wait, methods=["POST"])
     async with listening(app) as url, operator_client(url, None) as client:
-        with pytest.raises(
-            ServerError, match=r"within 0 s, but the request may have been accepted: look at `ridgeline mode`"
-        ):
+        with pytest.raises(ServerError, match="ridgeline mode"):
             await ask(client, "POST", "/ridgeline/mode", dict, {}, within_s=0.05)
         hangs.set()
 
@@ -388,56 +336,41 @@ UNAUTHORIZED = (401, 401)
 def right(caller="127.0.0.1", access=LOCAL, keys=(), **headers):
     """What the rule says of a caller: its right, or the status of its refusal."""
     sent = [(name.lower().encode(), value.encode()) for name, value in ({"host": "localhost"} | headers).items()]
-    found = access.right({"client": (caller, 5), "headers": sent}, keys)
-    return found.status if isinstance(found, AdminRefusal) else found
+    try:
+        return access.right({"client": (caller, 5), "headers": sent}, keys)
+    except HttpRefusal as refusal:
+        return refusal.status
 
 
-@pytest.mark.parametrize("caller", ["127.0.0.1", "127.0.0.9", "::1", "::ffff:127.0.0.1"])
-@pytest.mark.parametrize("host", ["localhost:8000", "127.0.0.1", "127.0.0.1:8000", "[::1]:8000", "[::1]", "LOCALHOST"])
-def test_without_admin_keys_a_caller_on_this_machine_is_an_operator_by_any_of_its_names(caller, host):
-    assert right(caller, host=host) == "local"
-
-
-@pytest.mark.parametrize("caller", ["10.0.0.7", "::ffff:10.0.0.7", "::127.0.0.1", "2001:db8::1", "0.0.0.0", ""])
-def test_without_admin_keys_no_other_machine_is_an_operator(caller):
-    assert right(caller) == 403
+HERE = ["127.0.0.1", "127.0.0.9", "::1", "::ffff:127.0.0.1"]
+NAMES = ["localhost:8000", "127.0.0.1", "127.0.0.1:8000", "[::1]:8000", "[::1]", "LOCALHOST"]
+ELSEWHERE = ["10.0.0.7", "::ffff:10.0.0.7", "::127.0.0.1", "2001:db8::1", "0.0.0.0", ""]
+PASSED_ON = [
+    {"x-forwarded-for": "127.0.0.1"},
+    {"X-Forwarded-For": "::1"},
+    {"forwarded": "for=127.0.0.1"},
+    {"x-real-ip": "127.0.0.1"},
+    {"via": "1.1 proxy"},
+    {"origin": "http://elsewhere.example"},
+    {"origin": "http://localhost"},
+    {"host": "rebound.example"},
+    {"host": "10.0.0.7:8000"},
+    {"host": "localhost.example"},
+    {"host": "[2001:db8::1]:8000"},
+]
 
 
 @pytest.mark.parametrize(
-    "headers",
+    ("callers", "headers", "expected"),
     [
-        {"x-forwarded-for": "127.0.0.1"},
-        {"X-Forwarded-For": "::1"},
-        {"forwarded": "for=127.0.0.1"},
-        {"x-real-ip": "127.0.0.1"},
-        {"via": "1.1 proxy"},
-        {"origin": "http://elsewhere.example"},
-        {"origin": "http://localhost"},
-        {"host": "rebound.example"},
-        {"host": "10.0.0.7:8000"},
-        {"host": "localhost.example"},
-        {"host": "[2001:db8::1]:8000"},
+        pytest.param(HERE, [{"host": name} for name in NAMES], "local", id="on this machine by any of its names"),
+        pytest.param(ELSEWHERE, [{}], 403, id="another machine"),
+        pytest.param(["127.0.0.1", "10.0.0.7"], PASSED_ON, 403, id="passed on, or a page in a browser"),
     ],
-    ids=str,
 )
-def test_without_admin_keys_what_was_passed_on_or_comes_from_a_page_in_a_browser_is_refused(headers):
-    assert right(**headers) == right("10.0.0.7", **headers) == 403
-
-
-async def test_where_clients_have_keys_or_come_through_proxies_nobody_is_an_operator_by_being_here():
-    async with admin(access=REMOTE_CLIENTS) as (http, _, _, _):
-        assert await statuses(http) == FORBIDDEN
-        assert await statuses(http, **BEARER) == FORBIDDEN
-        reply = await http.get("/ridgeline/workers")
-        assert "security.admin_keys_file" in reply.json()["error"]["message"]
-
-
-async def test_the_rule_holds_for_the_sockets_peer_and_the_heads_of_requests():
-    async with admin("::ffff:127.0.0.1") as (http, _, _, _):
-        assert await statuses(http) == LET_IN
-        assert await statuses(http, host="rebound.example") == FORBIDDEN
-    async with admin("10.0.0.7") as (http, _, _, _):
-        assert await statuses(http) == FORBIDDEN
+def test_who_is_an_operator_without_admin_keys(callers, headers, expected):
+    assert {right(caller, **each) for caller in callers for each in headers} == {expected}
+    assert {right(caller, AdminAccess(clients_are_remote=True)) for caller in callers} == {403}
 
 
 async def test_an_admin_key_is_let_in_from_anywhere_but_a_page_and_nothing_else_is():
@@ -480,7 +413,7 @@ async def test_the_command_tells_what_is_held_until_the_worker_is_gone():
         started[0]._engine._stepping = "manual"
         leg = asyncio.ensure_future(anext(task_deltas(fleet.get("prefill-0").client, a_task(leg="prefill"))))
         await eventually(lambda: started[0]._engine.running)
-        console = Console(file=io.StringIO(), width=100)
+        console = a_console()
         draining = asyncio.create_task(drain(url, "prefill-0", 5, force=False, admin_key_file=None, console=console))
         await eventually(lambda: "draining: 1 requests" in console.file.getvalue())
         started[0]._engine.step()
@@ -492,38 +425,26 @@ async def test_the_command_tells_what_is_held_until_the_worker_is_gone():
         assert console.file.getvalue().splitlines()[-1] == "prefill-0 (prefill) is gone"
 
 
-async def test_the_command_that_explains_decisions_says_why_there_are_none():
-    async with admin() as (_, _, _, app), listening(app) as url:
-        console = Console(file=io.StringIO(), width=200)
-        await decisions(url, 5, admin_key_file=None, console=console)
-        assert console.file.getvalue() == (
-            "the server serves disaggregated, which predicts nothing: run `ridgeline mode adaptive`, or set "
-            "mode: adaptive\n"
-        )
-
-
 @pytest.mark.parametrize(
-    "answer", [{"mode": "adaptive", "decisions": [{}]}, {"mode": "adaptive", "decisions": None}], ids=str
+    ("answer", "told"),
+    [
+        pytest.param({"mode": "disaggregated", "decisions": []}, "ridgeline mode adaptive", id="none in this mode"),
+        pytest.param({"mode": "\x1b[2J\x9b1m[/nope]\n", "decisions": []}, "?[2J?1m[/nope]?", id="no cursor moves"),
+        pytest.param({"mode": "adaptive", "decisions": [{}]}, None, id="another form"),
+        pytest.param({"mode": "adaptive", "decisions": None}, None, id="none at all"),
+    ],
 )
-async def test_the_command_that_explains_decisions_refuses_what_it_cannot_read(answer):
-    app = FastAPI()
+async def test_the_command_that_explains_decisions_tells_what_it_can_read(answer, told):
+    app, console = FastAPI(), a_console()
     app.add_api_route("/ridgeline/decisions", lambda: answer)
     async with listening(app) as url:
-        with pytest.raises(ServerError, match="in another form than this version"):
-            await decisions(url, 5, admin_key_file=None, console=Console(file=io.StringIO()))
-
-
-async def test_what_a_server_says_of_its_decisions_cannot_move_the_cursor():
-    app = FastAPI()
-    app.add_api_route("/ridgeline/decisions", lambda: {"mode": "\x1b[2J\x9b1m[/nope]\n", "decisions": []})
-    async with listening(app) as url:
-        console = Console(file=io.StringIO(), width=60)
-        await decisions(url, 5, admin_key_file=None, console=console)
-        assert console.file.getvalue().startswith("the server serves ?[2J?1m[/nope]?, which")
+        with contextlib.nullcontext() if told else pytest.raises(ServerError):
+            await decisions(url, 5, admin_key_file=None, console=console)
+    assert (told or "") in console.file.getvalue()
 
 
 async def test_the_commands_failures_are_sentences_that_name_what_to_do():
-    console = Console(file=io.StringIO())
+    console = a_console()
     with pytest.raises(ServerError, match="is the server running") as dead:
         await drain("http://127.0.0.1:9", "decode-0", 1, force=False, admin_key_file=None, console=console)
     assert is_quoted(str(dead.value))
@@ -539,7 +460,7 @@ async def test_the_command_sends_the_first_admin_key_of_its_file_and_asks_for_on
     monkeypatch.setenv("RIDGELINE_API_KEY", KEY)  # a client's: not for this
     file = tmp_path / "admin.keys"
     file.write_text(f"# operators\n{KEY}\nanother-key\n")
-    console = Console(file=io.StringIO())
+    console = a_console()
     two = {"prefill": LAYOUT, "prefill_1": LAYOUT, "decode": LAYOUT}
     async with admin(access=KEYED, **two) as (_, _, fleet, app), listening(app) as url:
 
@@ -562,15 +483,13 @@ def test_an_admin_key_that_clients_have_too_is_refused_and_admin_keys_alone_leav
     clients, admins = tmp_path / "clients", tmp_path / "admins"
     clients.write_text("one\nboth\n")
     admins.write_text("two\nboth\n")
-    with pytest.raises(ApiKeyError, match="is a client's key too") as caught:
-        key_hashes(str(clients), str(admins), {})
-    assert "both" not in str(caught.value)
-    with pytest.raises(ApiKeyError, match="is a client's key too"):
-        key_hashes(None, str(admins), {"RIDGELINE_API_KEYS": "two"})
-    assert key_hashes(None, str(admins), {}).clients == frozenset()
-    assert key_hashes(None, str(admins), {}).admins == {hash_key(b"two"), hash_key(b"both")}
-    assert key_hashes(None, None, {}).metrics == frozenset()
-    assert key_hashes(None, None, {}, metrics_keys_file=str(admins)).metrics == {hash_key(b"two"), hash_key(b"both")}
+    for file, environment in ((clients, {}), (None, {"RIDGELINE_API_KEYS": "two"})):
+        with pytest.raises(ApiKeyError, match="client") as caught:
+            key_hashes(file and str(file), str(admins), environment)
+        assert "both" not in str(caught.value)
+    found = key_hashes(None, str(admins), {}, metrics_keys_file=str(admins))
+    assert (found.clients, found.admins) == (frozenset(), {hash_key(b"two"), hash_key(b"both")})
+    assert (found.metrics, key_hashes(None, None, {}).metrics) == (found.admins, frozenset())
 
 
 def test_no_key_is_in_what_is_explained_planned_or_sent_to_an_actor(tmp_path, monkeypatch):
@@ -617,7 +536,7 @@ async def test_every_command_says_so_if_another_program_answers_it(answer, tmp_p
     app = FastAPI()
     for method in ("GET", "POST", "DELETE"):
         app.add_api_route("/{path:path}", lambda: Response(answer, media_type="application/json"), methods=[method])
-    console, no_key = Console(file=io.StringIO()), {"admin_key_file": None}
+    console, no_key = a_console(), {"admin_key_file": None}
     async with listening(app) as url:
         for command in (
             mode(url, None, **no_key, console=console),

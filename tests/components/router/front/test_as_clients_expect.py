@@ -11,13 +11,10 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ridgeline.engine.passed_args import front
 from ridgeline.router.client_identity import hash_key
-from ridgeline.router.front.http.routes import OPEN_PATHS, ROUTES
-from ridgeline.router.front.http.unknown_paths import meant_by
+from ridgeline.router.front.http.routes import OPEN_PATHS
 from tests.support.fake_engine import FakeEngine
 from tests.support.served_router import serving
 
@@ -162,6 +159,7 @@ async def test_a_model_that_is_not_served_is_not_found(http, name):
         ("GET", "/v1/health", "/health"),
         ("POST", "/v1/embeddings", "/openapi.json"),
         ("GET", "/", "/openapi.json"),
+        ("POST", "/drain", "/openapi.json"),
         ("GET", CHAT_PATH, "POST"),
     ],
 )
@@ -172,12 +170,6 @@ async def test_the_answer_to_a_wrong_path_or_method_names_the_right_one(http, me
     assert path in error["message"]
     assert f"use {meant}" in error["message"] or f"GET {meant}" in error["message"]
     assert error["code"] == answer.status_code
-
-
-@given(st.text(max_size=30))
-async def test_no_path_is_told_to_mean_one_of_operators_or_none_that_exists(path):
-    meant = meant_by(path)
-    assert meant is None or ROUTES[meant] != "operators"
 
 
 # --- bodies
@@ -206,7 +198,7 @@ async def test_a_packed_body_is_refused_in_a_sentence_and_never_unpacked(http, p
 async def test_half_a_surrogate_pair_is_refused_by_name(http, path, body, half):
     answer = await http.post(path, content=body % half, headers=KEY | {"content-type": "application/json"})
     assert answer.status_code == 400
-    assert "half a surrogate pair, U+D" in answer.json()["error"]["message"], answer.text
+    assert "U+D" in answer.json()["error"]["message"], answer.text
 
 
 @pytest.mark.parametrize("tokens", [[1_000_000_000], [5, 200, 6], [2**40], [2**70], [-1]])
@@ -218,23 +210,17 @@ async def test_ids_outside_of_the_vocabulary_are_not_detokenized(http, tokens):
     assert answer.json()["error"]["param"].startswith("tokens")
 
 
-@pytest.mark.parametrize("field", ["model", "user", "stop", "cache_salt", "request_id"])
-async def test_half_a_surrogate_pair_elsewhere_is_no_failure_of_the_server(http, field):
-    body = json.dumps(TEXT | {field: "\ud800"}).encode()
-    answer = await http.post("/v1/completions", content=body, headers=KEY | {"content-type": "application/json"})
-    assert answer.status_code < 500, answer.text
-
-
 @pytest.mark.parametrize(
-    ("path", "body", "field"),
+    ("path", "body", "field", "refused"),
     [
-        ("/generative_scoring", {"query": "w1", "items": ["w2"], "label_token_ids": [1, 2]}, "cache_salt"),
-        ("/v1/completions", TEXT, "request_id"),
-        ("/v1/completions", TEXT | {"stream": True}, "request_id"),
+        *(("/v1/completions", TEXT, field, False) for field in ("model", "user", "stop", "cache_salt")),
+        ("/generative_scoring", {"query": "w1", "items": ["w2"], "label_token_ids": [1, 2]}, "cache_salt", True),
+        ("/v1/completions", TEXT, "request_id", True),
+        ("/v1/completions", TEXT | {"stream": True}, "request_id", True),
     ],
 )
-async def test_half_a_surrogate_pair_that_workers_or_operators_would_get_is_refused(http, path, body, field):
-    content = json.dumps(body | {"model": "m", field: "\ud800"})
+async def test_half_a_surrogate_pair_elsewhere_is_no_failure_and_reaches_no_worker(http, path, body, field, refused):
+    content = json.dumps({"model": "m"} | body | {field: "\ud800"})
     answer = await http.post(path, content=content, headers=KEY | {"content-type": "application/json"})
-    assert answer.status_code == 400, answer.text
-    assert "half a surrogate pair, U+D800" in answer.json()["error"]["message"]
+    assert answer.status_code < 500, answer.text
+    assert not refused or (answer.status_code, "U+D800" in answer.text) == (400, True), answer.text

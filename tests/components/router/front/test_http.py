@@ -4,7 +4,6 @@ import asyncio
 import json
 import re
 import time
-from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -12,9 +11,8 @@ import pytest_asyncio
 from prometheus_client import REGISTRY
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.parser import text_string_to_metric_families
-from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from ridgeline.router.front.engine_client import _ask
+from ridgeline.router.front.single_flight import SingleFlight
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.series_table import STEP_MODEL, documented, worker_counters
 from tests.support.served_router import serving
@@ -24,6 +22,7 @@ MAX_OUTSTANDING = 4
 LIMITS = {
     "max_concurrent_requests": MAX_OUTSTANDING,
     "max_logprobs_per_request": 29,
+    "engine_args": {"max_logprobs": -1},
     "recovery_timeout_s": 60.0,
     "ready_deadline_s": 0.5,
 }
@@ -90,14 +89,6 @@ async def stepping(engine):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_request_that_can_never_fit_is_a_bad_request_in_a_stream_too(served, stream):
-    http, _, _ = served
-    status, retry_after, text = await send(http, prompt_tokens=3300, stream=stream)
-    assert (status, retry_after) == (400, None)
-    assert "take 104 KV blocks and the largest worker has 100" in json.loads(text)["error"]["message"]
-
-
-@pytest.mark.parametrize("stream", [False, True])
 async def test_an_answer_that_was_read_to_its_end_releases_no_hand_off_that_decode_has_fetched(own, stream):
     http, router, prefill, _ = own
     released = []
@@ -111,12 +102,6 @@ async def test_an_answer_that_was_read_to_its_end_releases_no_hand_off_that_deco
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_prompt_beyond_the_context_is_a_bad_request(served, stream):
-    http, _, _ = served
-    assert (await send(http, prompt_tokens=4097, stream=stream))[0] == 400
-
-
-@pytest.mark.parametrize("stream", [False, True])
 async def test_what_is_too_much_is_429_with_retry_after_in_a_stream_too_and_what_was_accepted_is_answered(
     served, accepted_are, stream
 ):
@@ -125,13 +110,13 @@ async def test_what_is_too_much_is_429_with_retry_after_in_a_stream_too_and_what
     await accepted_are(2)
     status, retry_after, text = await send(http, prompt_tokens=300, stream=stream)
     assert (status, 1 <= int(retry_after) <= 60) == (429, True)
-    assert "KV blocks, the decode pool has 100" in json.loads(text)["error"]["message"]
+    assert "pools.decode.kv_cache_memory_bytes" in json.loads(text)["error"]["message"]
     accepted += [asyncio.create_task(send(http)) for _ in range(2)]
     await accepted_are(4)
     status, retry_after, text = await send(http, stream=stream)
     assert not any(one.done() for one in accepted), "it did not wait for room"
     assert (status, 1 <= int(retry_after) <= 60) == (429, True)
-    assert "4 requests are being served, the limit is 4" in json.loads(text)["error"]["message"]
+    assert "router.max_concurrent_requests" in json.loads(text)["error"]["message"]
     stepper = asyncio.create_task(stepping(prefill))
     assert [status for status, _, _ in await asyncio.gather(*accepted)] == [200] * 4
     await accepted_are(0)
@@ -141,36 +126,30 @@ async def test_what_is_too_much_is_429_with_retry_after_in_a_stream_too_and_what
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("fields", "says"),
-    [({"stream_interval": 2**64}, "cannot be sent to a worker"), ({"use_beam_search": True, "n": 2}, "beam search")],
-)
-async def test_what_no_worker_could_be_asked_for_is_a_bad_request_and_holds_nothing(served, fields, says, stream):
-    http, _, _ = served
-    for _ in range(MAX_OUTSTANDING + 1):
-        status, _, text = await send(http, stream=stream, **fields)
-        assert status == 400
-        assert says in text
-
-
-async def test_too_many_log_probabilities_are_a_bad_request(served):
-    http, _, _ = served
-    status, _, text = await send(http, logprobs=9)
-    assert (status, "may have 30 log-probabilities" in text) == (400, True)
-
-
-@pytest.mark.parametrize(
-    ("fields", "entries"),
+    ("fields", "named"),
     [
-        ({"logprobs": 9, "max_tokens": 3}, 30),
-        ({"logprobs": 9, "max_tokens": 3, "output_kind": RequestOutputKind.DELTA}, 0),
-        ({"prompt_logprobs": 3, "output_kind": RequestOutputKind.DELTA}, 8 * 4),
-        ({"prompt_logprobs": -1, "n": 2}, 2 * 8 * 200),
+        pytest.param({"prompt_tokens": 3300}, "KV blocks", id="more than a worker holds"),
+        pytest.param({"prompt_tokens": 4097}, "4096", id="beyond the context"),
+        pytest.param({"stream_interval": 2**64}, "sent to a worker", id="what no message carries"),
+        pytest.param({"use_beam_search": True, "n": 2}, "beam search", id="beams"),
     ],
 )
-async def test_log_probabilities_are_counted_where_they_are_written_in_one_piece(fields, entries):
-    params = SamplingParams(**{"output_kind": RequestOutputKind.FINAL_ONLY, **fields})
-    request = SimpleNamespace(sampling_params=params, prompt_token_ids=[5] * 8)
-    assert _ask(request, vocabulary_size=200).logprobs == entries
+async def test_what_can_never_be_served_is_a_bad_request_in_a_stream_too_and_holds_nothing(
+    served, fields, named, stream
+):
+    for _ in range(MAX_OUTSTANDING + 1):
+        status, retry_after, text = await send(served[0], stream=stream, **fields)
+        assert (status, retry_after, named in text) == (400, None, True), text
+
+
+async def test_log_probabilities_of_an_answer_count_where_they_are_written_in_one_piece(served, accepted_are):
+    stepper = asyncio.create_task(stepping(served[1]))
+    for fields in ({"logprobs": 9}, {"prompt_logprobs": 3}, {"prompt_logprobs": -1, "n": 2}):
+        status, _, text = await send(served[0], **fields)
+        assert (status, "router.max_logprobs_per_request" in text) == (400, True), text
+    assert (await send(served[0], logprobs=9, stream=True))[0] == 200
+    await accepted_are(0)
+    stepper.cancel()
 
 
 @pytest.mark.parametrize("fields", [{"cache_salt": "tenant-a"}, {}], ids=["salted", "plain"])
@@ -258,10 +237,9 @@ async def test_ready_is_a_probe_through_both_pools_and_names_the_one_that_is_stu
     assert stuck.json()["ready"] is False
     assert "router.ready_deadline_s" in stuck.json()["pools"]["prefill"]["why"]
     ago_s = 0.0
-    monkeypatch.setattr(readiness, "_look", None)
+    monkeypatch.setattr(readiness, "check", SingleFlight(readiness._look_now, PATIENCE_S, burst=1))
     monkeypatch.setattr(readiness, "_deadline_s", PATIENCE_S)
     monkeypatch.setattr("ridgeline.router.front.health.RECENT_S", 0.0)
-    monkeypatch.setattr("ridgeline.router.front.health.REUSE_S", PATIENCE_S)
     stepper = asyncio.create_task(stepping(prefill))
     before = len(decode.calls)
     ready = await http.get("/ready")

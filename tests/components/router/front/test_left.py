@@ -5,6 +5,7 @@ import asyncio
 import pytest
 import pytest_asyncio
 
+from ridgeline.engine.passed_args import front
 from ridgeline.router.fleet.request_route import NoWorker
 from ridgeline.router.flow.admission_rules import Ask
 from tests.support.patience import PATIENCE_S, eventually
@@ -21,7 +22,9 @@ async def served(model):
     engines = TalkingEngine("prefill"), TalkingEngine("decode")
     for engine in engines:
         engine.num_kv_blocks = 10_000
-    async with serving(model, engines, max_concurrent_requests=MAX_OUTSTANDING, max_client_share=0.75) as parts:
+    vllm = front({"chat_template": "{{ messages[0].content }}"})
+    limits = {"max_concurrent_requests": MAX_OUTSTANDING, "max_client_share": 0.75}
+    async with serving(model, engines, server_args=vllm, **limits) as parts:
         yield parts[0], parts[1]._admission
 
 
@@ -79,3 +82,13 @@ async def test_sequences_that_end_because_another_one_failed_do_not_count_as_lef
     assert (await ask(http, **fields)).status_code == 503
     await eventually(lambda: admission.sequences == 0)
     assert not admission._left
+
+
+async def test_a_list_of_chats_that_could_never_be_served_at_a_time_is_a_bad_request(served):
+    http, admission = served
+    chats = [[{"role": "user", "content": "w9"}]] * (SHARE + 1)
+    for asked, status in ((chats[1:], 200), (chats, 400)):
+        body = {"model": "m", "max_tokens": 1, "messages": asked}
+        answer = await http.post("/v1/chat/completions/batch", json=body)
+        assert answer.status_code == status, answer.text
+        await eventually(lambda: admission.sequences == 0)

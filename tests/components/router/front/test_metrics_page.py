@@ -76,26 +76,24 @@ def bearer(key):
     return {"authorization": f"Bearer {key}"}
 
 
-async def test_with_keys_for_metrics_only_these_and_operators_keys_open_the_page(registry):
-    clients, readers, operators = ({hash_key(key)} for key in (b"client", b"reader", b"operator"))
-    keys = {
-        "api_key_hashes": clients,
-        "metrics_key_hashes": frozenset(readers),
-        "admin_key_hashes": frozenset(operators),
-    }
-    async with client_of(registry, **keys) as http:
-        for shown in ({}, bearer("client"), bearer("wrong"), {"x-api-key": "client"}):
-            refused = await http.get("/metrics", headers=shown)
-            assert refused.status_code == 401
-            assert "security.metrics_keys_file" in refused.json()["error"]["message"]
-            assert refused.headers["www-authenticate"].startswith("Bearer")
-        for shown in (bearer("reader"), bearer("operator"), {"x-api-key": "reader"}):
-            read = await http.get("/metrics", headers=shown)
-            assert read.status_code == 200
-            assert "ridgeline_ttft_seconds_count" in read.text
+CLIENTS = {"api_key_hashes": {hash_key(b"client")}, "admin_key_hashes": frozenset({hash_key(b"operator")})}
+READERS = CLIENTS | {"metrics_key_hashes": frozenset({hash_key(b"reader")})}
 
 
-async def test_without_keys_for_metrics_the_page_is_open_whatever_other_keys_there_are(registry):
-    keys = {"api_key_hashes": {hash_key(b"client")}, "admin_key_hashes": frozenset({hash_key(b"operator")})}
+@pytest.mark.parametrize(
+    ("keys", "shown", "status"),
+    [
+        pytest.param(CLIENTS, {}, 200, id="open where there is no key for it"),
+        *((READERS, shown, 401) for shown in ({}, bearer("client"), bearer("wrong"), {"x-api-key": "client"})),
+        *((READERS, shown, 200) for shown in (bearer("reader"), bearer("operator"), {"x-api-key": "reader"})),
+    ],
+)
+async def test_who_may_read_the_page(registry, keys, shown, status):
     async with client_of(registry, **keys) as http:
-        assert (await http.get("/metrics")).status_code == 200
+        page = await http.get("/metrics", headers=shown)
+    assert page.status_code == status
+    if status == 401:
+        assert "security.metrics_keys_file" in page.json()["error"]["message"]
+        assert page.headers["www-authenticate"].startswith("Bearer")
+    else:
+        assert "ridgeline_ttft_seconds_count" in page.text

@@ -1,12 +1,10 @@
 """One computation for many callers, on a fake clock."""
 
 import asyncio
-import random
 
 import pytest
 
 from ridgeline.router.front.single_flight import BURST, SingleFlight
-from tests.engines.harness import Pages
 
 
 class Page:
@@ -51,43 +49,18 @@ async def test_who_asks_seldom_has_a_new_answer_each_time_and_nobody_has_one_old
     assert [await ask() for _ in range(3)] == [6, 7, 8]
 
 
-async def test_who_waits_as_the_tests_of_engines_do_has_a_new_answer_each_time():
-    page, rng = Page(), random.Random(1)
-    ask, pages = shared(page), Pages(lambda: page.now_s)
-    for number in range(400):
-        page.now_s += rng.choice((0.0, 0.02, 0.2, 3.0))
-        page.now_s += 0.001 + pages.due_s if number % 2 else 0.0  # every other one does not wait
-        made = page.made
-        with pages.asked():
-            page.now_s += rng.choice((0.0, 0.05))  # on its way there, and back
-            answer = await ask()
-            page.now_s += rng.choice((0.0, 0.05))
-        assert answer == made + 1 or not number % 2
-    assert page.made < 400, "those that do not wait have an old answer now and then"
-
-
-async def test_who_asks_meanwhile_waits_for_the_same_answer():
+async def test_who_asks_meanwhile_waits_for_the_same_answer_whoever_leaves():
     page = Page()
     ask = shared(page)
     page.may_end.clear()
-    waiting = [asyncio.ensure_future(ask()) for _ in range(50)]
-    await asyncio.sleep(0)
-    page.now_s = 10.0
-    waiting.append(asyncio.ensure_future(ask()))
-    page.may_end.set()
-    assert await asyncio.gather(*waiting) == [1] * 51
-
-
-async def test_a_caller_that_leaves_takes_nothing_from_the_others():
-    page = Page()
-    ask = shared(page)
-    page.may_end.clear()
-    leaver, stayer = asyncio.ensure_future(ask()), asyncio.ensure_future(ask())
+    leaver, *waiting = [asyncio.ensure_future(ask()) for _ in range(50)]
     await asyncio.sleep(0)
     leaver.cancel()
+    page.now_s = 10.0
+    waiting.append(asyncio.ensure_future(ask()))
     await asyncio.sleep(0)
     page.may_end.set()
-    assert await stayer == 1
+    assert await asyncio.gather(*waiting) == [1] * 50
 
 
 async def test_a_failure_is_everybodys_and_is_tried_again():

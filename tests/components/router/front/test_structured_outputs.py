@@ -37,23 +37,18 @@ async def ask(http: Any, path: str = "/v1/completions", **fields: Any) -> Any:
         ({"json": {"type": "integer", "multipleOf": 99_991}}, "multipleOf"),
         ({"regex": "[a-"}, "Grammar error"),
         ({"structural_tag": json.dumps({"type": "structural_tag", "format": {"type": "any_tokens"}})}, "any_tokens"),
+        (None, "server.max_grammar_bytes"),
     ],
 )
 async def test_what_would_hold_an_engine_is_refused_before_it_gets_there(served, asked, why):
     http, decode = served
     calls = len(decode.calls)
-    response = await ask(http, structured_outputs=asked)
+    schema = {"type": "object", "properties": {f"x{number}": {"type": "string"} for number in range(5000)}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
+    response = await ask(http, **({"structured_outputs": asked} if asked else {"response_format": wanted}))
     assert response.status_code == 400, response.text
     assert why in response.json()["error"]["message"]
     assert len(decode.calls) == calls
-
-
-async def test_a_schema_in_a_response_format_has_the_same_limits(served):
-    schema = {"type": "object", "properties": {f"x{number}": {"type": "string"} for number in range(5000)}}
-    wanted = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
-    response = await ask(served[0], response_format=wanted)
-    assert response.status_code == 400
-    assert "server.max_grammar_bytes" in response.json()["error"]["message"]
 
 
 async def test_an_engine_gets_grammars_for_the_backend_that_bounds_them(served):

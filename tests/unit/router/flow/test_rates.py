@@ -17,44 +17,29 @@ class Bench:
         self.rate.finished(worker, tokens)
 
 
-def test_it_is_tokens_by_time_once_a_second_was_measured():
+SHORT_FIRST = [(10, 1.2), (290, 1.2)]
+"""One step of 1.2 s has 10 tokens and half a window of a long prompt, which is counted later."""
+
+
+@pytest.mark.parametrize(
+    ("prompts", "tokens_per_s"),
+    [
+        pytest.param([(100, 0.75)], None, id="less than a second was measured"),
+        pytest.param([(100, 0.75), (500, 0.75)], 400, id="tokens by time"),
+        pytest.param(SHORT_FIRST[:1], None, id="a short prompt beside the first chunk of a long one"),
+        pytest.param(SHORT_FIRST, 125, id="with the rest of it"),
+        pytest.param([(300, 1.0, True, "a"), (10, 2.0, True, "b")], None, id="not several windows of each worker"),
+        pytest.param([(300, 1.0, True, "a"), (10, 2.0, True, "b"), (290, 0.0, True, "b")], 200, id="of each worker"),
+        pytest.param([(100, 1.0), (100, 0.0)] * 4, 200, id="prompts that end in one step"),
+        pytest.param([(10, 5.0, False)], None, id="a worker with little to do"),
+    ],
+)
+def test_the_rate_is_tokens_by_time_of_fully_loaded_workers(prompts, tokens_per_s):
     bench = Bench()
-    bench.prompt(100, 0.75)
-    assert bench.rate.tokens_per_s is None
-    bench.prompt(500, 0.75)
-    assert bench.rate.tokens_per_s == pytest.approx(400, rel=0.02)
-
-
-def test_a_short_prompt_that_ended_beside_the_first_chunk_of_a_long_one_does_not_make_the_pool_look_slow():
-    bench = Bench()
-    bench.prompt(10, 1.2)  # one step: these 10 tokens, and half a window of the long one
-    assert bench.rate.tokens_per_s is None
-    bench.prompt(290, 1.2)
-    assert bench.rate.tokens_per_s == pytest.approx(125, rel=0.02)
-
-
-def test_of_each_worker_several_windows_are_measured():
-    bench = Bench()
-    bench.prompt(300, 1.0, worker="a")
-    assert bench.rate.tokens_per_s == pytest.approx(300)
-    bench.prompt(10, 2.0, worker="b")
-    assert bench.rate.tokens_per_s is None
-    bench.prompt(290, 0.0, worker="b")
-    assert bench.rate.tokens_per_s == pytest.approx(200, rel=0.02)
-
-
-def test_prompts_that_end_in_one_step_count_together():
-    bench = Bench()
-    for _ in range(4):
-        bench.prompt(100, 1.0)
-        bench.prompt(100, 0.0)
-    assert bench.rate.tokens_per_s == pytest.approx(200, rel=0.02)
-
-
-def test_a_worker_with_little_to_do_is_not_measured():
-    bench = Bench()
-    bench.prompt(10, 5.0, full=False)
-    assert bench.rate.tokens_per_s is None
+    for prompt in prompts:
+        bench.prompt(*prompt)
+    found = bench.rate.tokens_per_s
+    assert found == tokens_per_s or found == pytest.approx(tokens_per_s, rel=0.02)
 
 
 def test_an_interval_in_which_a_prompt_was_given_up_says_nothing():

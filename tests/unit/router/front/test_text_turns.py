@@ -6,14 +6,8 @@ import logging
 import pytest
 
 from ridgeline.router.front.text_turns import EVENTS_LOOKED_AT, SLICE_S, TOLD_EVERY_S, TextTurns
+from tests.support.clock import FakeClock
 from tests.support.symptoms import is_quoted
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self):
-        return self.now_s
 
 
 class Stream:
@@ -25,7 +19,7 @@ class Stream:
 
     def take(self, turns, tokens=1):
         self._tokens += tokens
-        turns.add(self, tokens)
+        turns.add(self.make_text, tokens)
 
     def make_text(self):
         self._said.append((self.name, self._tokens))
@@ -34,7 +28,7 @@ class Stream:
 
 
 def made(takes_s=0.0, streams=3):
-    clock, said = Clock(), []
+    clock, said = FakeClock(0.0), []
     return TextTurns(clock), [Stream(name, said, clock, takes_s) for name in range(streams)], said
 
 
@@ -100,9 +94,9 @@ async def test_how_far_it_is_behind_is_the_wait_of_the_oldest_token():
         stream.take(turns)
     await asyncio.sleep(0)
     assert series(turns)["ridgeline_text_wait_seconds"] == SLICE_S
-    turns.leave(streams[1])
-    turns.leave(streams[1])
-    turns.leave(streams[2])
+    turns.leave(streams[1].make_text)
+    turns.leave(streams[1].make_text)
+    turns.leave(streams[2].make_text)
     assert turns.behind_s == 0.0
     await asyncio.sleep(0)
     assert said == [(0, 1)], "who leaves has no turn"

@@ -8,6 +8,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from ridgeline.router.front.app import behind
 from ridgeline.router.front.http.context import WithContext, current
 from ridgeline.router.front.middleware.http_protocol import BoundedHeads
 from tests.support.http_server import listening
@@ -61,22 +62,14 @@ async def test_what_the_loop_made_a_request_wait_after_its_head_was_read_is_in_i
         assert (await http.post("/", content=b"body")).json() <= blocked_s[0] - 0.05
 
 
-async def test_each_request_of_a_connection_has_its_own_arrival():
-    async with listening(WithContext(APP), http=BoundedHeads) as url, httpx.AsyncClient(base_url=url) as http:
-        first = (await http.post("/", content=b"body")).json()
-        between_s = time.monotonic()
-        assert first <= between_s <= (await http.post("/", content=b"body")).json()
-
-
-async def test_what_no_client_asked_for_has_no_arrival():
-    assert current().head_read_s is None
+async def test_what_no_client_asked_for_has_no_arrival_and_passes_no_layer():
     seen = []
 
     async def app(scope, receive, send):
-        seen.append(current().head_read_s)
+        seen.append(scope["type"])
 
-    await WithContext(app)({"type": "lifespan", "state": {}}, None, None)
-    assert seen == [None]
+    await behind(app, (WithContext,))({"type": "lifespan", "state": {}}, None, None)
+    assert (seen, current().head_read_s) == (["lifespan"], None)
 
 
 async def test_what_a_layer_notes_is_seen_by_tasks_of_that_request_and_by_no_other():

@@ -1,5 +1,6 @@
 """What is put around vLLM's app: bodies on which validation fails, streams that break, paths that could only fail."""
 
+import json
 from contextlib import aclosing
 
 import httpx
@@ -8,6 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 from openai.types.responses import ResponseOutputMessage
 from pydantic import BaseModel, model_validator
+from starlette.responses import JSONResponse
 from vllm.entrypoints.openai.responses.utils import construct_input_messages
 
 from ridgeline.router.front.http.context import WithContext
@@ -58,7 +60,7 @@ def make_app():
 
     app.middleware_stack = app.build_middleware_stack()  # as vLLM does
     app_gaps.install(app)
-    return WithContext(app_gaps.EndedStreams(app))
+    return WithContext(app_gaps.ended_streams(app))
 
 
 async def post(path, **options):
@@ -67,29 +69,26 @@ async def post(path, **options):
         return await client.post(path, **options)
 
 
-@pytest.mark.parametrize("body", [{"options": 7}, {"options": [1]}, {}])
-async def test_a_body_on_which_a_validator_fails_is_refused_as_the_clients_fault(body):
-    assert (await post("/read", json={"options": {"a": 1}})).status_code == 200
-    answer = await post("/read", json=body)
-    assert answer.status_code == 400
-    assert "cannot be understood" in answer.json()["error"]["message"]
+SAID = {"type": "output_text", "text": "yes", "annotations": []}
+EARLIER = {"id": "m", "type": "message", "role": "assistant", "status": "completed", "content": [SAID]}
 
 
-@pytest.mark.parametrize("body", [b"[" * 50_000, b'{"a":' * 50_000])
-async def test_json_that_is_nested_without_end_is_refused_as_the_clients_fault(body):
-    answer = await post("/by-hand", content=body)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["message"]
-
-
-@pytest.mark.parametrize("content", [[], [{"type": "refusal", "refusal": "no"}]])
-async def test_an_earlier_answer_without_a_text_is_refused_as_the_clients_fault(content):
-    message = {"id": "m", "type": "message", "role": "assistant", "status": "completed", "content": content}
-    text = {"type": "output_text", "text": "yes", "annotations": []}
-    assert (await post("/responses", json=message | {"content": [text]})).status_code == 200
-    answer = await post("/responses", json=message)
-    assert answer.status_code == 400
-    assert "cannot be understood" in answer.json()["error"]["message"]
+@pytest.mark.parametrize(
+    ("path", "content", "status"),
+    [
+        pytest.param("/read", {"options": {"a": 1}}, 200, id="a body"),
+        *(pytest.param("/read", body, 400, id="a validator fails") for body in ({"options": 7}, {"options": [1]}, {})),
+        pytest.param("/by-hand", b"[" * 50_000, 400, id="lists without end"),
+        pytest.param("/by-hand", b'{"a":' * 50_000, 400, id="objects without end"),
+        pytest.param("/responses", EARLIER, 200, id="an earlier answer"),
+        pytest.param("/responses", EARLIER | {"content": []}, 400, id="one without a text"),
+        pytest.param("/responses", EARLIER | {"content": [{"type": "refusal", "refusal": "no"}]}, 400, id="a refusal"),
+    ],
+)
+async def test_a_body_that_cannot_be_read_is_refused_as_the_clients_fault(path, content, status):
+    answer = await post(path, **{"content" if isinstance(content, bytes) else "json": content})
+    assert answer.status_code == status
+    assert status == 200 or answer.json()["error"]["message"]
 
 
 async def test_the_same_error_outside_of_validation_stays_an_error_of_the_server():
@@ -108,3 +107,15 @@ async def test_a_stream_that_fails_in_the_middle_ends_with_an_event_that_says_so
 
 async def test_paths_that_resize_an_engine_are_not_there():
     assert (await post("/scale_elastic_ep", json={})).status_code == 404
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"a": [1, 2.5, None, True, "\u00e4\n\U0001f600"], "b": {7: {"logprob": -9999.0}}, "c": 1e300},
+        {"error": {"message": "m", "code": 400}},
+        [],
+    ],
+)
+def test_an_answer_is_the_same_json_as_before(content):
+    assert json.loads(app_gaps.QuickJson(content).body) == json.loads(JSONResponse(content).body)

@@ -21,23 +21,27 @@ usages = st.none() | st.integers(0, 99).map(
 HEAD = {"id": "cmpl-1", "created": 1_700_000_000, "model": "m"}
 
 
-def both(ours, theirs, choices, fields, usage, fingerprint):
-    """The same chunk, made as vLLM makes it, of our classes and of vLLM's."""
+COMPLETIONS = (
+    (stream_chunks.CompletionChunk, stream_chunks.CompletionChoice),
+    (completion.CompletionStreamResponse, completion.CompletionResponseStreamChoice),
+)
+CHATS = (
+    (stream_chunks.ChatChunk, stream_chunks.ChatChoice),
+    (chat.ChatCompletionStreamResponse, chat.ChatCompletionResponseStreamChoice),
+)
+
+
+def are_equal(kinds, choice, fields, usage, fingerprint=None):
+    """Whether the same chunk, made as vLLM makes it, has the same bytes of our classes and of vLLM's."""
     made = []
-    for kind, choice in (ours, theirs):
-        chunk = kind(**HEAD, **fields, choices=[choice(**one) for one in choices])
+    for kind, of_choice in kinds:
+        chunk = kind(**HEAD, **fields, choices=[of_choice(**choice)])
         if usage is not None:
             chunk.usage = usage
         if fingerprint is not None:
             chunk.system_fingerprint = fingerprint
         made.append(chunk.model_dump_json(exclude_unset=True))
-    return made
-
-
-def completion_logprobs(text):
-    return completion.CompletionLogProbs(
-        text_offset=[0], token_logprobs=[-0.1], tokens=[text], top_logprobs=[{text: -0.1, "b": -1e-7}]
-    )
+    return made[0] == made[1]
 
 
 @given(
@@ -47,92 +51,37 @@ def completion_logprobs(text):
     stop=st.none() | texts | st.integers(0, 9),
     usage=usages,
     logs=st.booleans(),
-)
-def test_a_completion_chunk_has_the_bytes_of_vllms(text, ids, reason, stop, usage, logs):
-    choice = {
-        "index": 0,
-        "text": text,
-        "logprobs": completion_logprobs(text) if logs else None,
-        "finish_reason": reason,
-        "stop_reason": stop,
-        "prompt_token_ids": ids,
-        "token_ids": ids,
-    }
-    ours, theirs = both(
-        (stream_chunks.CompletionChunk, stream_chunks.CompletionChoice),
-        (completion.CompletionStreamResponse, completion.CompletionResponseStreamChoice),
-        [choice],
-        {"object": "text_completion"},
-        usage,
-        reason,
-    )
-    assert ours == theirs
-
-
-@given(
     delta=st.fixed_dictionaries({}, optional={"role": st.just("assistant"), "content": texts, "reasoning": texts}),
-    ids=token_ids,
-    reason=finish,
-    usage=usages,
-    prompt=st.none() | texts,
 )
-def test_a_chat_chunk_has_the_bytes_of_vllms(delta, ids, reason, usage, prompt):
-    choice = {
-        "index": 1,
-        "delta": chat.DeltaMessage(**delta),
-        "logprobs": None,
-        "finish_reason": reason,
-        "token_ids": ids,
+def test_a_chunk_has_the_bytes_of_vllms(text, ids, reason, stop, usage, logs, delta):
+    numbers = {
+        "text_offset": [0],
+        "token_logprobs": [-0.1],
+        "tokens": [text],
+        "top_logprobs": [{text: -0.1, "b": -1e-7}],
     }
-    ours, theirs = both(
-        (stream_chunks.ChatChunk, stream_chunks.ChatChoice),
-        (chat.ChatCompletionStreamResponse, chat.ChatCompletionResponseStreamChoice),
-        [choice],
-        {"object": "chat.completion.chunk", "prompt_token_ids": ids, "prompt_text": prompt},
-        usage,
-        None,
-    )
-    assert ours == theirs
+    logprobs = completion.CompletionLogProbs(**numbers) if logs else None
+    choice = {"index": 0, "finish_reason": reason, "stop_reason": stop, "token_ids": ids}
+    of_text = choice | {"text": text, "logprobs": logprobs, "prompt_token_ids": ids}
+    assert are_equal(COMPLETIONS, of_text, {"object": "text_completion"}, usage, reason)
+    of_chat = choice | {"delta": chat.DeltaMessage(**delta), "logprobs": None}
+    fields = {"object": "chat.completion.chunk", "prompt_token_ids": ids, "prompt_text": text}
+    assert are_equal(CHATS, of_chat, fields, usage)
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [
-        (stream_chunks.CompletionChunk, completion.CompletionStreamResponse),
-        (stream_chunks.ChatChunk, chat.ChatCompletionStreamResponse),
-    ],
-)
-def test_the_chunk_with_the_usage_at_the_end_is_left_to_vllms_model(ours, theirs):
+@pytest.mark.parametrize("kinds", [COMPLETIONS, CHATS])
+def test_the_chunk_with_the_usage_at_the_end_is_left_to_vllms_model(kinds):
     usage = UsageInfo(prompt_tokens=1, completion_tokens=2, total_tokens=3)
-    fields = HEAD | {"choices": [], "usage": usage}
-    ours, theirs = (kind(**fields).model_dump_json(exclude_unset=False, exclude_none=True) for kind in (ours, theirs))
+    last = [kind(**HEAD, choices=[], usage=usage) for kind, _ in kinds]
+    ours, theirs = (chunk.model_dump_json(exclude_unset=False, exclude_none=True) for chunk in last)
     assert ours == theirs
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [
-        (stream_chunks.CompletionChunk, completion.CompletionStreamResponse),
-        (stream_chunks.CompletionChoice, completion.CompletionResponseStreamChoice),
-        (stream_chunks.ChatChunk, chat.ChatCompletionStreamResponse),
-        (stream_chunks.ChatChoice, chat.ChatCompletionResponseStreamChoice),
-    ],
-)
-def test_the_structs_have_the_fields_of_vllms_models_in_their_order(ours, theirs):
-    assert ours.__struct_fields__ == tuple(theirs.model_fields)
-
-
-def test_only_the_first_tool_call_is_left_when_a_client_wants_no_parallel_ones():
+def test_vllms_functions_get_the_structs_also_to_leave_the_first_of_parallel_calls():
     stream_chunks.install()
+    assert completion_serving.CompletionStreamResponse is stream_chunks.CompletionChunk
+    assert chat_serving.ChatCompletionStreamResponse is stream_chunks.ChatChunk
     calls = [chat.DeltaMessage.model_fields["tool_calls"].annotation.__args__[0](index=n) for n in (0, 1)]
     choice = stream_chunks.ChatChoice(index=0, delta=chat.DeltaMessage(tool_calls=calls), finish_reason=None)
     request = chat.ChatCompletionRequest(messages=[], model="m", parallel_tool_calls=False)
     assert [call.index for call in maybe_filter_parallel_tool_calls(choice, request).delta.tool_calls] == [0]
-
-
-def test_vllms_streaming_functions_get_the_structs():
-    stream_chunks.install()
-    assert completion_serving.CompletionStreamResponse is stream_chunks.CompletionChunk
-    assert completion_serving.CompletionResponseStreamChoice is stream_chunks.CompletionChoice
-    assert chat_serving.ChatCompletionStreamResponse is stream_chunks.ChatChunk
-    assert chat_serving.ChatCompletionResponseStreamChoice is stream_chunks.ChatChoice

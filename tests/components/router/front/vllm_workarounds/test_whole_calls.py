@@ -167,18 +167,19 @@ async def served(request, letters):
             yield http, said
 
 
-def events(text: str) -> list[Any]:
-    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+async def asked(http: Any, path: str, wish: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """What comes whole, and the events of a stream."""
+    whole, stream = [await http.post(path, json={"model": "m", **wish, "stream": stream}) for stream in (False, True)]
+    return whole.json(), [json.loads(line[6:]) for line in stream.text.splitlines() if line.startswith("data: {")]
 
 
 async def by_chat(http: Any, how: str, limit: int, choice: str) -> list[Any]:
     """What a whole answer and a stream tell: (calls, end, text)."""
-    wish: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": limit}
+    wish: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": limit}
     wish |= {"tools": [{"type": "function", "function": function} for function in FUNCTIONS], "tool_choice": choice}
     wish |= {"stop": [STOPPED]} if how == "by a stop string" else {}
-    (whole,) = (await http.post("/v1/chat/completions", json=wish)).json()["choices"]
-    answer = await http.post("/v1/chat/completions", json=wish | {"stream": True})
-    choices = [choice for event in events(answer.text) for choice in event["choices"]]
+    answer, told = await asked(http, "/v1/chat/completions", wish)
+    (whole,), choices = answer["choices"], [choice for event in told for choice in event["choices"]]
     parts = [part for choice in choices for part in choice["delta"].get("tool_calls") or []]
     text = "".join(choice["delta"].get("content") or "" for choice in choices)
     return [
@@ -191,11 +192,10 @@ async def by_chat(http: Any, how: str, limit: int, choice: str) -> list[Any]:
 
 
 async def by_responses(http: Any, how: str, limit: int, choice: str) -> list[Any]:
-    wish: dict[str, Any] = {"model": "m", "input": "x", "max_output_tokens": limit, "store": False}
+    wish: dict[str, Any] = {"input": "x", "max_output_tokens": limit, "store": False}
     wish |= {"tools": [{"type": "function", **function} for function in FUNCTIONS], "tool_choice": choice}
     wish |= {"stop": [STOPPED]} if how == "by a stop string" else {}
-    whole = (await http.post("/v1/responses", json=wish)).json()
-    told = events((await http.post("/v1/responses", json=wish | {"stream": True})).text)
+    whole, told = await asked(http, "/v1/responses", wish)
     items = [event["item"] for event in told if event["type"] == "response.output_item.done"]
     answers = [(whole["output"], whole["status"]), (items, told[-1]["type"].removeprefix("response."))]
     assert told[-1]["response"]["status"] == whole["status"]
@@ -215,12 +215,11 @@ async def by_responses(http: Any, how: str, limit: int, choice: str) -> list[Any
 
 
 async def by_messages(http: Any, how: str, limit: int, choice: str) -> list[Any]:
-    wish: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": limit}
+    wish: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": limit}
     wish |= {"tools": [{"name": one["name"], "input_schema": one["parameters"]} for one in FUNCTIONS]}
     wish |= {"tool_choice": {"type": "any" if choice == "required" else choice}}
     wish |= {"stop_sequences": [STOPPED]} if how == "by a stop string" else {}
-    whole = (await http.post("/v1/messages", json=wish)).json()
-    told = events((await http.post("/v1/messages", json=wish | {"stream": True})).text)
+    whole, told = await asked(http, "/v1/messages", wish)
     blocks: dict[int, dict[str, str]] = {}
     for event in told:
         if event["type"] == "content_block_start":
@@ -229,7 +228,7 @@ async def by_messages(http: Any, how: str, limit: int, choice: str) -> list[Any]
             blocks[event["index"]]["arguments"] += event["delta"].get("partial_json") or ""
             blocks[event["index"]]["text"] += event["delta"].get("text") or ""
     (end,) = [event["delta"] for event in told if event["type"] == "message_delta"]
-    assert whole["stop_sequence"] == end["stop_sequence"]  # the key is there, and null if there was none
+    assert whole.get("stop_sequence") == end["stop_sequence"]
     found = [
         {"name": block["name"], "arguments": json.dumps(block["input"])}
         for block in whole["content"]
