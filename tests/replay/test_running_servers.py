@@ -281,3 +281,20 @@ async def test_the_engines_that_are_named_serve_also_while_their_router_has_no_c
     with listener() as (router, port), listener() as (engine, behind):
         servers = Servers((f"http://127.0.0.1:{port}",), "KEY", engines=(f"http://127.0.0.1:{behind}",))
         assert (await RunningServer("vllm", servers, None).ready()).processes == {router, engine}
+
+
+@pytest.mark.parametrize("command", ["compare", "replay"])
+@pytest.mark.parametrize("out", ["a file", "/proc/none"])
+def test_a_folder_that_cannot_be_written_is_refused_before_any_load(tmp_path, fast, command, out):
+    (tmp_path / "a file").touch()
+    with running(behaviour := fast()) as url:
+        servers = ("--server", f"a={url}", "--server", f"b={url}") if command == "compare" else ("--url", url)
+        ran = subprocess.run(
+            [str(RIDGELINE), command, *servers, *OPTIONS, "--out", tmp_path / out],
+            text=True,
+            capture_output=True,
+            check=False,
+            timeout=WITHIN_S,
+        )
+    assert (ran.returncode, "--out" in ran.stderr + ran.stdout, "Traceback" in ran.stderr) == (1, True, False)
+    assert len(behaviour.slos) <= 2 * PROBE, "those that ask whether a server answers"

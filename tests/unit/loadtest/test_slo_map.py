@@ -78,6 +78,12 @@ def test_slos_that_no_variant_held_at_any_rate_are_unreachable():
     assert "held by no variant at any rate measured" in found.sentence
 
 
+def test_slos_that_a_variant_held_at_the_only_rate_measured_are_not_out_of_reach():
+    records = [a_record(i, 0.5 if i else 5.0, 0.05) for i in range(20)]
+    found = _map({"a": [(1.44, records)], "b": [(1.44, records)]}, undisturbed_pairs=1)
+    assert _winners(found)[1000.0, 100.0] == "unclear"
+
+
 def test_slos_within_which_a_request_could_have_been_given_up_are_not_judged():
     found = _map({"a": _variant(3.5, 0.3), "b": _variant(1.2, 0.05)}, deadline_s=9.1)
     winners = _winners(found)

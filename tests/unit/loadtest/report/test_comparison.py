@@ -103,6 +103,31 @@ def test_an_slo_on_the_largest_gap_holds_in_the_counts_and_in_every_cell_of_the_
         assert "largest gap" in text
 
 
+def judged(rounds: list[Round], rate: float = 1.0) -> dict[str, Any]:
+    """The verdict on rounds at one rate."""
+    pairs = 1 + max(each.pair for each in rounds)
+    variants = {side: SwitchedVariant("http://unused", "colocated") for side in QUEUES}
+    labels = labels_of("colocated", "disaggregated")
+    load = Load(rate, "as given", "as given")
+    found: dict[str, Any] = summarise_comparison([rate] * pairs, rounds, labels, PLAN, load, variants, 60.0)["verdict"]
+    return found
+
+
+@pytest.mark.parametrize("undisturbed", [2, 4])
+def test_a_verdict_rests_on_undisturbed_pairs_alone_whatever_the_others_say(undisturbed: int):
+    slow = {"a": 0.1, "b": 0.9}
+    clean = [a_round(side, pair, replayed(0.1, 0.04)) for pair in range(undisturbed) for side in QUEUES]
+    disturbed = [
+        a_round(side, pair, replayed(slow[side], 0.04), "other work took 40% of this machine's CPU time")
+        for pair in range(undisturbed, undisturbed + 6)
+        for side in QUEUES
+    ]
+    found = judged([*clean, *disturbed])
+    assert (found["serves_more"], found["pairs"]) == ((), undisturbed)
+    assert all(f"{mode} 100%" in " ".join(found["sentences"]) for mode in ("colocated", "disaggregated"))
+    assert f"{undisturbed} of {undisturbed + 6} pairs" in " ".join(found["sentences"])
+
+
 def test_an_slo_that_alone_picks_another_variant_is_named():
     told = comparison_summary(PLAN.model_copy(update={"slo_tpot_ms": 45.0}))["verdict"]["sentences"]
     picks = "By TTFT alone disaggregated serves more; by TPOT alone colocated serves more (strong evidence)."

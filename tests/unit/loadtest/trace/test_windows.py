@@ -19,10 +19,7 @@ def test_pairs_take_the_next_window_of_a_file_and_begin_again_after_the_last():
     assert [each[0].arrival_s for each in rows] == [0.0] * 4
     assert rows[0] != rows[1] != rows[2]
     assert rows[3] == rows[0]
-    assert (
-        traces.note
-        == "each pair has the next of 3 windows of the trace, 60 requests; after the last the first comes again"
-    )
+    assert traces.note == "pairs replay 3 windows of the trace in turn, of 60 requests each"
 
 
 def test_a_window_has_the_requests_of_a_rounds_seconds():
@@ -31,7 +28,7 @@ def test_a_window_has_the_requests_of_a_rounds_seconds():
     assert PairTraces(ComparePlan(trace="demo", rate=0.5, limit=60)).requests == 60
     whole = PairTraces(ComparePlan(trace="demo", rate=0.5, round_s=10_000))
     assert (whole.requests, whole.windows) == (200, 1)
-    assert whole.note == "each pair has the same window of the trace, 200 requests"
+    assert whole.note == "each pair replays the same 200 requests of the trace"
 
 
 def test_pairs_of_a_generated_trace_have_seeds_of_their_own():
@@ -41,7 +38,7 @@ def test_pairs_of_a_generated_trace_have_seeds_of_their_own():
     assert len(second.rows) == 9
     same = PairTraces(ComparePlan(trace="poisson:rate=2,input=30,output=4,n=9,seed=6"))
     assert second.rows == _pair(same, 0).rows
-    assert traces.note == "each pair has 9 requests of a seed of its own"
+    assert traces.note == "each pair replays 9 requests that are generated with another seed"
 
 
 def test_each_window_has_the_rate_that_is_asked_for_however_bursty_the_trace_is(tmp_path):
