@@ -55,7 +55,7 @@ class _Batch:
         yield from self.joining
 
 
-class Bounded:
+class ItlBoundedScheduler:
     """What `BoundedScheduler` and `BoundedAsyncScheduler` add to vLLM's; nothing of it waits for anything."""
 
     step_target_s = 0.0
@@ -252,11 +252,11 @@ def _decodes(request: Request, num_spec_tokens: int) -> bool:
     return _left(request) <= 1 + num_spec_tokens
 
 
-class BoundedScheduler(Bounded, Scheduler):  # type: ignore[misc] # vLLM is untyped here
+class BoundedScheduler(ItlBoundedScheduler, Scheduler):  # type: ignore[misc] # vLLM is untyped here
     """For engines with one step in flight."""
 
 
-class BoundedAsyncScheduler(Bounded, AsyncScheduler):  # type: ignore[misc]
+class BoundedAsyncScheduler(ItlBoundedScheduler, AsyncScheduler):  # type: ignore[misc]
     """For engines with two: the next step is scheduled while one runs."""
 
 

@@ -187,7 +187,7 @@ class VllmEngine:
             paired.update({address: answer for address, answer in answers.items() if isinstance(answer, str)})
         return paired
 
-    async def let_go(self) -> None:
+    async def close_peer_mappings(self) -> None:
         """Close the KV caches of other engines that are open here; an engine that does not answer has none."""
         with suppress(EngineDeadError, TimeoutError):
             await self.pair([])

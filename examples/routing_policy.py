@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from ridgeline.contracts.workers import StepModel
 from ridgeline.router.scheduler.engines import ModelledRequest
 from ridgeline.router.scheduler.features import Assignment, FleetModel, RequestFeatures, WorkerSpec, WorkerState
-from ridgeline.router.scheduler.hindsight import serve
+from ridgeline.router.scheduler.offline_simulation import serve
 from ridgeline.router.scheduler.policies import Colocated, Policy
 
 STEPS = StepModel(

@@ -326,9 +326,9 @@ class WorkerHost:
                 session.fail(name, self._refusal, "draining")
         await kv_unneeded(self._engine.stats, self._engine.config.transfer.lease_s)
 
-    async def let_go(self) -> None:
+    async def close_peer_mappings(self) -> None:
         """Close the KV caches of other workers that are open here, before these are freed."""
-        await self._engine.let_go()
+        await self._engine.close_peer_mappings()
 
     async def stop(self) -> None:
         """Abort what runs, close the server, end the engine process."""

@@ -17,7 +17,14 @@ from rich.table import Table
 from ridgeline.loadtest.errors import LoadTestError
 from ridgeline.loadtest.run.quantities import duration_text
 from ridgeline.router.scheduler.features import FleetModel
-from ridgeline.router.scheduler.hindsight import Recorded, fleet_of, recorded, requests_of, serve, serve_adaptively
+from ridgeline.router.scheduler.offline_simulation import (
+    Recorded,
+    fleet_of,
+    recorded,
+    requests_of,
+    serve,
+    serve_adaptively,
+)
 from ridgeline.router.scheduler.recorded_events import AnyEvent, BadRecording, read_recording
 from ridgeline.router.scheduler.registry import ADAPTIVE, division_name, make_policy
 from ridgeline.router.scheduler.replay import replay
@@ -118,12 +125,12 @@ def _simulated(
         raise ValueError(f"{ADAPTIVE} has no options: leave out {', '.join(options)}")
     else:
         serve_adaptively(requests, fleet, known.models)
-    outside_s = fleet.outside_s
+    overhead_s = fleet.overhead_s
     return PolicyRow(
         name,
         len(fleet.workers),
-        _share(one.ttft_s + outside_s <= one.ttft_slo_s and one.tpot_s <= one.tpot_slo_s for one in requests),
-        _percentiles(one.ttft_s + outside_s for one in requests),
+        _share(one.ttft_s + overhead_s <= one.ttft_slo_s and one.tpot_s <= one.tpot_slo_s for one in requests),
+        _percentiles(one.ttft_s + overhead_s for one in requests),
         _percentiles(one.tpot_s for one in requests if one.output_tokens > 1),
     )
 

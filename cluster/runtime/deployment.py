@@ -360,7 +360,7 @@ async def _stop(workers: list[WorkerHandle], group: _RouterGroup) -> list[str]:
     If one cannot be ended, the others are ended all the same; returns a sentence for each that could not.
     """
     await _within(STOP_ROUTER_WITHIN_S, [one.stop() for one in group.all])
-    await _within(LET_GO_WITHIN_S, [worker.let_go() for worker in workers])
+    await _within(LET_GO_WITHIN_S, [worker.close_peer_mappings() for worker in workers])
     await _within(STOP_WORKERS_WITHIN_S, [worker.stop() for worker in workers])
     everyone = (*group.all, *workers)
     ends = await asyncio.gather(*(handle.kill() for handle in everyone), return_exceptions=True)

@@ -155,10 +155,10 @@ class WorkerService(_Service):
         """
         return "actor_died" if self._host is None else self._host.failure()
 
-    async def let_go(self) -> None:
+    async def close_peer_mappings(self) -> None:
         """Close what is open here of other workers' KV caches."""
         if self._host is not None:
-            await self._host.let_go()
+            await self._host.close_peer_mappings()
 
     async def ending(self) -> str:
         """Say how the engine's process ended, and where its output is; empty if it runs."""

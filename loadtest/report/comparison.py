@@ -13,6 +13,7 @@ from ridgeline.loadtest.report.pools import (
     POOL_FORMULAS,
     describe_pools,
     disaggregated_fraction,
+    engines_sentence,
     fleet_state,
     latency_parts,
     recomputes,
@@ -239,6 +240,7 @@ def _served(measured: _Measured, side: Side, mode: str) -> dict[str, Any]:
         "bottleneck": _bottleneck(under_load, measured.slo),
         "router": _router(under_load),
         "split_fraction": split_fraction(_by_url(results)),
+        "engines": engines_sentence(_by_url(results)),
         "warnings": list(dict.fromkeys(warning for result in results for warning in result.warnings)),
     }
     if mode == DISAGGREGATED:

@@ -63,9 +63,14 @@ def explanations(summary: Summary) -> list[str]:
     return [
         f"{variant['label']}: {sentence}"
         for variant in summary["variants"].values()
-        for sentence in (variant["bottleneck"]["sentence"], (variant["router"] or {}).get("sentence"), _split(variant))
+        for sentence in (variant["bottleneck"]["sentence"], _router(variant), variant["engines"], _split(variant))
         if sentence
     ]
+
+
+def _router(variant: Summary) -> str:
+    sentence: str = variant["router"]["sentence"] if variant["router"] else ""
+    return sentence
 
 
 def _split(variant: Summary) -> str:

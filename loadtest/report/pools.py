@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ridgeline.loadtest.run.quantities import counted
 from ridgeline.loadtest.run.server_metrics import MetricsDelta
 from ridgeline.roofline.bottleneck import BOUND_FROM, FleetState, PoolState
 
@@ -178,6 +179,11 @@ _ENGINES = (
         "sglang:num_retracted_requests_total",
     ),
 )
+_PREFIX_TOKENS = (
+    ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"),
+    ("sglang:cached_tokens_total", "sglang:prompt_tokens_total"),
+)
+"""The counters of prompt tokens that prefix caches had, and of all."""
 _FINISHED = ("vllm:request_success_total", "sglang:num_requests_total")
 _BY_SOURCE = "vllm:prompt_tokens_by_source_total"
 """Of vLLM, by where the KV of prompt tokens came from; the sources add up to all prompt tokens."""
@@ -264,6 +270,19 @@ def _foreign_pools(deltas: Mapping[str, MetricsDelta]) -> Iterable[PoolState]:
             )
 
 
+def engines_sentence(deltas: Mapping[str, MetricsDelta]) -> str:
+    """Say what foreign engines counted of their caches, queues and preemptions; empty if they count nothing of it."""
+    told = []
+    for hits, asked in _PREFIX_TOKENS:
+        share = ratio(*(sum(delta.total(name) for delta in deltas.values()) for name in (hits, asked)))
+        told += [] if share is None else [f"{share:.0%} of prompt tokens from the prefix cache"]
+    for pool in _foreign_pools(deltas):
+        used = "" if pool.kv_used is None else f"KV blocks {pool.kv_used:.0%} used, "
+        waiting = "" if pool.waiting is None else f"{pool.waiting:.1f} waiting, "
+        told.append(f"{pool.pool}: {used}{waiting}{counted(round(pool.preemptions or 0), 'preemption')}")
+    return f"{'; '.join(told)}." if told else ""
+
+
 def roles_of(deltas: Mapping[str, MetricsDelta]) -> dict[str, str]:
     """Return what the engine at each URL does: prefill or decode if KV went between them, else engine.
 
@@ -325,18 +344,16 @@ class RouterShare:
 
     @property
     def sentence(self) -> str:
-        """Say the shares above a tenth; empty without one."""
-        shares = [
-            f"{share:.0%} of {name}"
-            for name, share in (("TTFT", self.ttft), ("ITL", self.itl))
-            if share is not None and share > NOTICED
-        ]
+        """Say the shares that are known, and whether one is worth attention; empty without any."""
+        known = {name: share for name, share in (("TTFT", self.ttft), ("ITL", self.itl)) if share is not None}
+        shares = [f"{share:.0%} of {name}" for name, share in known.items()]
+        much = ", which is much" if any(share > NOTICED for share in known.values()) else ""
         cores = "" if self.cpu_cores is None else f"; the router uses {self.cpu_cores:.2f} cores"
-        return f"Router and network take {' and '.join(shares)}{cores}." if shares else ""
+        return f"Router and network take {' and '.join(shares)}{much}{cores}." if shares else ""
 
 
 NOTICED = 0.1
-"""The share from which the router's part is worth a sentence: no tuning of engines could win it back."""
+"""The share from which the router's part is much: no tuning of engines could win it back."""
 EVENTS_PER_S = 100
 """With fewer, tokens come together in an event for another reason than a late router (`router/front/text_turns.py`)."""
 

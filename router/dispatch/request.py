@@ -171,7 +171,7 @@ class RequestProgress:
             timeline.num_output_tokens,
             *timeline.moved,
             prefix=self._prefix(),
-            outside_s=None if resamples else timeline.outside_s,  # decode made the first token, after the hand-off
+            overhead_s=None if resamples else timeline.overhead_s,  # decode made the first token, after the hand-off
             ttft_s=timeline.ttft_s,
             tpot_s=timeline.tpot_s,
         )

@@ -30,7 +30,7 @@ from ridgeline.router.flow.admission_rules import (
     ListSoFar,
     Refused,
     Snapshot,
-    Workers,
+    WorkerTotals,
     decide,
     refuse_beyond_the_clients_share,
     share_of,
@@ -109,7 +109,7 @@ class Admission:
     ) -> None:
         """`look_every_s`: for how long one look at the workers serves, since there are three with each request."""
         self._look_every_s = look_every_s
-        self._looks: dict[tuple[Pool, Pool], tuple[float, Workers]] = {}
+        self._looks: dict[tuple[Pool, Pool], tuple[float, WorkerTotals]] = {}
         """The last look at the workers that answer and that compute a prompt, and when it was."""
         self.state: AdmissionState = "not_ready"
         self._limits = settings.router
@@ -231,7 +231,7 @@ class Admission:
             prompt_wait_s=prompt_wait_s,
         )
 
-    def _look(self, answer_pool: Pool, prompt_pool: Pool) -> Workers:
+    def _look(self, answer_pool: Pool, prompt_pool: Pool) -> WorkerTotals:
         """Return the sums over the workers.
 
         They may be a moment old: what was accepted since is not lost, it counts as waiting.
@@ -252,8 +252,8 @@ class Admission:
             del self._left[name]
 
 
-def _look_at(answer: Sequence[Worker], prompt: Sequence[Worker]) -> Workers:
-    found = Workers()
+def _look_at(answer: Sequence[Worker], prompt: Sequence[Worker]) -> WorkerTotals:
+    found = WorkerTotals()
     for worker in answer:
         blocks = worker.description.num_kv_blocks
         found.block_size = worker.description.block_size

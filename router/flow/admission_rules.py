@@ -68,7 +68,7 @@ class Ask:
 
 
 @dataclass
-class Workers:
+class WorkerTotals:
     """Sums over the workers of the pool that answers, and the largest of the one that computes the prompt."""
 
     block_size: int = 1
@@ -97,7 +97,7 @@ class Snapshot:
     state: AdmissionState
     answer_pool: Pool
     """The pool that decodes."""
-    workers: Workers
+    workers: WorkerTotals
     sequences: int
     """Sequences accepted and not ended."""
     client_sequences: int

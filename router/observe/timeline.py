@@ -126,7 +126,7 @@ class RequestTimeline:
         return self._first_token_s - self.arrived_s if self._num_deltas else None
 
     @property
-    def outside_s(self) -> float | None:
+    def overhead_s(self) -> float | None:
         """Seconds from placement to first token in which its engine did not have it.
 
         Messages, the rest of a step that ran, threads. None if not known, or if its workers were not chosen by

@@ -133,7 +133,7 @@ class ByPolicy:
             return self._by_load.best(replace(demand, prefix=()), roomy) if demand.urgent else None
         by_id = {view.worker_id: view for view in views}
         prompt, decode = by_id[assigned.prompt_worker], by_id[assigned.decode_worker]
-        why = predicted(assigned, request, prompt, decode, self._learned.outside_s)
+        why = predicted(assigned, request, prompt, decode, self._learned.overhead_s)
         return Choice(prompt.worker, decode.worker if assigned.splits else None, why, why.cached_tokens)
 
     def _views_of(

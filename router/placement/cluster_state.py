@@ -425,8 +425,8 @@ class ClusterState:
         self._learned.answered(request.demand, answer.output_tokens)
         if request.seen is not None:
             self._learned.traffic.answered(request.seen, answer.output_tokens, answer.ttft_s, answer.tpot_s)
-        if request.assignment is not None and answer.outside_s is not None:
-            self._learned.was_outside(answer.outside_s)
+        if request.assignment is not None and answer.overhead_s is not None:
+            self._learned.had_overhead(answer.overhead_s)
         self._learned.computed(hold.decode_worker.description, answer.prefix)
         if hold.splits:
             source, sink = hold.prompt_worker.worker_id, hold.decode_worker.worker_id

@@ -91,12 +91,12 @@ class Learned:
         """The mean length of prompts."""
         return self._prompt_tokens.value
 
-    def was_outside(self, took_s: float) -> None:
+    def had_overhead(self, took_s: float) -> None:
         """Learn for how long a prompt and its first token were outside of the engine."""
         self._outside_s.append(took_s)
 
     @property
-    def outside_s(self) -> float:
+    def overhead_s(self) -> float:
         """The median of the latest of these times; 0 before there is one."""
         return median(self._outside_s) if self._outside_s else 0.0
 

@@ -29,8 +29,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     """The seconds that took."""
     prefix: BlockHashes = ()
     """The blocks of prompt and answer together, which the worker that decoded has now."""
-    outside_s: float | None = None
-    """See `RequestTimeline.outside_s`."""
+    overhead_s: float | None = None
+    """See `RequestTimeline.overhead_s`."""
     ttft_s: float | None = None
     """What its client saw; None without any token."""
     tpot_s: float | None = None

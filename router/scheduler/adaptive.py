@@ -170,7 +170,7 @@ class Adaptive:
             served = [make() for make in requests]
             yield from Simulation(modelled(workers, slowdown), make_policy(name, {}), fleet.handover_s).steps(served)
             scale_s = scale_s or _mean_latency_s(served)  # of what serves, which comes first
-            scores[name] = _score(served, scale_s, fleet.outside_s)
+            scores[name] = _score(served, scale_s, fleet.overhead_s)
         self._choose(scores)
 
     def _latest(self, of_workers: int, workers: int) -> list[Seen]:
@@ -197,7 +197,7 @@ class Adaptive:
         for _ in range(SLOWDOWN_ROUNDS):
             served = [make() for make in _requests(seen)]
             yield from Simulation(modelled(workers, slowdown), self._policy, fleet.handover_s).steps(served)
-            off = median((served[index].latency_s + fleet.outside_s) / latency_s for index, latency_s in known)
+            off = median((served[index].latency_s + fleet.overhead_s) / latency_s for index, latency_s in known)
             slowdown = min(MOST_SLOWDOWN, max(1 / MOST_SLOWDOWN, slowdown / math.sqrt(off)))
         return slowdown
 
@@ -276,11 +276,11 @@ def _mean_latency_s(requests: Sequence[ModelledRequest]) -> float:
     return sum(one.latency_s for one in requests) / len(requests)
 
 
-def _score(requests: Sequence[ModelledRequest], scale_s: float, outside_s: float) -> float:
+def _score(requests: Sequence[ModelledRequest], scale_s: float, overhead_s: float) -> float:
     """Return the part of the requests that would be in time; of those without an SLO, how short they take."""
     score = 0.0
     for one in requests:
-        part = max((one.ttft_s + outside_s) / one.ttft_slo_s, one.tpot_s / one.tpot_slo_s)
+        part = max((one.ttft_s + overhead_s) / one.ttft_slo_s, one.tpot_s / one.tpot_slo_s)
         if part == 0.0:
             score -= one.latency_s / scale_s
         else:

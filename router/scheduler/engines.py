@@ -92,7 +92,7 @@ class ModelledWorker:
     step_tokens: int
     window_tokens: int
     """It gets a prompt only while it has fewer prompt tokens to compute."""
-    seats: int = 1 << 30
+    max_num_seqs: int = 1 << 30
     kv_tokens: int = 1 << 60
     noise: float = 0.0
     """Standard deviation of the logarithm of what a step takes over what the model says."""
@@ -147,7 +147,10 @@ class ModelledWorker:
 
     def has_room(self, request: RequestFeatures) -> bool:
         """Return whether its batch and its KV blocks have room."""
-        return len(self.decodes_here) < self.seats and self.context_tokens + request.context_tokens <= self.kv_tokens
+        return (
+            len(self.decodes_here) < self.max_num_seqs
+            and self.context_tokens + request.context_tokens <= self.kv_tokens
+        )
 
     def cached_tokens(self, request: RequestFeatures) -> int:
         """Return 0: modelled prompts are what no cache has."""
@@ -156,7 +159,7 @@ class ModelledWorker:
     def begin(self, now_s: float) -> None:
         """Begin the next step, or the run of steps until something changes, if there is anything to compute."""
         decoding = self.decoding
-        while self.joining and len(decoding) < self.seats:
+        while self.joining and len(decoding) < self.max_num_seqs:
             decoding.append(self.joining.popleft())
         sequences, context_tokens = len(decoding), sum([one.prompt_tokens + one.made_tokens for one in decoding])
         if self.prompts:
@@ -254,7 +257,7 @@ def modelled(workers: Sequence[WorkerSpec], speed: float = 1.0) -> list[Modelled
             spec.model if speed == 1.0 else spec.model.times(speed),
             spec.step_tokens,
             spec.window_tokens,
-            spec.seats,
+            spec.max_num_seqs,
             spec.kv_tokens,
             device=devices.setdefault(spec.device or spec.worker_id, ModelledDevice()),
         )

@@ -100,7 +100,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """Most tokens of one step."""
     window_tokens: int
     """It gets a prompt only while it has fewer prompt tokens to compute."""
-    seats: int = 1 << 30
+    max_num_seqs: int = 1 << 30
     """Sequences that it runs at a time."""
     kv_tokens: int = 1 << 60
     """Tokens for which its KV cache has room."""
@@ -115,7 +115,7 @@ class FleetModel(msgspec.Struct, frozen=True, omit_defaults=True):
     """In the order in which policies divide them."""
     handover_s: float
     """From a first token to the first decode step on another worker, in which it can be."""
-    outside_s: float = 0.0
+    overhead_s: float = 0.0
     """Seconds of a TTFT that pass outside of engines, whatever the policy."""
 
 

@@ -204,14 +204,14 @@ class Slack:
 
 
 def predicted(
-    assigned: Assignment, request: RequestFeatures, prompt: WorkerState, decode: WorkerState, outside_s: float
+    assigned: Assignment, request: RequestFeatures, prompt: WorkerState, decode: WorkerState, overhead_s: float
 ) -> Assignment:
-    """Return an assignment with what is predicted for the request on its workers; `outside_s` pass before and after."""
+    """Return an assignment with what is predicted for the request there; `overhead_s` pass outside of engines."""
     source = _Estimate(request, prompt)
     return msgspec.structs.replace(
         assigned,
         request=request,
-        ttft_s=source.ttft_s + outside_s,
+        ttft_s=source.ttft_s + overhead_s,
         tpot_s=(source if decode is prompt else _Estimate(request, decode)).step_s,
         cached_tokens=prompt.cached_tokens(request),
     )

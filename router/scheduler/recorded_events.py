@@ -2,7 +2,7 @@
 
 A recording begins with `Began` and has everything else in the order in which it happened. Times are in seconds on the
 clock of the process that decides. `ridgeline.router.scheduler.replay` decides again from it, and
-`ridgeline.router.scheduler.hindsight` serves its requests by another policy.
+`ridgeline.router.scheduler.offline_simulation` serves its requests by another policy.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def fleet_model(fleet: Fleet, learned: Learned) -> FleetModel | None:
     if whole is None:
         return None
     specs = tuple(_spec(one, whole_model(one, whole), fleet) for one in there)
-    return FleetModel(specs, _handover_s(there[0], learned), learned.outside_s)
+    return FleetModel(specs, _handover_s(there[0], learned), learned.overhead_s)
 
 
 def _spec(worker: Worker, model: StepModel, fleet: Fleet) -> WorkerSpec:
@@ -93,7 +93,7 @@ def _spec(worker: Worker, model: StepModel, fleet: Fleet) -> WorkerSpec:
         model,
         step_tokens,
         window_tokens=WINDOW_STEPS * step_tokens,
-        seats=role.max_num_seqs if role else known.max_num_seqs,
+        max_num_seqs=role.max_num_seqs if role else known.max_num_seqs,
         kv_tokens=known.num_kv_blocks * known.block_size,
         device="/".join(worker.device or ()),
     )

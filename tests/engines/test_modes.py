@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from ridgeline.router.scheduler.hindsight import recorded
+from ridgeline.router.scheduler.offline_simulation import recorded
 from ridgeline.router.scheduler.recorded_events import read_recording
 from ridgeline.router.scheduler.replay import replay
 from tests.engines.harness import Engines, Figure, Increase

@@ -118,10 +118,10 @@ class WorkerHandle(ActorHandle):
         except PlacementError as error:
             raise DeploymentFailed(str(error)) from error
 
-    async def let_go(self) -> None:
+    async def close_peer_mappings(self) -> None:
         """Have its engine close the KV caches of others that are open there; it may be gone already."""
         with suppress(RayError):
-            await self._actor.call.remote("let_go")
+            await self._actor.call.remote("close_peer_mappings")
 
     async def ending(self) -> str:
         """Say how its engine's process ended; empty if it cannot be asked any more."""

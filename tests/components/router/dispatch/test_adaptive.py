@@ -22,7 +22,7 @@ from ridgeline.router.observe.metrics import RequestMetrics
 from ridgeline.router.placement.cluster_state import ClusterState
 from ridgeline.router.placement.learned import Learned
 from ridgeline.router.placement.places import own_placement
-from ridgeline.router.scheduler.hindsight import recorded
+from ridgeline.router.scheduler.offline_simulation import recorded
 from ridgeline.router.scheduler.recorded_events import read_recording
 from ridgeline.router.scheduler.replay import replay
 from ridgeline.router.settings import PolicyConfig
@@ -388,6 +388,6 @@ async def test_what_passes_outside_of_the_engine_is_learned_and_predicted_for_th
         for _ in range(5):
             await serving.answer(3)
         *seen, last = reversed(serving.metrics.explanations.latest(5))
-        outside_s = [one.ttft_s - one.placed_after_s - in_engine.first_token_s for one in seen]
-        assert serving.learned.outside_s == pytest.approx(median([*outside_s, outside_s[0]]), abs=max(outside_s))
-        assert last.predicted_ttft_s > last.placed_after_s + min(outside_s)
+        overhead_s = [one.ttft_s - one.placed_after_s - in_engine.first_token_s for one in seen]
+        assert serving.learned.overhead_s == pytest.approx(median([*overhead_s, overhead_s[0]]), abs=max(overhead_s))
+        assert last.predicted_ttft_s > last.placed_after_s + min(overhead_s)

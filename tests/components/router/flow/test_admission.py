@@ -9,7 +9,7 @@ from ridgeline.contracts.workers import WorkerStatus
 from ridgeline.router.fleet.request_route import Demand
 from ridgeline.router.fleet.worker import Worker
 from ridgeline.router.flow.admission import Admission
-from ridgeline.router.flow.admission_rules import Ask, ListSoFar, Refused, Snapshot, Workers, decide
+from ridgeline.router.flow.admission_rules import Ask, ListSoFar, Refused, Snapshot, WorkerTotals, decide
 from ridgeline.router.observe.metrics import RequestMetrics
 from ridgeline.router.placement.cluster_state import ClusterState
 from ridgeline.router.placement.placement_events import Happened, Leaves, Wants
@@ -21,7 +21,7 @@ from tests.support.samples import router_settings
 IDLE = Snapshot(
     state="open",
     answer_pool="decode",
-    workers=Workers(32, 2, usable_blocks=200, all_blocks=200, largest_blocks=100, largest_prompt_blocks=100),
+    workers=WorkerTotals(32, 2, usable_blocks=200, all_blocks=200, largest_blocks=100, largest_prompt_blocks=100),
     sequences=0,
     client_sequences=0,
     prompt_blocks=0,
@@ -48,7 +48,7 @@ def one(identity, ask, now, reason, *named, status=429, retry_after_s=1, limits=
     [
         one("the server ends", SMALL, {"state": "draining"}, "draining", status=503),
         one("it begins", SMALL, {"state": "not_ready"}, "not_ready", status=503),
-        one("no worker decodes", SMALL, {"workers": Workers()}, "no_worker", "decode", status=503),
+        one("no worker decodes", SMALL, {"workers": WorkerTotals()}, "no_worker", "decode", status=503),
         one("a long prompt", Ask(1, 3201, 1), FULL, "too_large", "kv_cache_memory_bytes", "101", "100", status=400),
         one("a long answer", Ask(1, 3000, 201), FULL, "too_large", "max_tokens", "101", status=400),
         one(

@@ -11,7 +11,7 @@ from ridgeline.router.fleet.request_route import NoWorker
 from ridgeline.router.fleet.roles import ModeImpossible
 from ridgeline.router.fleet.worker import Outstanding
 from ridgeline.router.flow.admission_rules import Ask, Refused
-from ridgeline.router.scheduler.hindsight import recorded
+from ridgeline.router.scheduler.offline_simulation import recorded
 from ridgeline.router.scheduler.recorded_events import read_recording
 from ridgeline.router.scheduler.replay import replay
 from ridgeline.router.shared.link import NoDispatcher

@@ -17,7 +17,7 @@ class Slot:
     def __init__(self, name, error=None):
         self.name, self.error, self.ended, self.calls = name, error, False, []
 
-    async def let_go(self):
+    async def close_peer_mappings(self):
         self.calls.append("let go")
 
     async def stop(self):
@@ -50,7 +50,7 @@ async def test_no_worker_ends_before_all_have_let_go_of_each_others_kv_caches(mo
         await asyncio.sleep(0)
         calls.append("let go")
 
-    slow.let_go = after_a_step
+    slow.close_peer_mappings = after_a_step
     await _stop([slow, quick], SimpleNamespace(all=[router]))
     assert calls == ["stop", "let go", "let go", "stop", "stop"]
 
@@ -58,7 +58,7 @@ async def test_no_worker_ends_before_all_have_let_go_of_each_others_kv_caches(mo
 async def test_a_worker_that_hangs_is_not_waited_for_long(monkeypatch):
     monkeypatch.setattr("ridgeline.cluster.runtime.deployment.LET_GO_WITHIN_S", 0.01)
     hangs, other = Slot("worker-0"), Slot("worker-1")
-    hangs.let_go = asyncio.Event().wait
+    hangs.close_peer_mappings = asyncio.Event().wait
     assert await _stop([hangs, other], SimpleNamespace(all=[])) == []
     assert (other.calls, other.ended, hangs.ended) == (["let go", "stop"], True, True)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ridgeline.loadtest.report import pools
-from ridgeline.loadtest.report.pools import fleet_state, roles_of, router_share, split_fraction
+from ridgeline.loadtest.report.pools import engines_sentence, fleet_state, roles_of, router_share, split_fraction
 from ridgeline.loadtest.run import server_metrics
 from ridgeline.loadtest.run.server_metrics import MetricsDelta, Watch, difference, parse_metrics
 from ridgeline.roofline.bottleneck import bottleneck
@@ -188,8 +188,12 @@ def test_the_router_takes_what_is_neither_queue_nor_engine():
     share = router_share(seen(LATENCIES), mean_ttft_s=1.0, mean_latency_s=2.0)
     assert (share.ttft, share.ttft_at_most) == (pytest.approx(0.1 + 0.2), pytest.approx(0.4))
     assert (share.itl, share.cpu_cores) == (pytest.approx(0.25), 0.7)
-    assert share.sentence == "Router and network take 30% of TTFT and 25% of ITL; the router uses 0.70 cores."
-    assert replace(share, ttft=0.1, itl=None).sentence == ""
+    assert (
+        share.sentence
+        == "Router and network take 30% of TTFT and 25% of ITL, which is much; the router uses 0.70 cores."
+    )
+    assert "much" not in replace(share, ttft=0.1, itl=None).sentence
+    assert replace(share, ttft=None, itl=None).sentence == ""
 
 
 def test_the_routers_part_is_not_known_without_its_series_and_where_decode_makes_first_tokens():
@@ -217,3 +221,18 @@ def test_every_series_of_ridgelines_that_is_read_is_one_that_a_router_publishes(
     read = set(re.findall(r'"(ridgeline_[a-z_]+[a-z])"', Path(module.__file__).read_text()))
     assert read
     assert {re.sub(r"_(sum|count)$", "", name) for name in read} <= documented().keys()
+
+
+def test_what_foreign_engines_counted_is_told_as_far_as_they_counted_it():
+    vllm = seen(
+        """
+        vllm:prefix_cache_queries_total{engine="0"} 400
+        vllm:prefix_cache_hits_total{engine="0"} 100
+        vllm:num_preemptions_total{engine="0"} 2
+        """,
+        levels=['vllm:num_requests_running{engine="0"} 3\nvllm:kv_cache_usage_perc{engine="0"} 0.5'] * 2,
+    )
+    assert engines_sentence({URL: vllm}) == (
+        "25% of prompt tokens from the prefix cache; engine: KV blocks 50% used, 2 preemptions."
+    )
+    assert engines_sentence({URL: seen(OWN, GAUGES)}) == ""

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from ridgeline.router.scheduler.hindsight import AdaptiveSimulation
+from ridgeline.router.scheduler.offline_simulation import AdaptiveSimulation
 from ridgeline.router.scheduler.policies import Colocated, Disaggregated
 from ridgeline.router.scheduler.simulation import Simulation
 from tests.unit.router.scheduler.samples import CHEAP_ANSWERS, H100, fleet, fleet_model, poisson

@@ -54,7 +54,7 @@ def test_workers_that_share_a_device_take_twice_as_long_while_both_compute():
 
 def test_a_sequence_without_a_seat_waits_for_one():
     requests = poisson(1000.0, 3, prompt_tokens=16, output_tokens=40)
-    served(Colocated(), requests, fleet(1, seats=1))
+    served(Colocated(), requests, fleet(1, max_num_seqs=1))
     assert all(one.made_tokens == 40 for one in requests)
     ends = sorted(one.end_s for one in requests)
     assert ends[1] - ends[0] >= 38 * BF16.decode_s(1, 16)

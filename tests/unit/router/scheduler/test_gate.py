@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from ridgeline.router.scheduler.engines import ModelledRequest
-from ridgeline.router.scheduler.hindsight import AdaptiveSimulation
+from ridgeline.router.scheduler.offline_simulation import AdaptiveSimulation
 from ridgeline.router.scheduler.policies import Colocated, Disaggregated
 from ridgeline.router.scheduler.simulation import Simulation
 from tests.unit.router.scheduler.samples import BF16, fleet, fleet_model

@@ -5,7 +5,7 @@ import math
 import msgspec
 import pytest
 
-from ridgeline.router.scheduler.hindsight import AdaptiveSimulation, recorded
+from ridgeline.router.scheduler.offline_simulation import AdaptiveSimulation, recorded
 from ridgeline.router.scheduler.recorded_events import (
     BadRecording,
     Chose,
