@@ -15,8 +15,7 @@ class Route:
     """Carries TCP connections to an address; `start` it first."""
 
     def __init__(self, target: str) -> None:
-        self._host, _, port = target.rpartition(":")
-        self._port = int(port)
+        self.lead_to(target)
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._writers: set[asyncio.StreamWriter] = set()
@@ -28,6 +27,11 @@ class Route:
         """Returns the address to connect to."""
         self._server = await asyncio.start_server(self._carry, "127.0.0.1", 0)
         return join_host_port("127.0.0.1", self._server.sockets[0].getsockname()[1])
+
+    def lead_to(self, target: str) -> None:
+        """Carry later connections to this address."""
+        self._host, _, port = target.rpartition(":")
+        self._port = int(port)
 
     @property
     def carries(self) -> bool:

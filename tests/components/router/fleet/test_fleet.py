@@ -15,8 +15,8 @@ from ridgeline.router.fleet.pairing import KvPair, PairingRefused
 from ridgeline.router.fleet.roles import RoleTable
 from ridgeline.router.observe.fleet_use import Member, members
 from ridgeline.worker_runtime.host import WorkerHost
-from tests.components.worker_runtime.test_host import Proxy
 from tests.support.clock import FakeClock
+from tests.support.cut_route import Route
 from tests.support.fake_engine import make_task
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.samples import LAYOUT, worker_description
@@ -289,22 +289,25 @@ async def test_a_worker_that_has_got_the_port_of_a_dead_one_is_not_taken_for_it(
         asyncio.timeout(PATIENCE_S),
         hosts(decode=LAYOUT, decode_1=LAYOUT) as old,
         hosts(decode_1=LAYOUT) as new,
-        Proxy(old[0].address) as port,
-        a_fleet([port.address, old[1].address]) as fleet,
     ):
-        dead = fleet.get("decode-0")
-        port._target = new[0].address
-        await asyncio.gather(*(host.stop() for host in old))
-        port.cut()
-        await fleet.replace(port.address, "actor_died")
-        newcomer = fleet.get("decode-1")
-        assert newcomer.description.incarnation == new[0]._engine.config.incarnation
-        assert newcomer.usable
-        await eventually(lambda: "this is decode-1" in dead.client._why_lost)
-        await dead.refresh()
-        assert not dead.usable
-        assert dead.unreached_s > 0.0, "what another one answers at its address does not count"
-        assert [task async for task in task_deltas(newcomer.client, make_task(max_tokens=1))][-1].finished
+        route = Route(old[0].address)
+        address = await route.start()
+        async with a_fleet([address, old[1].address]) as fleet:
+            dead = fleet.get("decode-0")
+            route.lead_to(new[0].address)
+            await asyncio.gather(*(host.stop() for host in old))
+            route.cut("refused")
+            route.mend()
+            await fleet.replace(address, "actor_died")
+            newcomer = fleet.get("decode-1")
+            assert newcomer.description.incarnation == new[0]._engine.config.incarnation
+            assert newcomer.usable
+            await eventually(lambda: "this is decode-1" in dead.client._why_lost)
+            await dead.refresh()
+            assert not dead.usable
+            assert dead.unreached_s > 0.0, "what another one answers at its address does not count"
+            assert [task async for task in task_deltas(newcomer.client, make_task(max_tokens=1))][-1].finished
+        await route.close()
 
 
 async def test_a_worker_that_the_fleet_has_is_not_attached_again_which_would_end_its_requests():
