@@ -214,14 +214,15 @@ def _checked(kind: type[ReplayPlan], given: dict[str, Any]) -> ReplayPlan:
     try:
         return kind(**given)
     except ValidationError as error:
-        fail([_sentence(str(one["loc"][0]) if one["loc"] else "plan", one) for one in error.errors()], 2)
+        fail([_sentence(one) for one in error.errors()], 2)
         raise
 
 
-def _sentence(field: str, error: ErrorDetails) -> str:
+def _sentence(error: ErrorDetails) -> str:
+    option = f"--{error['loc'][0]}: ".replace("_", "-") if error["loc"] else ""
     if error["type"] == "value_error":
-        return f"{field}: {error['msg'].removeprefix('Value error, ')}"
-    return f"{field}: {error['msg'].removeprefix('Input ')}, not {error['input']}"
+        return f"{option}{error['msg'].removeprefix('Value error, ')}"
+    return f"{option}{error['msg'].removeprefix('Input ')}, not {error['input']}"
 
 
 @app.command()

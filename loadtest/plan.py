@@ -289,12 +289,12 @@ class ComparePlan(ReplayPlan):
         if not 2 <= len(self.kinds) <= MOST_VARIANTS:
             yield (
                 f"a comparison has two to {MOST_VARIANTS} variants, not {len(self.kinds)}: name modes "
-                f"(variants {COLOCATED},{DISAGGREGATED}), running servers (server NAME=URL, twice), or both"
+                f"(--variants {COLOCATED},{DISAGGREGATED}), running servers (--server NAME=URL, twice), or both"
             )
         for option, named in (("devices", self.devices_of), ("engines", self.engines_of)):
             if unknown := sorted(set(named) - self.servers.keys()):
                 called = ", ".join(self.servers) or "none"
-                yield f"{option} name {', '.join(unknown)}, which no server is called; servers: {called}"
+                yield f"--{option} name {', '.join(unknown)}, which no server is called; servers: {called}"
 
 
 def _urls_by_name(given: list[str] | None) -> dict[str, tuple[str, ...]]:

@@ -153,7 +153,7 @@ async def _page(client: httpx.AsyncClient) -> str | None:
     try:
         response = await client.get("/metrics", timeout=30.0, follow_redirects=True)
     except httpx.HTTPError as error:
-        raise ServerError(f"the server at {client.base_url} no longer answers on /metrics: {error!r}") from error
+        raise ServerError(f"the server at {client.base_url} does not answer on /metrics: {error!r}") from error
     if response.status_code == httpx.codes.UNAUTHORIZED and client.auth is not None:
         raise ServerError(
             f"the server at {client.base_url} asks for a key on /metrics: set {METRICS_KEY_VARIABLE} to one of its "

@@ -54,7 +54,7 @@ def fit_context(trace: Trace, max_model_tokens: int | None, least_prompt_tokens:
     if max_model_tokens is None:
         return trace
     kept = [place for place, row in enumerate(trace.rows) if row.input_tokens + row.output_tokens <= max_model_tokens]
-    reason = f"longer than the model's {max_model_tokens} tokens; scale lengths or clip inputs to keep them"
+    reason = f"longer than the model's {max_model_tokens} tokens; --length-scale or --max-input-tokens keeps them"
     fitted = _keep(trace, kept, reason)
     if not fitted.rows:
         raise TraceError(f"no request of '{trace.name}' fits: all are {reason}")

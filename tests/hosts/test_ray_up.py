@@ -108,7 +108,9 @@ def test_ray_up_starts_every_host_and_the_service_spans_them(cluster: Cluster, f
     nodes = cluster.on_head("ray status")
     assert "3 local.cluster.node" in nodes, "the head and both workers, started by Ray itself"
     assert f"checking {cluster.prefill.address}, {cluster.decode.address}" in cluster.output
-    assert "grpc (not shm: it is on another host" in cluster.output
+    told = " ".join(cluster.output.split())
+    assert "KV goes by grpc" in told
+    assert "not shm: it is on another host" in told
     assert any("EngineCore" in line or "engine" in line for line in cluster.decode.processes())
 
 

@@ -400,7 +400,7 @@ async def test_compare_measures_once_before_round_one_and_both_variants_get_the_
     summary = _summary(tmp_path)
     load = summary["load"]
     assert load["notes"][0] == "others work here"
-    assert any("this budget allows one pair" in note for note in load["notes"])
+    assert any("too few for a verdict" in note for note in load["notes"])
     assert load["unloaded"]["median_ttft_s"] >= first.ttft_s
     assert load["unloaded"]["median_tpot_s"] >= first.tpot_s
     assert {summary["plan"]["rate"], *(each["rate"] for each in summary["rounds"])} == {load["rate"]}

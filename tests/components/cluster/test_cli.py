@@ -130,13 +130,13 @@ OUT = "OUT"
             for options, status, part in (
                 (["--trace", "no-such.csv"], 1, "'no-such.csv'"),
                 (["--trace", "poisson:rate=fast"], 1, "poisson"),
-                (["--rate", "0"], 2, "rate: "),
+                (["--rate", "0"], 2, "--rate: "),
                 (["--rate", "fast"], 2, "'fast'"),
                 (["--rate", "auto", "--trace", "poisson:n=1"], 1, "arrivals"),
                 (["--slo", "auto", "--slo-ttft-ms", "2000"], 2, "slo_ttft_ms"),
                 (["--limit", "0"], 2, "limit: "),
                 (["--jitter-s", "nan"], 2, "jitter_s: "),
-                (["--slo-ttft-ms", "-1"], 2, "slo_ttft_ms: "),
+                (["--slo-ttft-ms", "-1"], 2, "--slo-ttft-ms: "),
             )
         ),
         pytest.param(
