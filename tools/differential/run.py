@@ -154,7 +154,7 @@ async def paths(http: httpx.AsyncClient) -> str:
         "ridgeline_requests_total",
         "ridgeline_first_token_total",
         "ridgeline_recompute_total",
-        "ridgeline_followed",
+        "ridgeline_overlapped",
         "ridgeline_fetches_total",
         "ridgeline_kv_transfer_bytes_total",
     )
