@@ -135,7 +135,7 @@ OUT = "OUT"
                 (["--rate", "auto", "--trace", "poisson:n=1"], 1, "arrivals"),
                 (["--slo", "auto", "--slo-ttft-ms", "2000"], 2, "slo_ttft_ms"),
                 (["--limit", "0"], 2, "limit: "),
-                (["--jitter-s", "nan"], 2, "jitter_s: "),
+                (["--jitter-s", "nan"], 2, "--jitter-s: "),
                 (["--slo-ttft-ms", "-1"], 2, "--slo-ttft-ms: "),
             )
         ),

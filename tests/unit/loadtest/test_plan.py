@@ -30,7 +30,7 @@ TWO_SERVERS: dict[str, Any] = {"server": ["one=http://h:1/v1", "two= http://h:2/
         ({"variants": "colocated,mixed"}, "some of colocated, disaggregated, adaptive, separated by commas"),
         ({"variants": "colocated"}, "two to 6 variants, not 1: name modes"),
         ({"variants": ",".join(["colocated"] * 7)}, "two to 6 variants, not 7"),
-        ({"server": ["one=http://h:1"]}, r"running servers \(server NAME=URL, twice\), or both"),
+        ({"server": ["one=http://h:1"]}, r"running servers \(--server NAME=URL, twice\), or both"),
         ({"server": ["http://h:1", "two=http://h:2"]}, "must be NAME=URL"),
         ({"server": ["colocated=http://h:1", "two=http://h:2"]}, "a name that no mode has"),
         ({"server": ["one=h:1", "two=http://h:2"]}, "must have URLs such as vllm=http://127.0.0.1:8001, not 'h:1'"),
