@@ -206,6 +206,9 @@ class Router(RouterControl):
         self._stop.set()
         if self._running is not None:
             await self._running
+
+    def forget_counts(self) -> None:
+        """Remove the files in which one of several routers counts, since the deployment ends."""
         if self._node_metrics is not None:
             self._node_metrics.close()
 

@@ -228,7 +228,10 @@ class _RoutingService(_Service):
         return ""
 
     async def stop(self) -> None:
-        """Close its port."""
+        """Close its port, since the deployment ends."""
+        await self._close()
+
+    async def _close(self) -> None:
         if self._server is not None:
             await self._server.stop()
             self._server = None
@@ -240,7 +243,7 @@ class _RoutingService(_Service):
     async def _leave(self) -> None:
         """End on SIGTERM; Ray takes this for a crash and starts another one, as intended."""
         try:
-            await self.stop()
+            await self._close()
         finally:
             os._exit(ROUTER_LEFT)
 
@@ -269,6 +272,13 @@ class RouterService(_RoutingService):
         self._gc_schedule = GcSchedule(lambda: 0 if self._server is None else self._server.streams)
         self._gc_schedule.start()
         return url
+
+    async def stop(self) -> None:
+        """Close its port, since the deployment ends; after SIGTERM another process goes on with its counts."""
+        router = self._server
+        await self._close()
+        if router is not None:
+            router.forget_counts()
 
     async def drain(self, timeout_s: float) -> int:
         """Refuse new requests; returns how many were still running after `timeout_s`."""
