@@ -154,10 +154,10 @@ def _join(address: str, common: dict[str, Any]) -> None:
 
 
 def start_ray(**options: Any) -> None:
-    """Call `ray.init`, and call it once more if the raylet, Ray's process on each machine, did not come up.
+    """Call `ray.init`, and call it once more if one of Ray's processes did not come up.
 
-    Ray waits 30 s for it and then raises a bare Exception, without ending what else it has started. That happened once
-    in some hundred starts, on a machine with nothing else to do, and the raylet had not written a word.
+    Ray waits 30 s for each and then raises a bare Exception (the raylet) or RuntimeError (the GCS), without ending what
+    else it has started. That happened once in some hundred starts, and the raylet had not written a word.
 
     Raises DeploymentFailed if it does not come up again.
     """
@@ -172,7 +172,7 @@ def start_ray(**options: Any) -> None:
                     ray.init(_system_config=dict(SYSTEM_CONFIG), **options)
                 return
             except Exception as error:
-                if type(error) is not Exception:
+                if type(error) not in (Exception, RuntimeError):
                     raise
                 failures.append(str(error))
             left = set(psutil.Process().children()) - earlier

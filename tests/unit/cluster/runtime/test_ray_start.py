@@ -48,8 +48,9 @@ def rays(monkeypatch):
         process.wait(5)
 
 
-def test_a_raylet_that_did_not_come_up_is_started_once_more_and_nothing_of_it_is_left(rays):
-    one = rays(1)
+@pytest.mark.parametrize("error", [Exception(NOT_UP), RuntimeError("Timed out waiting for file gcs_server_port")])
+def test_a_ray_that_did_not_come_up_is_started_once_more_and_nothing_of_it_is_left(rays, error):
+    one = rays(1, error)
     start_ray(num_cpus=2)
     assert one.options == [{"num_cpus": 2, "_system_config": SYSTEM_CONFIG}] * 2
     assert one.left[0].poll() is not None
