@@ -38,6 +38,8 @@ MIN_ATTAINMENT = 0.9
 """The share of requests that must meet an SLO: `autoscale.min_attainment`, DistServe's goal."""
 TOKENS_AN_EVENT = 1.2
 """Tokens in an event of a stream from which the router is late, as it says itself (`router/front/text_turns.py`)."""
+EVENTS_PER_S = 100
+"""With fewer, tokens come together in an event for another reason than a late router (`router/front/text_turns.py`)."""
 ROUTER_CORES = 0.9
 """CPU seconds a second from which a router is full. A guess: its event loop cannot use more than one core."""
 
@@ -118,6 +120,15 @@ def bottleneck(state: FleetState) -> Bottleneck:
         return found
     missing = _missing(state)
     return Bottleneck("unknown", f"Cannot be told: {missing}.") if missing else _nothing(state)
+
+
+def bound(mfu: float | None, mbu: float | None) -> str | None:
+    """Return what limits steps: being left of the ridge does not make them memory-bound, nearness to the roof does."""
+    if mfu is None or mbu is None:
+        return None
+    if max(mfu, mbu) < BOUND_FROM:
+        return "neither"
+    return "compute" if mfu >= mbu else "memory"
 
 
 def _rows(state: FleetState) -> Iterator[Bottleneck]:

@@ -11,6 +11,7 @@ import secrets
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
+from importlib.metadata import version
 from typing import Any
 
 import uvicorn
@@ -28,7 +29,7 @@ from ridgeline.router.fleet.request_route import pools_of
 from ridgeline.router.fleet.roles import role_table
 from ridgeline.router.flow.admission import LOOK_EVERY_S, Admission
 from ridgeline.router.flow.held_bodies import HeldBodies
-from ridgeline.router.front.admin import admin_routes
+from ridgeline.router.front.admin import admin_routes, shown_operation
 from ridgeline.router.front.app import build_app, frontend_config, server_args
 from ridgeline.router.front.engine_client import RouterEngineClient
 from ridgeline.router.front.health import HealthProbe, Readiness, probe_prompt_tokens
@@ -38,6 +39,7 @@ from ridgeline.router.front.middleware.http_protocol import BoundedHeads, watch_
 from ridgeline.router.front.middleware.ingress import Gates
 from ridgeline.router.front.operations import Asked, Operations, Progress
 from ridgeline.router.idle_times import OUTPUT_TOKENS, measure, too_short
+from ridgeline.router.live.view import LiveView, Sources
 from ridgeline.router.observe.collectors import WorkerCollector
 from ridgeline.router.observe.metrics import LimitedLatency, RequestMetrics, Within
 from ridgeline.router.placement.pool_queue import QueueCollector, QueueNow
@@ -235,6 +237,8 @@ class Router(RouterControl):
             group.create_task(self._client.turns.watch(), name="text-turns")
             self._client.bind(self._orchestrator)
             self._readiness = self._make_readiness()
+            live = LiveView(self._live_sources())
+            group.create_task(live.run(), name="live-page")
             app = await build_app(
                 self._args,
                 self._settings,
@@ -244,6 +248,7 @@ class Router(RouterControl):
                     self._decisions.modes,
                     self.operations,
                     self._metrics.explanations,
+                    live,
                     self._decisions.record,
                     self._stop,
                     self._decisions.placement.forget_prefixes,
@@ -263,6 +268,19 @@ class Router(RouterControl):
             self._readiness.check.cancel()
             server.should_exit = True
             await serving
+
+    def _live_sources(self) -> Sources:
+        return Sources(
+            settings=self._settings,
+            version=version("ridgeline"),
+            fleet=self.fleet,
+            metrics=self._metrics,
+            lag=self._lag,
+            text=self._client.turns.sent,
+            queues=lambda: self.queues,
+            hardware=lambda: self._hardware,
+            operation=lambda: shown_operation(self.operations.last),
+        )
 
     async def _refresh_metrics(self) -> None:
         refreshing = [self.fleet.refresh()]

@@ -10,7 +10,7 @@ from typing import Any
 
 from ridgeline.loadtest.run.quantities import counted
 from ridgeline.loadtest.run.server_metrics import MetricsDelta
-from ridgeline.roofline.bottleneck import BOUND_FROM, FleetState, PoolState
+from ridgeline.roofline.bottleneck import EVENTS_PER_S, FleetState, PoolState, bound
 
 STEP_KINDS = ("prefill", "decode", "mixed")
 BYTE_KINDS = ("weights", "kv_read", "kv_write")
@@ -134,15 +134,6 @@ def _steps(delta: MetricsDelta, peaks: tuple[float | None, float | None], **labe
         "mfu": mfu,
         "mbu": mbu,
     }
-
-
-def bound(mfu: float | None, mbu: float | None) -> str | None:
-    """Return what limits steps: being left of the ridge does not make them memory-bound, nearness to the roof does."""
-    if mfu is None or mbu is None:
-        return None
-    if max(mfu, mbu) < BOUND_FROM:
-        return "neither"
-    return "compute" if mfu >= mbu else "memory"
 
 
 def _sum(values: Iterable[float | None]) -> float | None:
@@ -354,8 +345,6 @@ class RouterShare:
 
 NOTICED = 0.1
 """The share from which the router's part is much: no tuning of engines could win it back."""
-EVENTS_PER_S = 100
-"""With fewer, tokens come together in an event for another reason than a late router (`router/front/text_turns.py`)."""
 
 
 def router_share(delta: MetricsDelta, mean_ttft_s: float | None, mean_latency_s: float | None) -> RouterShare:

@@ -28,6 +28,8 @@ ROUTES: Final[Mapping[str, Callers]] = {
     "/ready": "everybody",
     "/ping": "everybody",
     "/metrics": "everybody",
+    "/ridgeline/state": "operators",
+    "/ridgeline/state/stream": "operators",
     "/ridgeline/workers": "operators",
     "/ridgeline/drain": "operators",
     "/ridgeline/mode": "operators",

@@ -81,7 +81,9 @@ async def admin(caller="127.0.0.1", access=LOCAL, roles=SPLIT_FOR_EVER, **layout
         app = FastAPI()
         book = Operations()
         stopping = asyncio.Event()
-        app.include_router(admin_routes(fleet, OwnModes(fleet, lambda: 0), book, Explanations(), recorder, stopping))
+        app.include_router(
+            admin_routes(fleet, OwnModes(fleet, lambda: 0), book, Explanations(), None, recorder, stopping)
+        )
         app = WithContext(KeyGuard(app, Access(admin=access)))
         app.book, app.stopping = book, stopping
         transport = httpx.ASGITransport(app, client=(caller, 5))
@@ -397,7 +399,9 @@ async def test_the_paths_let_nobody_in_whom_no_guard_has_let_in():
     async with a_fleet([]) as fleet:
         app = FastAPI()
         app.include_router(
-            admin_routes(fleet, OwnModes(fleet, lambda: 0), Operations(), Explanations(), recorder, asyncio.Event())
+            admin_routes(
+                fleet, OwnModes(fleet, lambda: 0), Operations(), Explanations(), None, recorder, asyncio.Event()
+            )
         )
         transport = httpx.ASGITransport(app, client=("127.0.0.1", 5))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:

@@ -1,0 +1,173 @@
+"""The sentence of the live page, what would help, and how much of each resource is in use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ridgeline.roofline import bottleneck as rule
+from ridgeline.roofline.bottleneck import Bottleneck, FleetState, PoolState
+from ridgeline.router.live.samples import Window, mean
+from ridgeline.router.live.state import (
+    Action,
+    Level,
+    LinkNow,
+    PoolNow,
+    Promise,
+    ResourceId,
+    ResourceUse,
+    RouterNow,
+    Severity,
+    Verdict,
+)
+
+
+def fleet_state(promise: Promise, pools: Sequence[PoolNow], window: Window, receivers: int) -> FleetState:
+    """Return what the rule of the sentence judges."""
+    link_s = sum(window.rates("link_seconds").values())
+    return FleetState(
+        tuple(_pool_state(pool, window) for pool in pools),
+        None,  # whether any came is the verdict's own row
+        promise.ttft_attainment_ratio,
+        promise.tpot_attainment_ratio,
+        link_s / receivers if receivers else None,
+        window.mean_of("stage", "handoff_wait"),
+        window.mean_of("stage", "wire"),
+        (window.last.cpu_s - window.first.cpu_s) / window.seconds,
+        window.tokens_per_event,
+    )
+
+
+def _pool_state(pool: PoolNow, window: Window) -> PoolState:
+    in_router = mean(float(sample.waiting_prompts.get(pool.pool, 0)) for sample in window.samples) or 0.0
+    in_engines = window.level(pool.pool, lambda one: one.waiting)
+    return PoolState(
+        pool.pool,
+        pool.workers_ready,
+        pool.busy_ratio,
+        pool.mfu_ratio,
+        pool.mbu_ratio,
+        window.level(pool.pool, lambda one: one.kv_used),
+        window.level(pool.pool, lambda one: one.running),
+        pool.workers[0].max_running if pool.workers else None,
+        in_router + (in_engines or 0.0) * pool.workers_ready,
+    )
+
+
+def _bar_of(found: Bottleneck) -> ResourceId | None:
+    if found.resource in ("nothing", "unknown"):
+        return None
+    if found.resource == "router":
+        return "router"
+    if found.resource == "link":
+        return "link"
+    if found.pool == "prefill":
+        return "prefill"
+    return "kv" if found.resource in ("kv_blocks", "places") else "bandwidth"
+
+
+def verdict_of(found: Bottleneck, pools: list[PoolNow], promise: Promise, modes: Iterable[str]) -> Verdict:
+    gone = [(pool, row) for pool in pools for row in pool.workers if row.state in ("lost", "away")]
+    if gone:
+        pool, row = gone[0]
+        others = pool.workers_ready
+        said = f"{row.id} ({pool.pool}) is lost since {row.state_since_s:.0f} s"
+        said += f": {row.why}." if row.why else "."
+        carried = f"Its requests go on at the other {others} of its pool" if others else "No worker of its pool is left"
+        action = Action("none", "Show its log", f"ridgeline logs --worker {row.id}")
+        advice = f"{carried}. It restarts by itself."
+        bar: ResourceId = "prefill" if pool.pool == "prefill" else "bandwidth"
+        return Verdict("worker_lost", "fault", bar, row.id, 0.0, said, advice, action)
+    if not promise.arrivals_per_s and not promise.finished_per_s and found.resource in ("nothing", "unknown"):
+        ready = sum(pool.workers_ready for pool in pools)
+        said = f"No requests: {ready} of {sum(pool.workers_wanted for pool in pools)} workers are ready and idle."
+        return Verdict("empty", "idle", None, None, 0.0, said, None, None)
+    bar_of = _bar_of(found)
+    kind = "none" if found.resource == "nothing" else found.resource
+    severity: Severity = "ok" if kind == "none" else "watch" if kind == "unknown" else "short"
+    return Verdict(kind, severity, bar_of, None, 0.0, found.sentence, None, _action(found, pools, modes))
+
+
+def _action(found: Bottleneck, pools: list[PoolNow], modes: Iterable[str]) -> Action | None:
+    numbers: dict[str, int] = {pool.pool: pool.workers_wanted for pool in pools}
+    if found.change in ("move_worker", "add_worker") and found.pool is not None:
+        wanted = {found.pool: numbers.get(found.pool, 0) + 1}
+        if found.giver is not None:
+            wanted[found.giver] = numbers.get(found.giver, 2) - 1
+    elif found.change == "fewer_workers" and found.giver is not None:
+        wanted = {found.giver: numbers.get(found.giver, 2) - 1}
+    elif found.change == "transport" and "colocated" in modes:
+        expect = "no KV is moved; prompts and tokens share each worker, so ITL grows"
+        label = "Change mode to colocated…"
+        return Action("mode", label, "ridgeline mode colocated", {"mode": "colocated"}, expect, live=True)
+    else:
+        setting = {
+            "router_processes": "router.processes=N",
+            "kv_memory": f"pools.{found.pool}.kv_cache_bytes=N",
+            "max_num_seqs": f"pools.{found.pool}.max_num_seqs=N",
+        }.get(found.change)
+        expect = "settings change with another start of the deployment"
+        return (setting and Action("none", "Show how", f"ridgeline serve --set {setting}", expect=expect)) or None
+    text = " ".join(f"{pool}={number}" for pool, number in wanted.items())
+    label = f"Scale to {', '.join(f'{number} {pool}' for pool, number in wanted.items())}…"
+    expect = "new workers serve once their engines have loaded; leaving ones hand their sequences over"
+    return Action("scale", label, f"ridgeline scale {text}", dict(wanted), expect, live=True)
+
+
+def resources(verdict: Verdict, pools: list[PoolNow], links: list[LinkNow], router: RouterNow) -> list[ResourceUse]:
+    first, last = pools[0], pools[-1]
+    whole = first is last
+    rows = [row for row in last.workers if row.kv_used_ratio is not None]
+    kv = mean(row.kv_used_ratio for row in rows)
+    free = last.kv_blocks * sum(1 - (row.kv_used_ratio or 0.0) for row in rows)
+    ready = max(1, last.workers_ready)
+    places = mean((row.running or 0) / row.max_running for row in rows if row.max_running)
+    pace = last.tokens_per_s / ready / last.slo_point.tokens_per_s if last.slo_point else places
+    step = f"step {last.decode_step_s * 1e3:.1f} ms" if last.decode_step_s else "no decode steps"
+    per_event = "" if router.tokens_per_event is None else f"{router.tokens_per_event:.1f} tokens an event"
+    moved = sum(link.bytes_per_s for link in links)
+    waits = f"{first.waiting_prompts} prompts wait"
+    wait_s = "" if first.wait_s is None or not first.waiting_prompts else f" {first.wait_s:.1f} s"
+    names = ", ".join(link.transport for link in links)
+    table: list[tuple[ResourceId, str, float | None, float, str]] = [
+        ("router", "Router CPU", router.cpu_ratio, rule.ROUTER_CORES, per_event or f"{router.in_flight} in flight"),
+        (
+            "prefill",
+            "Prompt steps" if whole else "Prefill compute",
+            first.prompt_busy_ratio,
+            rule.BUSY_FROM,
+            f"{waits}{wait_s}",
+        ),
+        (
+            "link",
+            "KV link",
+            None if whole and not moved else sum(link.use_ratio or 0.0 for link in links),
+            rule.BUSY_FROM,
+            "no KV moves in this mode" if whole and not moved else f"{moved / 1e6:.3g} MB/s by {names}",
+        ),
+        (
+            "kv",
+            "KV blocks" if whole else "Decode KV blocks",
+            kv,
+            rule.FULL_FROM,
+            f"{free:,.0f} blocks free",
+        ),
+        (
+            "bandwidth",
+            "Decode pace" if last.slo_point else "Decode batch",
+            pace,
+            rule.FULL_FROM,
+            f"{step}, {'of what the TPOT SLO allows' if last.slo_point else 'share of max_num_seqs'}",
+        ),
+    ]
+    return [
+        ResourceUse(name, title, use, from_, _level(name, use, verdict), detail)
+        for name, title, use, from_, detail in table
+    ]
+
+
+def _level(name: ResourceId, use: float | None, verdict: Verdict) -> Level:
+    if verdict.resource == name and (verdict.severity == "short" or verdict.severity == "fault"):
+        return verdict.severity
+    if use is None:
+        return "unused"
+    return "full" if use >= rule.BUSY_FROM else "idle" if use < rule.IDLE_TO else "ok"
