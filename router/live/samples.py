@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from prometheus_client.metrics import MetricWrapperBase
@@ -61,6 +61,8 @@ class Window:
     """Samples of a while, oldest first."""
 
     samples: Sequence[Sample]
+    _known: dict[str, Mapping[str, float]] = field(default_factory=dict)
+    """The growth of workers' counters that was asked for before."""
 
     @property
     def first(self) -> Sample:
@@ -78,9 +80,15 @@ class Window:
         """Return the growth of these workers' counters, added up."""
         total: dict[str, float] = defaultdict(float)
         for worker_id in workers:
-            for name, value in self._grown(worker_id).items():
+            for name, value in self.grown_by(worker_id).items():
                 total[name] += value
         return total
+
+    def grown_by(self, worker_id: str) -> Mapping[str, float]:
+        """Return the growth of one worker's counters; one that was not there before has none."""
+        if worker_id not in self._known:
+            self._known[worker_id] = self._grown(worker_id)
+        return self._known[worker_id]
 
     def _grown(self, worker_id: str) -> Mapping[str, float]:
         now, then = self.last.workers.get(worker_id), self.first.workers.get(worker_id)
@@ -91,7 +99,7 @@ class Window:
         return {name: value - then.counters.get(name, 0.0) for name, value in now.counters.items()}
 
     def steps(self, worker_id: str) -> list[Steps]:
-        return steps_of(self._grown(worker_id), self.seconds)
+        return steps_of(self.grown_by(worker_id), self.seconds)
 
     def grown(self, series: str, labels: str = "") -> float:
         key = f"{series}{{{labels}}}"
