@@ -30,7 +30,7 @@ from ridgeline.router.fleet.roles import role_table
 from ridgeline.router.flow.admission import LOOK_EVERY_S, Admission
 from ridgeline.router.flow.held_bodies import HeldBodies
 from ridgeline.router.front.admin import admin_routes, shown_operation
-from ridgeline.router.front.app import build_app, frontend_config, server_args
+from ridgeline.router.front.app import VLLM_VERSION, build_app, frontend_config, server_args
 from ridgeline.router.front.engine_client import RouterEngineClient
 from ridgeline.router.front.health import HealthProbe, Readiness, probe_prompt_tokens
 from ridgeline.router.front.http.types import Asgi
@@ -40,7 +40,7 @@ from ridgeline.router.front.middleware.ingress import Gates
 from ridgeline.router.front.operations import Asked, Operations, Progress
 from ridgeline.router.idle_times import OUTPUT_TOKENS, measure, too_short
 from ridgeline.router.live.view import LiveView, Sources
-from ridgeline.router.observe.collectors import WorkerCollector
+from ridgeline.router.observe.collectors import BuildInfo, WorkerCollector
 from ridgeline.router.observe.metrics import LimitedLatency, RequestMetrics, Within
 from ridgeline.router.placement.pool_queue import QueueCollector, QueueNow
 from ridgeline.router.router_control import RouterControl
@@ -122,6 +122,7 @@ class Router(RouterControl):
                 away=lambda: self.fleet.away,
             )
         )
+        REGISTRY.register(BuildInfo(VLLM_VERSION, settings.served_names[0]))
         REGISTRY.register(QueueCollector(lambda: self.queues))
         REGISTRY.register(self._lag)
         REGISTRY.register(self._client.turns)
@@ -234,6 +235,7 @@ class Router(RouterControl):
                 await self._shared.joined()
             group.create_task(self._releaser.run(), name="handoff-releaser")
             group.create_task(self._lag.watch(), name="loop-lag")
+            group.create_task(self._metrics.count_cpu(self._settings.start.name), name="cpu")
             group.create_task(self._client.turns.watch(), name="text-turns")
             self._client.bind(self._orchestrator)
             self._readiness = self._make_readiness()

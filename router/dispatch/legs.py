@@ -58,6 +58,7 @@ class Legs:
         async with self._placement.place(progress.demand()) as place:
             timeline.router_queue_s += timeline.clock() - began_s
             timeline.path, timeline.assignment = place.route.path, place.assignment
+            timeline.prompt_pool = place.prompt_worker.pool
             progress.assignment = place.assignment
             progress.advance("prefilling")
             yield place
@@ -66,9 +67,7 @@ class Legs:
         """Run the whole request on one worker, with the reason why prefill did not compute the prompt."""
         task = progress.whole_task(place.route.recompute_reason)
         leg = partial(place.prompt_worker.client.run_task, task)
-        await self._stream(
-            leg, place.prompt_worker.pool, progress, lambda delta: place.prompt_done(_cached_tokens(delta))
-        )
+        await self._stream(leg, place.prompt_worker.pool, progress, lambda delta: _prompt_done(place, progress, delta))
 
     async def _split(self, progress: RequestProgress, place: Place, decode: Worker) -> None:
         """Compute the prompt on a prefill worker, send its first token on, and get the rest from a decode worker."""
@@ -89,6 +88,7 @@ class Legs:
                 return
             progress.advance("handoff")
             wanted = progress.request.sampling
+            progress.timeline.resampled = wanted.first_token == "resample"
             progress.metrics.first_token.labels(wanted.first_token, wanted.resample_reason or "").inc()
             fetched, release_after_s = False, 0.0
             try:
@@ -115,7 +115,7 @@ class Legs:
                 return False
             made.append(delta)
             progress.timeline.prefill_timing = delta.timing
-            place.prompt_done(_cached_tokens(delta))
+            _prompt_done(place, progress, delta)
             return True
 
         try:
@@ -166,9 +166,13 @@ class Legs:
         return produced
 
 
-def _cached_tokens(delta: TokenDelta) -> int | None:
-    """Return what the engine had of the prompt in its prefix cache; None if it did not look there."""
-    return delta.num_cached_tokens if delta.prompt_logprobs is None else None
+def _prompt_done(place: Place, progress: RequestProgress, delta: TokenDelta) -> None:
+    """Note what the engine had of the prompt in its prefix cache; None if it did not look there."""
+    cached_tokens = delta.num_cached_tokens if delta.prompt_logprobs is None else None
+    place.prompt_done(cached_tokens)
+    if cached_tokens is not None:
+        prompt_tokens = progress.timeline.num_prompt_tokens + len(progress.token_ids)
+        progress.metrics.looked_up(place.prompt_worker.pool, prompt_tokens, cached_tokens)
 
 
 class OverlappedLeg:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from importlib.metadata import version
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -101,6 +102,22 @@ def _gauge(
 
 
 _AFFINITY = "1 for each worker of mode adaptive that is kept for one phase, labelled with it; none while all do both"
+
+
+class BuildInfo(Collector):
+    """Tells versions and model, for queries to join with."""
+
+    def __init__(self, vllm: str, model: str) -> None:
+        self._labels = {"version": version("ridgeline"), "vllm": vllm, "model": model}
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the one series; called by prometheus-client at each scrape."""
+        yield _gauge(
+            "ridgeline_build_info",
+            "Always 1: the versions of Ridgeline and of the router's vLLM, and the model's served name",
+            list(self._labels),
+            [(list(self._labels.values()), 1)],
+        )
 
 
 class WorkerCollector(Collector):

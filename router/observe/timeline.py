@@ -8,7 +8,7 @@ All times are durations, each on one clock: the router's for what a client sees,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -63,6 +63,10 @@ class RequestTimeline:
     """How many times it was taken from a worker to go on elsewhere."""
     last_pool: Pool | None = None
     """The pool that made the last token so far."""
+    prompt_pool: Pool | None = None
+    """The pool of the worker that computes the prompt, once it has one."""
+    resampled: bool = False
+    """Decode samples the first token, so that TTFT includes the hand-off."""
     arrived_s: float = field(init=False)
     preprocess_s: float | None = field(init=False)
     """Seconds from the head to the orchestrator: body, template, tokenising, admission."""
@@ -140,6 +144,18 @@ class RequestTimeline:
         return max(0.0, ttft_s - request.waited_s - timing.queue_s - timing.first_token_s)
 
     @property
+    def dispatch_s(self) -> float | None:
+        """Seconds of TTFT that belong to no other stage: messages, threads, the rest of a step that ran.
+
+        None if not known: a worker was lost, or TTFT includes the hand-off.
+        """
+        timing = self.prefill_timing or self.decode_timing
+        if timing is None or self.ttft_s is None or self.preprocess_s is None or self.pauses_s or self.resampled:
+            return None
+        others_s = self.preprocess_s + self.router_queue_s + timing.queue_s + timing.first_token_s
+        return max(0.0, self.ttft_s - others_s)
+
+    @property
     def moved(self) -> tuple[int, float]:
         """Bytes and seconds of its whole hand-off; zeros if there was none, or only its last segment was timed."""
         result = None if self.decode_timing is None else self.decode_timing.transfer_result
@@ -156,7 +172,24 @@ class RequestTimeline:
     def stages_s(self) -> dict[str, float]:
         """Return the seconds in each stage; a stage that did not happen is absent, not zero."""
         stages = self._split_stages_s() if self.path == "disaggregated" else self._whole_stages_s()
-        return {"preprocess": self.preprocess_s} | stages if self.preprocess_s is not None else stages
+        router = {"preprocess": self.preprocess_s, "dispatch": self.dispatch_s}
+        return {stage: seconds for stage, seconds in router.items() if seconds is not None} | stages
+
+    def waits_s(self) -> Iterator[tuple[Pool, Literal["router", "engine"], float]]:
+        """Yield where its legs waited, by the pool of their worker, and the seconds."""
+        if self.prompt_pool is None:
+            return
+        yield self.prompt_pool, "router", self.router_queue_s
+        if self.prefill_timing is not None:
+            yield self.prompt_pool, "engine", self.prefill_timing.queue_s
+        if self.decode_timing is not None and self.last_pool is not None:
+            yield self.last_pool, "engine", self._decode_queue_s(self.decode_timing)
+
+    @staticmethod
+    def _decode_queue_s(timing: LegTiming) -> float:
+        """Return the seconds in the engine's queue, without those of a hand-off."""
+        result = timing.transfer_result
+        return timing.queue_s if result is None else max(0.0, timing.queue_s - result.wait_s - result.wire_s)
 
     def _split_stages_s(self) -> dict[str, float]:
         stages: dict[str, float] = {}
@@ -168,7 +201,7 @@ class RequestTimeline:
             wait_s, wire_s = (result.wait_s, result.wire_s) if result else (0.0, 0.0)
             stages["handoff_wait"] = 0.0 if self.overlapped else wait_s
             stages["wire"] = wire_s
-            stages["decode_queue"] = max(0.0, self.decode_timing.queue_s - wait_s - wire_s)
+            stages["decode_queue"] = self._decode_queue_s(self.decode_timing)
             stages["decode"] = self.decode_timing.compute_s
         return stages
 

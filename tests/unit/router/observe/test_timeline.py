@@ -73,7 +73,8 @@ def test_a_request_arrives_when_its_head_was_read_and_not_when_it_is_tokenised(c
     timeline = timeline_of(clock, (0.5, 1), (1, 1), seen=seen, head_read_s=clock.now_s - 2.0)
     assert seen[0] == ("ttft", "decode", 2.5)
     timeline.decode_timing = LegTiming(queue_s=0.25, first_token_s=0.25, compute_s=1.25)
-    assert timeline.stages_s() == {"preprocess": 2.0, "queue": 0.25, "prefill": 0.25, "decode": 1.0}
+    stages = {"preprocess": 2.0, "dispatch": 0.0, "queue": 0.25, "prefill": 0.25, "decode": 1.0}
+    assert timeline.stages_s() == stages
 
 
 def test_tokens_are_credited_to_the_pool_that_made_them(clock, seen):
