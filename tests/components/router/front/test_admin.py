@@ -336,10 +336,14 @@ UNAUTHORIZED = (401, 401)
 
 
 def right(caller="127.0.0.1", access=LOCAL, keys=(), **headers):
-    """What the rule says of a caller: its right, or the status of its refusal."""
-    sent = [(name.lower().encode(), value.encode()) for name, value in ({"host": "localhost"} | headers).items()]
+    """What the rule says of a caller: its right, or the status of its refusal. Several values are several headers."""
+    sent = [
+        (name.lower().encode(), value.encode())
+        for name, values in ({"host": "localhost"} | headers).items()
+        for value in ([values] if isinstance(values, str) else values)
+    ]
     try:
-        return access.right({"client": (caller, 5), "headers": sent}, keys)
+        return access.right({"client": (caller, 5), "scheme": "http", "headers": sent}, keys)
     except HttpRefusal as refusal:
         return refusal.status
 
@@ -353,8 +357,6 @@ PASSED_ON = [
     {"forwarded": "for=127.0.0.1"},
     {"x-real-ip": "127.0.0.1"},
     {"via": "1.1 proxy"},
-    {"origin": "http://elsewhere.example"},
-    {"origin": "http://localhost"},
     {"host": "rebound.example"},
     {"host": "10.0.0.7:8000"},
     {"host": "localhost.example"},
@@ -367,7 +369,7 @@ PASSED_ON = [
     [
         pytest.param(HERE, [{"host": name} for name in NAMES], "local", id="on this machine by any of its names"),
         pytest.param(ELSEWHERE, [{}], 403, id="another machine"),
-        pytest.param(["127.0.0.1", "10.0.0.7"], PASSED_ON, 403, id="passed on, or a page in a browser"),
+        pytest.param(["127.0.0.1", "10.0.0.7"], PASSED_ON, 403, id="passed on"),
     ],
 )
 def test_who_is_an_operator_without_admin_keys(callers, headers, expected):
@@ -375,12 +377,48 @@ def test_who_is_an_operator_without_admin_keys(callers, headers, expected):
     assert {right(caller, AdminAccess(clients_are_remote=True)) for caller in callers} == {403}
 
 
-async def test_an_admin_key_is_let_in_from_anywhere_but_a_page_and_nothing_else_is():
+OTHER_PAGES = [
+    *(
+        {"origin": origin}
+        for origin in ("http://elsewhere.example", "null", "", "file://", "http://localhost.evil.example")
+    ),
+    *({"origin": f"http://localhost{port}", "host": "localhost:8000"} for port in ("", ":3000", ":80000", ":8000/")),
+    {"origin": "http://127.0.0.1:8000", "host": "localhost:8000"},
+    {"origin": ["http://localhost", "http://elsewhere.example"]},
+    {"origin": ["http://localhost", "http://localhost"]},
+    {"origin": "http://localhost", "host": ["localhost", "elsewhere.example"]},
+    {"origin": "http://localhost", "host": []},
+]
+REBOUND = {"origin": "http://evil.example:8000", "host": "evil.example:8000"}
+BEHIND_TLS = {"origin": "https://serving.example", "host": "serving.example"}
+
+
+@pytest.mark.parametrize("access", [LOCAL, AdminAccess(KEYED.key_hashes)], ids=["here", "with a key"])
+def test_of_pages_in_a_browser_only_the_servers_own_may_use_operators_paths(access):
+    keys = (KEY.encode(),) if access.key_hashes else ()
+    own = [{"origin": f"http://{name}", "host": name} for name in (*NAMES, "LOCALHOST:8000")]
+    assert {right("127.0.0.1", access, keys, **each) for each in own} == {"key" if keys else "local"}
+    assert {right("127.0.0.1", access, keys, **each) for each in OTHER_PAGES} == {403}
+
+
+def test_a_page_whose_name_leads_here_has_no_right_without_a_key():
+    assert right(**REBOUND) == 403
+    assert right("127.0.0.1", KEYED, **REBOUND) == 401
+
+
+def test_behind_a_proxy_that_ends_tls_the_own_page_needs_a_key_and_its_host():
+    assert right("10.0.0.7", KEYED, (KEY.encode(),), **BEHIND_TLS) == "key"
+    assert right("10.0.0.7", KEYED, **BEHIND_TLS) == 401
+    assert right("10.0.0.7", KEYED, (KEY.encode(),), **BEHIND_TLS | {"host": "10.0.0.5:8000"}) == 403
+    assert right("127.0.0.1", LOCAL, origin="https://localhost:8443", host="localhost:8443") == 403
+
+
+async def test_an_admin_key_is_let_in_from_anywhere_and_nothing_else_is():
     async with admin("10.0.0.7", KEYED) as (http, _, _, _):
         assert await statuses(http, **BEARER) == LET_IN
         assert await statuses(http, **{"x-api-key": KEY}) == LET_IN
         assert await statuses(http, **BEARER, **{"x-forwarded-for": "192.0.2.1"}) == LET_IN
-        assert await statuses(http, **BEARER, origin="http://localhost") == FORBIDDEN
+        assert await statuses(http, **BEARER, origin="http://elsewhere.example") == FORBIDDEN
     async with admin("127.0.0.1", KEYED) as (http, _, _, _):
         assert await statuses(http) == UNAUTHORIZED, "being on this machine is no key"
         assert await statuses(http, authorization=f"Bearer {KEY}x") == UNAUTHORIZED
