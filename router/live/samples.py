@@ -118,9 +118,13 @@ class Window:
             if key.startswith(begin)
         }
 
+    def ratio(self, part: str, every: str, label: str) -> float | None:
+        """Return the growth of one series for each of another; None if that has not grown."""
+        asked = self.grown(every, label)
+        return self.grown(part, label) / asked if asked else None
+
     def mean_of(self, series: str, label: str) -> float | None:
-        count = self.grown(f"{series}_count", label)
-        return self.grown(f"{series}_sum", label) / count if count else None
+        return self.ratio(f"{series}_sum", f"{series}_count", label)
 
     @property
     def tokens_per_event(self) -> float | None:
@@ -155,7 +159,10 @@ def counted(metrics: RequestMetrics) -> Iterator[tuple[str, float]]:
         "link_bytes": metrics.link_bytes,
         "link_seconds": metrics.link_seconds,
         "link_rate": metrics.link_rate,
+        "link_fastest": metrics.link_fastest,
         "overlapped": metrics.overlapped,
+        "prefix_hits": metrics.prefix_hits,
+        "prefix_queries": metrics.prefix_queries,
         "stage": metrics.stage,
         "itl": metrics.itl,
     }

@@ -18,6 +18,7 @@ from ridgeline.router.live.state import (
     RouterNow,
     Severity,
     Verdict,
+    WorkerNow,
 )
 
 
@@ -113,56 +114,42 @@ def _action(found: Bottleneck, pools: list[PoolNow], modes: Iterable[str]) -> Ac
     return Action("scale", label, f"ridgeline scale {text}", dict(wanted), expect, live=True)
 
 
-def resources(verdict: Verdict, pools: list[PoolNow], links: list[LinkNow], router: RouterNow) -> list[ResourceUse]:
-    first, last = pools[0], pools[-1]
-    whole = first is last
-    rows = [row for row in last.workers if row.kv_used_ratio is not None]
-    kv = mean(row.kv_used_ratio for row in rows)
-    free = last.kv_blocks * sum(1 - (row.kv_used_ratio or 0.0) for row in rows)
-    ready = max(1, last.workers_ready)
-    places = mean((row.running or 0) / row.max_running for row in rows if row.max_running)
-    pace = last.tokens_per_s / ready / last.slo_point.tokens_per_s if last.slo_point else places
-    step = f"step {last.decode_step_s * 1e3:.1f} ms" if last.decode_step_s else "no decode steps"
-    per_event = "" if router.tokens_per_event is None else f"{router.tokens_per_event:.1f} tokens an event"
-    moved = sum(link.bytes_per_s for link in links)
-    waits = f"{first.waiting_prompts} prompts wait"
-    wait_s = "" if first.wait_s is None or not first.waiting_prompts else f" {first.wait_s:.1f} s"
-    names = ", ".join(link.transport for link in links)
+def resources(
+    verdict: Verdict, promise: Promise, pools: list[PoolNow], links: list[LinkNow], router: RouterNow
+) -> list[ResourceUse]:
+    """Return how much of each resource is in use; the one that the verdict names is short."""
+    first, last, moved = pools[0], pools[-1], sum(link.bytes_per_s for link in links)
+    whole, known = first is last, [row for row in last.workers if row.kv_used_ratio is not None]
+    free = last.kv_blocks * sum(1 - (row.kv_used_ratio or 0.0) for row in known)
+    per_event = None if router.tokens_per_event is None else f"{router.tokens_per_event:.1f} tokens an event"
+    wait = f" {first.wait_s:.1f} s" if first.wait_s and first.waiting_prompts else ""
+    link_use, link_says = sum(link.use_ratio or 0.0 for link in links), ", ".join(link.transport for link in links)
+    unused = whole and not moved
+    decode, decode_use, decode_says = _decode_use(promise.slo.tpot_s, last, known)
+    prompts, kv = ("Prompt steps", "KV blocks") if whole else ("Prefill compute", "Decode KV blocks")
+    busy, full = rule.BUSY_FROM, rule.FULL_FROM
     table: list[tuple[ResourceId, str, float | None, float, str]] = [
         ("router", "Router CPU", router.cpu_ratio, rule.ROUTER_CORES, per_event or f"{router.in_flight} in flight"),
-        (
-            "prefill",
-            "Prompt steps" if whole else "Prefill compute",
-            first.prompt_busy_ratio,
-            rule.BUSY_FROM,
-            f"{waits}{wait_s}",
-        ),
-        (
-            "link",
-            "KV link",
-            None if whole and not moved else sum(link.use_ratio or 0.0 for link in links),
-            rule.BUSY_FROM,
-            "no KV moves in this mode" if whole and not moved else f"{moved / 1e6:.3g} MB/s by {names}",
-        ),
-        (
-            "kv",
-            "KV blocks" if whole else "Decode KV blocks",
-            kv,
-            rule.FULL_FROM,
-            f"{free:,.0f} blocks free",
-        ),
-        (
-            "bandwidth",
-            "Decode pace" if last.slo_point else "Decode batch",
-            pace,
-            rule.FULL_FROM,
-            f"{step}, {'of what the TPOT SLO allows' if last.slo_point else 'share of max_num_seqs'}",
-        ),
+        ("prefill", prompts, first.prompt_busy_ratio, busy, f"{first.waiting_prompts} prompts wait{wait}"),
+        ("link", "KV link", None if unused else link_use, busy, f"{moved / 1e6:.3g} MB/s by {link_says}"),
+        ("kv", kv, mean(row.kv_used_ratio for row in known), full, f"{free:,.0f} blocks free"),
+        ("bandwidth", decode, decode_use, full, decode_says),
     ]
     return [
-        ResourceUse(name, title, use, from_, _level(name, use, verdict), detail)
+        ResourceUse(name, title, use, from_, _level(name, use, verdict), "no KV moves" if use is None else detail)
         for name, title, use, from_, detail in table
     ]
+
+
+def _decode_use(limit_s: float | None, pool: PoolNow, known: Sequence[WorkerNow]) -> tuple[str, float | None, str]:
+    """Return the name of decode's bar, its use, and what it is of: the SLO on TPOT if there is one, else the batch."""
+    step_s, ready = pool.decode_step_s, max(1, pool.workers_ready)
+    step = "no decode steps" if step_s is None else f"step {step_s * 1e3:.1f} ms"
+    if limit_s is not None and step_s is not None and (pool.slo_point or step_s > limit_s):
+        of_point = pool.tokens_per_s / ready / pool.slo_point.tokens_per_s if pool.slo_point else 0.0
+        beyond = step_s / limit_s if step_s > limit_s else 0.0
+        return "Decode pace", max(of_point, beyond), f"{step}, SLO {limit_s * 1e3:.0f} ms"
+    return "Decode batch", mean((row.running or 0) / row.max_running for row in known if row.max_running), step
 
 
 def _level(name: ResourceId, use: float | None, verdict: Verdict) -> Level:

@@ -183,7 +183,7 @@ class LiveView:
         found = bottleneck(fleet_state(promise, pools, window, self._receivers(window)))
         verdict = self._verdict_now(found, pools, promise)
         links, router = self._links(window), self._router(window)
-        uses = resources(verdict, pools, links, router)
+        uses = resources(verdict, promise, pools, links, router)
         requests = sources.requests()
         operation = sources.operation()
         return State(
@@ -278,6 +278,7 @@ class LiveView:
             kv_blocks=workers[0].description.num_kv_blocks if workers else 0,
             slo_point=None if pool == "prefill" else self._slo_point(workers, window),
             workers=rows,
+            prefix_hit_ratio=window.ratio("prefix_hits", "prefix_queries", pool),
         )
 
     def _worker(self, worker: Worker, window: Window) -> WorkerNow:
@@ -354,6 +355,8 @@ class LiveView:
                     if first
                     else 0.0,
                     expired_per_s=grown.get("expired_leases_total", 0.0) / window.seconds if first else 0.0,
+                    peak_bytes_per_s=(fastest := window.last.requests.get(f"link_fastest{{{transport}}}")),
+                    peak_source="fastest hand-off so far" if fastest else None,
                 )
             )
         return links

@@ -153,7 +153,7 @@ ROUTER = RouterNow(processes=1, cpu_ratio=0.85, tokens_per_event=None, loop_lag_
 
 def test_the_bars_stand_in_the_order_of_a_request_and_the_short_one_is_the_sentences():
     verdict = verdict_of(Bottleneck("kv_blocks", "s", "decode", "kv_memory"), SPLIT, promise(), MODES)
-    bars = resources(verdict, SPLIT, [LINK], ROUTER)
+    bars = resources(verdict, promise(), SPLIT, [LINK], ROUTER)
     assert [(bar.id, bar.state) for bar in bars] == [
         ("router", "full"),
         ("prefill", "ok"),
@@ -167,5 +167,5 @@ def test_the_bars_stand_in_the_order_of_a_request_and_the_short_one_is_the_sente
 def test_where_no_kv_moves_the_link_is_unused():
     whole = [pool("colocated", worker("worker-0"), worker("worker-1"))]
     verdict = verdict_of(Bottleneck("nothing", "s"), whole, promise(), MODES)
-    link = resources(verdict, whole, [], ROUTER)[2]
+    link = resources(verdict, promise(), whole, [], ROUTER)[2]
     assert (link.use_ratio, link.state) == (None, "unused")
