@@ -213,6 +213,8 @@ class PoolNow(msgspec.Struct, frozen=True):
     mixed_step_s: float | None
     kv_blocks: int
     slo_point: SloPoint | None
+    alone_step_s: float | None
+    """What a decode step of one sequence takes, by the step-time model."""
     workers: list[WorkerNow]
     prefix_hit_ratio: float | None = None
 

@@ -82,6 +82,18 @@ def verdict_of(found: Bottleneck, pools: list[PoolNow], promise: Promise, modes:
         ready = sum(pool.workers_ready for pool in pools)
         said = f"No requests: {ready} of {sum(pool.workers_wanted for pool in pools)} workers are ready and idle."
         return Verdict("empty", "idle", None, None, 0.0, said, None, None)
+    limit_s, alone_s = promise.slo.tpot_s, pools[-1].alone_step_s
+    attained = promise.tpot_attainment_ratio
+    missed = attained is not None and attained < rule.MIN_ATTAINMENT
+    if (
+        found.resource in ("time", "bandwidth", "compute", "unknown")
+        and missed
+        and limit_s
+        and (alone_s or 0) > limit_s
+    ):
+        said = f"No batch meets the TPOT SLO of {limit_s * 1e3:.0f} ms: a step of one sequence takes "
+        said += f"{(alone_s or 0) * 1e3:.0f} ms. Raise router.slo.tpot_ms, or use faster devices or a smaller model."
+        return Verdict("time", "short", "bandwidth", None, 0.0, said, None, None)
     bar_of = _bar_of(found)
     kind = "none" if found.resource == "nothing" else found.resource
     severity: Severity = "ok" if kind == "none" else "watch" if kind == "unknown" else "short"

@@ -253,12 +253,13 @@ class LiveView:
         queue = self._sources.queues().get(pool)
         known = [row for row in rows if row.busy_ratio is not None]
         phase = "prefill" if pool == "prefill" else "decode"
+        point, alone_s = (None, None) if pool == "prefill" else self._decode_limits(workers, window)
         return PoolNow(
             pool=pool,
             hardware=hardware.name if hardware else None,
             peak_flops_per_s=peaks[0],
             peak_bytes_per_s=peaks[1],
-            peaks_source=hardware.source if hardware else None,
+            peaks_source=hardware and ("measured" if hardware.source.startswith("measured") else "data sheet"),
             ridge=peaks[0] / peaks[1] if peaks[0] and peaks[1] else None,
             workers_ready=sum(row.state == "ready" for row in rows),
             workers_wanted=len(rows),
@@ -276,7 +277,8 @@ class LiveView:
             decode_step_s=means.get("decode"),
             mixed_step_s=means.get("mixed"),
             kv_blocks=workers[0].description.num_kv_blocks if workers else 0,
-            slo_point=None if pool == "prefill" else self._slo_point(workers, window),
+            slo_point=point,
+            alone_step_s=alone_s,
             workers=rows,
             prefix_hit_ratio=window.ratio("prefix_hits", "prefix_queries", pool),
         )
@@ -312,15 +314,17 @@ class LiveView:
             why=_why(worker) if state == "lost" else None,
         )
 
-    def _slo_point(self, workers: Sequence[Worker], window: Window) -> SloPoint | None:
+    def _decode_limits(self, workers: Sequence[Worker], window: Window) -> tuple[SloPoint | None, float | None]:
+        """Return where these workers meet the SLO on TPOT, and the seconds of a step of one sequence."""
         limit_s = self._sources.settings.router.slo.tpot_limit_s
         model = next((worker.step_model for worker in workers if worker.step_model is not None), None)
         running = sum(worker.outstanding.decodes for worker in workers)
-        counted = window.grown_of(worker.worker_id for worker in workers)
-        if limit_s is None or model is None or not running or not counted.get("steps_total.decode"):
-            return None
-        context = sum(worker.outstanding.context_tokens for worker in workers) / running
-        return slo_point(model, limit_s, context, min(worker.max_num_seqs for worker in workers), counted)
+        if model is None or not running:
+            return None, None
+        context_tokens = sum(worker.outstanding.context_tokens for worker in workers) / running
+        counted, most = window.grown_of(row.worker_id for row in workers), min(row.max_num_seqs for row in workers)
+        point = None if limit_s is None else slo_point(model, limit_s, context_tokens, most, counted)
+        return point, model.decode_s(1, context_tokens)
 
     def _receivers(self, window: Window) -> int:
         return sum(one.pool == "decode" for one in window.last.workers.values())
@@ -458,8 +462,8 @@ def slo_point(
     batch = 0
     while batch < most and model.decode_s(batch + 1, (batch + 1) * context_tokens) <= limit_s:
         batch += 1
-    tokens, steps = counted.get("tokens_total.decode", 0.0), counted["steps_total.decode"]
-    if not batch or not tokens:
+    tokens, steps = counted.get("tokens_total.decode", 0.0), counted.get("steps_total.decode", 0.0)
+    if not batch or not tokens or not steps:
         return None
     weights = counted.get("bytes_total.decode.weights", 0.0) / steps
     kv = sum(counted.get(f"bytes_total.decode.{kind}", 0.0) for kind in ("kv_read", "kv_write")) / tokens

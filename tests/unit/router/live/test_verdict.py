@@ -57,6 +57,7 @@ def pool(name, *workers, **changes):
         mixed_step_s=None,
         kv_blocks=100,
         slo_point=None,
+        alone_step_s=None,
         workers=list(workers),
     )
     return msgspec.structs.replace(one, **changes)
@@ -115,6 +116,16 @@ def test_each_bottleneck_names_its_bar_and_what_would_help(found, kind, bar, doe
 def test_what_cannot_be_told_is_no_reason_to_act():
     verdict = verdict_of(Bottleneck("unknown", "s"), SPLIT, promise(), MODES)
     assert (verdict.severity, verdict.resource, verdict.action) == ("watch", None, None)
+
+
+def test_an_slo_that_no_batch_meets_is_no_reason_for_more_workers():
+    wanted = msgspec.structs.replace(promise(), slo=Slo(None, 0.1, 0.9), tpot_attainment_ratio=0.2)
+    pools = [SPLIT[0], msgspec.structs.replace(SPLIT[1], alone_step_s=0.15)]
+    found = Bottleneck("time", "s", "decode", "add_worker")
+    verdict = verdict_of(found, pools, wanted, MODES)
+    assert "150 ms" in verdict.sentence
+    assert verdict.action is None
+    assert verdict_of(found, SPLIT, wanted, MODES).sentence == "s"
 
 
 def test_a_link_is_no_reason_for_a_mode_that_the_deployment_does_not_have():
