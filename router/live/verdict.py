@@ -82,7 +82,7 @@ def verdict_of(found: Bottleneck, pools: list[PoolNow], promise: Promise, modes:
         ready = sum(pool.workers_ready for pool in pools)
         said = f"No requests: {ready} of {sum(pool.workers_wanted for pool in pools)} workers are ready and idle."
         return Verdict("empty", "idle", None, None, 0.0, said, None, None)
-    limit_s, alone_s = promise.slo.tpot_s, pools[-1].alone_step_s
+    limit_s, alone_s = promise.slo.tpot_s, pools[-1].alone_step_s or 0.0
     attained = promise.tpot_attainment_ratio
     missed = attained is not None and attained < rule.MIN_ATTAINMENT
     if (
@@ -92,7 +92,7 @@ def verdict_of(found: Bottleneck, pools: list[PoolNow], promise: Promise, modes:
         and (alone_s or 0) > limit_s
     ):
         said = f"No batch meets the TPOT SLO of {limit_s * 1e3:.0f} ms: a step of one sequence takes "
-        said += f"{(alone_s or 0) * 1e3:.0f} ms. Raise router.slo.tpot_ms, or use faster devices or a smaller model."
+        said += f"{alone_s * 1e3:.0f} ms. Raise router.slo.tpot_ms, or use faster devices or a smaller model."
         return Verdict("time", "short", "bandwidth", None, 0.0, said, None, None)
     bar_of = _bar_of(found)
     kind = "none" if found.resource == "nothing" else found.resource

@@ -259,7 +259,7 @@ class LiveView:
             hardware=hardware.name if hardware else None,
             peak_flops_per_s=peaks[0],
             peak_bytes_per_s=peaks[1],
-            peaks_source=hardware and ("measured" if hardware.source.startswith("measured") else "data sheet"),
+            peaks_source=_source_of(hardware) if hardware else None,
             ridge=peaks[0] / peaks[1] if peaks[0] and peaks[1] else None,
             workers_ready=sum(row.state == "ready" for row in rows),
             workers_wanted=len(rows),
@@ -470,6 +470,10 @@ def slo_point(
     flops, moved = batch * counted.get("flops_total.decode", 0.0) / tokens, weights + batch * kv
     step_s = model.decode_s(batch, batch * context_tokens)
     return SloPoint(batch, batch / step_s, flops / moved, flops / step_s) if moved else None
+
+
+def _source_of(hardware: PoolHardware) -> str:
+    return "measured" if hardware.source.startswith("measured") else "data sheet"
 
 
 def _states(fleet: Fleet) -> dict[str, WorkerState]:
