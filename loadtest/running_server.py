@@ -78,7 +78,7 @@ class RunningServer:
             )
         return tuple(notes)
 
-    async def ready(self) -> Reached:
+    async def ready(self, why: str = "") -> Reached:
         """Empty its prefix caches where it lets us. Raises ServerError if it does not answer any more."""
         if self.resets_cache and not await self._reset_caches():
             raise ServerError(f"{self.mode} has not emptied its prefix cache: POST {RESET_PATH} fails")

@@ -119,6 +119,7 @@ async def _own(
     from ridgeline.cluster.commands.own_variants import own_variants
 
     async with own_variants(config, plan.modes, console) as (url, variants), open_http(url) as http:
+        console.print(f"watch it at {url}/", highlight=False, markup=False)
         yield variants, await first_model(http, plan.served_model_name)
 
 

@@ -79,6 +79,8 @@ class ModeBody(_Body):
     """The body of POST /ridgeline/mode."""
 
     mode: Mode
+    why: str = Field(default="", max_length=200)
+    """What it is for, which the live page shows."""
 
 
 class ScaleBody(_Body):
@@ -141,6 +143,7 @@ def admin_routes(
             change = await modes.change(body.mode)
         except (ModeImpossible, PairingRefused) as error:
             raise HTTPException(HTTPStatus.CONFLICT, f"the mode cannot become {body.mode}: {error}") from error
+        live.mode_is_for = body.why
         return {"mode": change.mode, "rerouted_prompts": change.rerouted_prompts, "took_s": round(change.took_s, 3)}
 
     @routes.get("/decisions")

@@ -36,6 +36,8 @@ class Deployment(msgspec.Struct, frozen=True):
     model: str
     version: str
     mode: Mode
+    mode_is_for: str
+    """What whoever chose it said, such as the round of a comparison; or empty."""
     modes: list[Mode]
     """To choose from."""
     uptime_s: float

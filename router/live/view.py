@@ -96,6 +96,8 @@ class LiveView:
         """Of each worker, since when."""
         self._verdict: tuple[Verdict, float] | None = None
         self._other_since_s: float | None = None
+        self.mode_is_for = ""
+        """What whoever chose the present mode says that it is for."""
         self._sampled = asyncio.Event()
         self._made: tuple[Sample, State] | None = None
 
@@ -198,6 +200,7 @@ class LiveView:
                 model=settings.served_names[0],
                 version=sources.version,
                 mode=fleet.mode,
+                mode_is_for=self.mode_is_for,
                 modes=list(fleet.roles.modes),
                 uptime_s=self._clock() - self._began_s,
                 hosts=sorted({worker.description.host for worker in fleet.workers}),

@@ -216,7 +216,7 @@ class _Ours:
     def __init__(self, url: str) -> None:
         self._url = url
 
-    async def ready(self) -> Reached:
+    async def ready(self, why: str = "") -> Reached:
         return Reached(self._url, is_fresh=False)
 
 

@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import pickle
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -80,12 +81,12 @@ async def admin(caller="127.0.0.1", access=LOCAL, roles=SPLIT_FOR_EVER, **layout
     ):
         app = FastAPI()
         book = Operations()
-        stopping = asyncio.Event()
+        stopping, live = asyncio.Event(), SimpleNamespace(mode_is_for="")
         app.include_router(
-            admin_routes(fleet, OwnModes(fleet, lambda: 0), book, Explanations(), None, recorder, stopping)
+            admin_routes(fleet, OwnModes(fleet, lambda: 0), book, Explanations(), live, recorder, stopping)
         )
         app = WithContext(KeyGuard(app, Access(admin=access)))
-        app.book, app.stopping = book, stopping
+        app.book, app.stopping, app.live = book, stopping, live
         transport = httpx.ASGITransport(app, client=(caller, 5))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             yield http, started, fleet, app
@@ -278,7 +279,10 @@ async def test_the_mode_does_not_change_while_pools_are_scaled(kind):
         assert fleet.mode == "disaggregated"
         assert (await http.post("/ridgeline/mode", json={"mode": "disaggregated"})).status_code == 200  # no change
         app.book.report(Progress(operation, "done"))
-        assert (await http.post("/ridgeline/mode", json={"mode": "colocated"})).status_code == 200
+        noted = {"mode": "colocated", "why": "compare: pair 2"}
+        assert (await http.post("/ridgeline/mode", json=noted)).status_code == 200
+        assert app.live.mode_is_for == "compare: pair 2"
+        assert (await http.post("/ridgeline/mode", json=noted | {"why": "x" * 201})).status_code == 422
 
 
 async def test_the_commands_follow_an_operation_and_cancel_it():
