@@ -149,7 +149,7 @@ def summarise_comparison(
                 **_rate_figures(held[label], devices[side], mean_output_tokens, plan.price_per_hour),
                 "curve": _curve(curves[label], curves.values()),
                 "points": _points(measured, side),
-                **_served(measured, side, mode),
+                **_served(measured, side, mode, facts[label].max_num_seqs),
             }
             for (side, label), mode in zip(labels.items(), plan.kinds, strict=True)
         },
@@ -224,7 +224,7 @@ def _points(measured: _Measured, side: Side) -> list[dict[str, Any]]:
     return points
 
 
-def _served(measured: _Measured, side: Side, mode: str) -> dict[str, Any]:
+def _served(measured: _Measured, side: Side, mode: str, max_num_seqs: str) -> dict[str, Any]:
     """Return what the server of a variant said of itself over all its valid rounds; little if it counts nothing."""
     results = [result for _, result in measured.kept(side)]
     under_load = measured.under_load(side)
@@ -237,7 +237,7 @@ def _served(measured: _Measured, side: Side, mode: str) -> dict[str, Any]:
         "stage_seconds": stage_seconds(delta),
         "latency_parts": latency_parts(delta, _seconds(figures["mean_ttft_ms"]), _seconds(figures["mean_e2el_ms"])),
         "recomputes": recomputes(delta),
-        "bottleneck": _bottleneck(under_load, measured.slo),
+        "bottleneck": _bottleneck(under_load, measured.slo, max_num_seqs),
         "router": _router(under_load),
         "split_fraction": split_fraction(_by_url(results)),
         "engines": engines_sentence(_by_url(results)),
@@ -254,13 +254,14 @@ def _by_url(results: Sequence[ReplayResult]) -> dict[str, MetricsDelta]:
     return {url: add_up(result.deltas[url] for result in results if url in result.deltas) for url in urls}
 
 
-def _bottleneck(results: Sequence[ReplayResult], slo: Slo) -> dict[str, Any]:
-    """Name what was short, by the rule of `ridgeline.roofline.bottleneck`."""
+def _bottleneck(results: Sequence[ReplayResult], slo: Slo, max_num_seqs: str) -> dict[str, Any]:
+    """Name what was short, by the rule of `ridgeline.roofline.bottleneck`; engines that differ have no one number."""
     ttft_s, tpot_s, gap_s = slo.in_seconds()
     records = [record for result in results for record in result.counted_records]
     in_time = sum(record.meets(ttft_s, NO_LIMIT_S, NO_LIMIT_S) for record in records) / len(records)
     steady = sum(record.meets(NO_LIMIT_S, tpot_s, gap_s) for record in records) / len(records)
-    found: dict[str, Any] = msgspec.to_builtins(bottleneck(fleet_state(_by_url(results), in_time, steady)))
+    places = int(max_num_seqs) if max_num_seqs.isdecimal() else None
+    found: dict[str, Any] = msgspec.to_builtins(bottleneck(fleet_state(_by_url(results), in_time, steady, places)))
     return found
 
 

@@ -1,6 +1,7 @@
 """summary.json, the terminal and the page of a comparison, made from simulated records."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from io import StringIO
 from typing import Any
@@ -15,6 +16,8 @@ from ridgeline.loadtest.report.rounds import Round, Side, labels_of
 from ridgeline.loadtest.run.calibration import Load
 from ridgeline.loadtest.run.machine import Disturbance
 from ridgeline.loadtest.run.replay import ReplayResult
+from ridgeline.loadtest.run.server_facts import ServerFacts
+from ridgeline.loadtest.run.server_metrics import Level, MetricsDelta
 from ridgeline.loadtest.trace.trace import Trace, TraceRow
 from ridgeline.loadtest.variants import Devices, SwitchedVariant
 from tests.support.load_records import a_record
@@ -101,6 +104,21 @@ def test_an_slo_on_the_largest_gap_holds_in_the_counts_and_in_every_cell_of_the_
     assert {each["met"] for each in summary["rounds"]} == {0}
     for text in (shown(summary), write_report(tmp_path / "report.html", summary).read_text()):
         assert "largest gap" in text
+
+
+@pytest.mark.parametrize(("places", "resource"), [("8", "places"), ("8 and 16", "time"), ("unknown", "time")])
+def test_the_places_that_a_server_tells_apart_from_its_counters_say_what_is_short(places: str, resource: str):
+    waiting = "vllm:num_requests_waiting_by_reason", frozenset({("reason", "capacity")})
+    levels = {("vllm:num_requests_running", frozenset[tuple[str, str]]()): Level(8, 8, 1), waiting: Level(4, 4, 1)}
+    rounds = [
+        a_round(side, 0, replace(replayed(0.1, 0.04), deltas={"http://engine": MetricsDelta({}, {}, 20.0, levels)}))
+        for side in QUEUES
+    ]
+    facts = ServerFacts(max_num_seqs=places)
+    variants = {side: SwitchedVariant("http://unused", "colocated", facts=facts) for side in QUEUES}
+    load = Load(1.0, "as given", "as given")
+    summary = summarise_comparison([1.0], rounds, labels_of("one", "other"), PLAN, load, variants, 60.0)
+    assert [summary["variants"][side]["bottleneck"]["resource"] for side in QUEUES] == [resource] * 2
 
 
 def judged(rounds: list[Round], rate: float = 1.0) -> dict[str, Any]:
