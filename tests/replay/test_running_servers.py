@@ -154,9 +154,10 @@ async def test_a_server_that_cannot_be_compared_is_refused_in_a_sentence(monkeyp
     async with listening(page, log_level="critical") as url:
         assert "GET /v1/models gets no list of models" in await refused(url)
     with running(Behaviour(key="secret")) as url:
-        assert f"asks for an API key: set {KEY_VARIABLE}" in await refused(url)
+        every = f"asks for an API key: set RIDGELINE_API_KEY_VLLM, or {KEY_VARIABLE} for all servers, to one that"
+        assert every in await refused(url)
         monkeypatch.setenv("RIDGELINE_API_KEY_VLLM", "another")
-        assert "asks for an API key: set RIDGELINE_API_KEY_VLLM" in await refused(url)
+        assert "asks for an API key: set RIDGELINE_API_KEY_VLLM to one that" in await refused(url)
     with running(Behaviour()) as url:
         assert "does not serve 'big'; it serves fake" in await refused(url, served_model_name="big")
     with running(Behaviour(faults={0: "refuse"})) as url:
