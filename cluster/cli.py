@@ -134,6 +134,8 @@ def load(config: Path | None, settings: list[str] | None, *, both_modes: bool = 
         key, equals, value = setting.partition("=")
         if not equals:
             fail([f"--set {setting}: write it as section.key=value"], 2)
+        if key.strip() in overrides:
+            fail([f"--set {key.strip()} is given twice: leave one out"], 2)
         overrides[key.strip()] = value
     # Quoted as YAML, in which the name 2 would be a number.
     given = {key.replace("__", "."): value for key, value in flags.items() if value is not None}

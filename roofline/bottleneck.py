@@ -253,10 +253,17 @@ def _missing(state: FleetState) -> str:
     for name, figure in figures.items():
         for pool in state.pools:
             if figure(pool) is None:
-                waits = f" while {pool.waiting:.0f} wait" if _waits(pool) else ""
-                return f"{pool.pool} publishes no {name}{waits}"
+                return f"{pool.pool} publishes no {name}{_known(pool)}"
     waiting = next((pool for pool in state.pools if _waits(pool) and pool.busy is None), None)
-    return "" if waiting is None else f"{waiting.pool} publishes no busy time while {waiting.waiting:.0f} wait"
+    return "" if waiting is None else f"{waiting.pool} publishes no busy time{_known(waiting)}"
+
+
+def _known(pool: PoolState) -> str:
+    """Say what a pool of which something is missing does publish; empty if nothing."""
+    figures = ((pool.waiting, "{:.0f} wait"), (pool.kv_used, "{:.0%} of KV blocks in use"))
+    places = ((pool.places_used, "{:.0%} of places"),)
+    said = ", ".join(text.format(figure) for figure, text in (*figures, *places) if figure is not None)
+    return f"; {said}" if said else ""
 
 
 def _spares_one(pool: PoolState, state: FleetState) -> bool:

@@ -154,6 +154,8 @@ class _Engine:
     waiting: tuple[str, dict[str, str]]
     kv_used: str
     preemptions: str
+    tells_each_step: bool
+    """Whether `running` is set after every step; then it is above 0 as long as the engine is in steps."""
 
 
 _ENGINES = (
@@ -162,12 +164,14 @@ _ENGINES = (
         ("vllm:num_requests_waiting_by_reason", {"reason": "capacity"}),  # the others wait for KV transfers
         "vllm:kv_cache_usage_perc",
         "vllm:num_preemptions_total",
+        tells_each_step=True,  # `PrometheusStatLogger.record`
     ),
     _Engine(
         "sglang:num_running_reqs",
         ("sglang:num_queue_reqs", {}),
         "sglang:token_usage",
         "sglang:num_retracted_requests_total",
+        tells_each_step=False,  # once in `decode_log_interval` steps
     ),
 )
 _PREFIX_TOKENS = (
@@ -181,16 +185,20 @@ _BY_SOURCE = "vllm:prompt_tokens_by_source_total"
 
 
 def fleet_state(
-    deltas: Mapping[str, MetricsDelta], ttft_attainment: float | None = None, tpot_attainment: float | None = None
+    deltas: Mapping[str, MetricsDelta],
+    ttft_attainment: float | None = None,
+    tpot_attainment: float | None = None,
+    places: int | None = None,
 ) -> FleetState:
     """Return what `ridgeline.roofline.bottleneck.bottleneck` judges, from what the servers at these URLs counted.
 
     It knows the pools of a Ridgeline server, and engines of vLLM and SGLang; levels only if they were read meanwhile.
+    `places` is max_num_seqs of such engines, which publish it elsewhere.
     """
     own = next((delta for delta in deltas.values() if delta.label_values("ridgeline_busy_seconds_total", "pool")), None)
     if own is None:
         finished = [delta.total(name) for delta in deltas.values() for name in _FINISHED if delta.has(name)]
-        pools = tuple(_foreign_pools(deltas))
+        pools = tuple(_foreign_pools(deltas, places))
         return FleetState(pools, sum(finished) if finished else None, ttft_attainment, tpot_attainment)
     stages, receivers = stage_seconds(own), own.level("ridgeline_workers", pool="decode")
     events, tokens = own.total("ridgeline_text_events_total"), own.total("ridgeline_text_tokens_total")
@@ -239,8 +247,12 @@ def _mean(delta: MetricsDelta, name: str, **labels: str) -> float | None:
     return _sum(level.mean for level in delta.levels_of(name, **labels))
 
 
-def _foreign_pools(deltas: Mapping[str, MetricsDelta]) -> Iterable[PoolState]:
-    """Yield a pool for each role of the engines. How busy they are is not known: one sequence keeps one running."""
+def _foreign_pools(deltas: Mapping[str, MetricsDelta], places: int | None = None) -> Iterable[PoolState]:
+    """Yield a pool for each role of the engines.
+
+    A vLLM engine is busy in the share of readings in which something runs. That of one that prefills is not known: its
+    requests end in the step that began them, after which none runs.
+    """
     roles: dict[str, list[MetricsDelta]] = {}
     for url, role in roles_of(deltas).items():
         roles.setdefault(role, []).append(deltas[url])
@@ -250,12 +262,15 @@ def _foreign_pools(deltas: Mapping[str, MetricsDelta]) -> Iterable[PoolState]:
             if not running:
                 continue
             name, labels = engine.waiting
+            tells = engine.tells_each_step and role != "prefill"
             used = [level.mean for delta in found for level in delta.levels_of(engine.kv_used)]
             yield PoolState(
                 role,
                 len(running),
+                busy=ratio(sum(level.above_zero for level in running), len(running)) if tells else None,
                 kv_used=sum(used) / len(used) if used else None,
                 running=sum(level.mean for level in running) / len(running),
+                places=places,
                 waiting=_sum(level.mean for delta in found for level in delta.levels_of(name, **labels)),
                 preemptions=sum(delta.total(engine.preemptions) for delta in found),
             )

@@ -120,6 +120,12 @@ OUT = "OUT"
             ["server.prot", "pools.decode.workers"],
             id="every_problem",
         ),
+        pytest.param(
+            ["serve", "--set", "server.port=1", "--set", "server.port=2"],
+            2,
+            ["--set server.port is given twice"],
+            id="twice",
+        ),
         pytest.param(["roofline", "--model", "llama-3.1-8b", "--hardware", "h1000"], 1, ["h1000"], id="hardware"),
         pytest.param([*ROOFLINE, "--dtype", "bf17"], 1, ["bf17"], id="dtype"),
         pytest.param([*ROOFLINE, "--model", "/no/such"], 1, ["/no/such"], id="shape"),
