@@ -26,8 +26,8 @@ MOST_LINES = {
     "roofline": 1_700,
     "router": 14_150,
     "worker_runtime": 950,
-    "tests": 50_200,
-    "tools": 5_800,
+    "tests": 50_550,
+    "tools": 6_100,
 }
 """Of Python, by package. A commit that raises one says what the lines are worth; one that deletes lines lowers it."""
 MAP_LINE = re.compile(r"([\w.-]+/?) {2,}\S")
