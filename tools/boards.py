@@ -143,7 +143,10 @@ OVERVIEW = {
         Panel(
             "Restarts in 5 minutes",
             "short",
-            [level("ridgeline:worker_restarts:increase5m", "worker"), level("ridgeline_away_workers", name="away")],
+            [
+                level("ridgeline:worker_restarts:increase5m", "worker, reason"),
+                level("ridgeline_away_workers", name="away"),
+            ],
         ),
         Panel("Moved to another worker", "reqps", [rate("ridgeline_retries_total", "state, cause")]),
         Panel("Pause of moved streams", "s", quantiles("ridgeline_continuation_pause_seconds", "state")),
@@ -221,7 +224,7 @@ HANDOFFS = {
             "short",
             [
                 total("ridgeline_leases", "", "open"),
-                level("ridgeline:expired_leases:increase5m", name="expired in 5 minutes"),
+                total("ridgeline:expired_leases:increase5m", "", "expired in 5 minutes"),
             ],
         ),
         Panel("KV blocks pinned", "short", [level("ridgeline_pinned_blocks", "worker")]),

@@ -138,7 +138,9 @@ CASES = [
         for others, fires in ((50, 1), (200, 0))
     ),
     ("RidgelineLeasesExpiring", {"ridgeline_expired_leases_total": "_x21 1x40"}, {"5m": 0, "6m": 1, "11m": 0}),
-    ("RidgelineLeasesExpiring", {"ridgeline_expired_leases_total": "1x40", "up": "_x10 1x40"}, {"4m": 0}),
+    ("RidgelineLeasesExpiring", {"ridgeline_expired_leases_total": "1x40 2x40"}, {"10m": 0, "11m": 1}),
+    ("RidgelineLeasesExpiring", {"ridgeline_expired_leases_total": "_x10 1x40", "up": "_x10 1x40"}, {"4m": 0}),
+    ("RidgelineLeasesExpiring", {"ridgeline_expired_leases_total": "1x10 _x2 1x40", "up": "1x10 0x1 1x40"}, {"4m": 0}),
     *(
         (
             "RidgelineWorkerRestarting",

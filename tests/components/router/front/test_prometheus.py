@@ -101,9 +101,9 @@ async def stepping(*engines):
             engine.step()
 
 
-async def test_quantiles_are_within_a_bucket_of_the_clients_and_every_rule_has_its_series(model, tmp_path):
+async def test_quantiles_are_within_a_bucket_of_the_clients_rules_are_evaluated_and_a_restart_alerts(model, tmp_path):
     engines = FakeEngine("prefill", stepping="manual"), FakeEngine("decode", stepping="manual")
-    async with serving(model, engines, max_concurrent_requests=STREAMS) as (http, _, *_):
+    async with serving(model, engines, max_concurrent_requests=STREAMS) as (http, router, *_):
         target = http.base_url.netloc.decode()
         async with prometheus(tmp_path, target) as (api, asked):
             await until(asked, f'up{{job="ridgeline", instance="{target}"}} == 1')
@@ -128,3 +128,7 @@ async def test_quantiles_are_within_a_bucket_of_the_clients_and_every_rule_has_i
                 [(labels, _)] = await until(asked, f"vllm:{series}_count == {STREAMS}")
                 assert labels["model_name"] == "m"
             await eventually_ok(api)
+            router.fleet.restarts["decode", "decode-0", "actor_died"] += 1
+            alerts = 'ALERTS{alertname="RidgelineWorkerRestarting", alertstate="firing"}'
+            [(labels, _)] = await until(asked, alerts)
+            assert (labels["worker"], labels["reason"]) == ("decode-0", "actor_died")
