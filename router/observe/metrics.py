@@ -94,6 +94,13 @@ class RequestMetrics:
             pool,
             buckets=TOKEN_BUCKETS,
         )
+        self.e2e = histogram(
+            "ridgeline_e2e_seconds",
+            "Time from the head of the HTTP request being read to the last token of a finished sequence",
+            pool,
+            buckets=(*LATENCY_BUCKETS, 128.0, 256.0, 512.0),
+        )
+        self.output_tokens = counter("ridgeline_output_tokens", "Tokens of sequences that ended", pool)
         self.slo = counter(
             "ridgeline_slo_sequences",
             "Finished sequences that have an SLO, and whether they met it: ttft, tpot (of two tokens or more), or all "
@@ -261,8 +268,12 @@ class RequestMetrics:
         self.recent.add(timeline, outcome)
         for state, pause_s in timeline.pauses_s:
             self.pause.labels(state).observe(pause_s)
+        if timeline.last_pool is not None:
+            self.output_tokens.labels(timeline.last_pool).inc(timeline.num_output_tokens)
         if outcome != "finished":
             return
+        if timeline.e2e_s is not None:
+            self.e2e.labels(timeline.last_pool).observe(timeline.e2e_s)
         if timeline.tpot_s is not None:
             self.tpot.labels(timeline.last_pool).observe(timeline.tpot_s)
         for stage, seconds in timeline.stages_s().items():

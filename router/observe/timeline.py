@@ -130,6 +130,11 @@ class RequestTimeline:
         return self._first_token_s - self.arrived_s if self._num_deltas else None
 
     @property
+    def e2e_s(self) -> float | None:
+        """Seconds from its arrival to its latest token; None without any."""
+        return self._last_token_s - self.arrived_s if self._num_deltas else None
+
+    @property
     def overhead_s(self) -> float | None:
         """Seconds from placement to first token in which its engine did not have it.
 

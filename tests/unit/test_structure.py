@@ -24,10 +24,10 @@ MOST_LINES = {
     "loadtest": 8_900,
     "prefill_worker": 950,
     "roofline": 1_700,
-    "router": 15_900,
+    "router": 16_000,
     "worker_runtime": 950,
-    "tests": 51_500,
-    "tools": 5_800,
+    "tests": 52_000,
+    "tools": 6_100,
 }
 """Of Python, by package. A commit that raises one says what the lines are worth; one that deletes lines lowers it."""
 MAP_LINE = re.compile(r"([\w.-]+/?) {2,}\S")

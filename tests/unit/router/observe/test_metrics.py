@@ -89,6 +89,8 @@ def test_a_disaggregated_request_credits_each_token_to_the_pool_that_made_it(reg
     assert value(registry, "ridgeline_ttft_seconds_sum", pool="prefill") == 0.25
     assert value(registry, "ridgeline_tpot_seconds_sum", pool="decode") == 0.25
     assert value(registry, "ridgeline_itl_seconds_count", pool="decode") == 2
+    assert value(registry, "ridgeline_e2e_seconds_sum", pool="decode") == 0.75
+    assert value(registry, "ridgeline_output_tokens_total", pool="decode") == 3
     assert value(registry, "ridgeline_second_token_seconds_count", pool="decode") == 1
     assert value(registry, "ridgeline_requests_total", path="disaggregated", outcome="finished") == 1
     for stage, seconds in {"queue": 0.25, "prefill": 0.5, "handoff_wait": 0.0625, "wire": 0.125, "decode": 1}.items():
