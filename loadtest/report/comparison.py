@@ -155,7 +155,7 @@ def summarise_comparison(
         },
         "facts": {label: msgspec.to_builtins(each) for label, each in facts.items()},
         "unknown": unknown(facts),
-        "map": _map(measured, plan, load, devices),
+        "map": _map(measured, plan, load),
         "rounds": [round_summary(each, rates[each.pair], labels[each.side], plan.slos) for each in rounds],
         "slo": plan.slos.model_dump(),
         "load": load.as_summary(plan.slos),
@@ -295,23 +295,16 @@ def _pauses(measured: _Measured, held: Mapping[VariantLabel, MaxGoodputRate]) ->
     return Pauses(max(below), found) if all(found.values()) else None
 
 
-def _map(
-    measured: _Measured, plan: ComparePlan, load: Load, devices: Mapping[Side, Devices | None]
-) -> dict[str, Any] | None:
-    """Return the map over SLOs, per device where the devices of all variants are known; None without SLOs to show."""
+def _map(measured: _Measured, plan: ComparePlan, load: Load) -> dict[str, Any] | None:
+    """Return the map over SLOs, in requests/s as the verdict is; None without SLOs to show."""
     kept = measured.kept()
     grid = grid_of([record for _, result in kept for record in result.counted_records], load.unloaded, plan.slos)
     if grid is None:
         return None
-    owned = {side: one for side in measured.labels if (one := devices.get(side)) is not None}
-    units = {one.unit for one in owned.values()}
-    is_per_device = len(owned) == len(measured.labels) and len(units) == 1
-    unit = f"requests/s per {units.pop()}" if is_per_device else "requests/s"
     at_rates: dict[str, list[tuple[float, Sequence[RequestRecord]]]] = {side: [] for side in measured.labels}
     for each, result in measured.judged():
-        share = owned[each.side].count if is_per_device else 1
-        at_rates[each.side].append((measured.rates[each.pair] / share, result.counted_records))
+        at_rates[each.side].append((measured.rates[each.pair], result.counted_records))
     labels: dict[str, str] = {str(side): label for side, label in measured.labels.items()}
     undisturbed = len(undisturbed_pairs(measured.rounds))
-    found = rate_map(at_rates, labels, grid, plan.attainment, plan.deadline_s, unit, undisturbed)
+    found = rate_map(at_rates, labels, grid, plan.attainment, plan.deadline_s, undisturbed)
     return dict(msgspec.to_builtins(found))

@@ -22,7 +22,7 @@ def _variant(queue_from: float, tpot_s: float, **changes):
 
 def _map(rounds, deadline_s: float = 60.0, undisturbed_pairs: int = 15) -> SloMap:
     labels = {variant: f"variant {variant}" for variant in rounds}
-    return rate_map(rounds, labels, GRID, 0.9, deadline_s, "requests/s", undisturbed_pairs)
+    return rate_map(rounds, labels, GRID, 0.9, deadline_s, undisturbed_pairs)
 
 
 def _winners(found: SloMap) -> dict[tuple[float, float], str]:

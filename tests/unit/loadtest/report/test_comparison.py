@@ -157,7 +157,8 @@ def test_figures_per_device_and_cost_are_shown_if_the_devices_are_known(tmp_path
     found, rate = summary["variants"]["b"]["per_device"], summary["variants"]["b"]["max_goodput_rate"]["rate"]
     assert found["rate_per_device"] == pytest.approx(rate / 4)
     assert found["cost_per_million_output_tokens"] == pytest.approx(0.05 * 4 / (rate * 11 * 3600) * 1e6)
-    assert summary["map"]["unit"] == "requests/s per core"
+    own = next(one for one in summary["map"]["cells"] if (one["ttft_ms"], one["tpot_ms"]) == (400.0, 60.0))
+    assert own["max_goodput_rates"]["b"]["rate"] == rate, "the map has the unit of the verdict"
     for text in (shown(summary), write_report(tmp_path / "report.html", summary).read_text()):
         assert "requests/s per core" in text
         assert "cost of 1M output tokens" in text
@@ -167,7 +168,6 @@ def test_what_is_not_known_of_devices_is_none_and_not_zero():
     summary = comparison_summary(PLAN.model_copy(update={"price_per_hour": None}), b=CORES)
     assert summary["variants"]["a"]["per_device"] is None
     assert summary["variants"]["b"]["per_device"]["cost_per_million_output_tokens"] is None
-    assert summary["map"]["unit"] == "requests/s", "one of two variants has no devices to divide by"
     assert "cost" not in shown(summary)
 
 
