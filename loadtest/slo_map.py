@@ -66,8 +66,6 @@ class SloMap(msgspec.Struct, frozen=True):
     grid: SloGrid
     cells: tuple[Cell, ...]
     sentence: str
-    measured: dict[str, tuple[float, float]]
-    """The lowest and the highest rate of each variant."""
     unit: str = "requests/s"
     """Of the rates in the cells, as of the verdict."""
 
@@ -130,8 +128,7 @@ def rate_map(
         return Cell(ttft_ms=slo.ttft_ms, tpot_ms=slo.tpot_ms, winner=winner, max_goodput_rates=found)
 
     cells = tuple(map(cell, grid.slos()))
-    measured = {name: (min(rates), max(rates)) for name in rounds if (rates := [rate for rate, _ in rounds[name]])}
-    return SloMap(grid, cells, _sentence(cells, labels), measured)
+    return SloMap(grid, cells, _sentence(cells, labels))
 
 
 def _winner(verdict: RateVerdict) -> str:
