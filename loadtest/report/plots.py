@@ -111,12 +111,8 @@ def against_rate(
     if not any(len(trace.x) for trace in figure.data):
         return None
     if limit is not None:
-<<<<<<< HEAD
-        figure.add_hline(y=limit, line={"color": MUTED, "dash": "dot"}, annotation_text="SLO", annotation_position="top left")
-=======
         line = {"color": MUTED, "dash": "dot"}
         figure.add_hline(y=limit, line=line, annotation_text="SLO", annotation_position="top left")
->>>>>>> left57
     style_figure(figure, title, "requests/s", unit)
     _rate_axis(figure, rates)
     figure.update_yaxes(rangemode="tozero")
