@@ -16,8 +16,8 @@ PRODUCT = (
 )
 MOST_MODULES = 12
 MOST_LINES = {
-    "cluster": 9_500,
-    "contracts": 950,
+    "cluster": 9_650,
+    "contracts": 1_050,
     "decode_worker": 1_600,
     "engine": 4_850,
     "kv_transfer": 4_400,
@@ -26,7 +26,7 @@ MOST_LINES = {
     "roofline": 1_700,
     "router": 14_050,
     "worker_runtime": 950,
-    "tests": 50_100,
+    "tests": 50_450,
     "tools": 5_800,
 }
 """Of Python, by package. A commit that raises one says what the lines are worth; one that deletes lines lowers it."""
