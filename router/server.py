@@ -11,6 +11,7 @@ import secrets
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import uvicorn
@@ -179,7 +180,8 @@ class Router(RouterControl):
 
     async def take_operation(self, within_s: float, cancelling: str) -> Asked:
         """Return what operators want beside what the driver is `cancelling`, or wait for it up to this many seconds."""
-        return await self.operations.take(within_s, cancelling)
+        asked = await self.operations.take(within_s, cancelling)
+        return replace(asked, mode=self.fleet.mode)
 
     async def report(self, progress: Progress) -> None:
         """Note how an operation goes on, for whoever asks."""
@@ -235,6 +237,7 @@ class Router(RouterControl):
             group.create_task(self._client.turns.watch(), name="text-turns")
             self._client.bind(self._orchestrator)
             self._readiness = self._make_readiness()
+            self._readiness.mode = lambda: self.fleet.mode
             app = await build_app(
                 self._args,
                 self._settings,
@@ -310,7 +313,8 @@ class Router(RouterControl):
             app,
             http=BoundedHeads,
             ws="none",
-            log_level="warning",
+            log_config=None,
+            log_level=None,
             access_log=False,
             proxy_headers=False,  # the key guard reads them, from trusted proxies only, and keeps the real peer
             timeout_keep_alive=KEEP_ALIVE_S,

@@ -136,6 +136,7 @@ def admin_routes(
             change = await modes.change(body.mode)
         except (ModeImpossible, PairingRefused) as error:
             raise HTTPException(HTTPStatus.CONFLICT, f"the mode cannot become {body.mode}: {error}") from error
+        operations.wake()
         return {"mode": change.mode, "rerouted_prompts": change.rerouted_prompts, "took_s": round(change.took_s, 3)}
 
     @routes.get("/decisions")

@@ -58,9 +58,10 @@ async def test_by_default_a_request_that_is_served_is_no_line_and_one_that_fails
     assert failed.request in failed.why
 
 
-async def test_a_worker_that_drains_is_a_line_on_both_sides(model, caplog):
+async def test_a_worker_that_drains_is_a_line_on_both_sides_and_ready_tells_the_mode(model, caplog):
     caplog.set_level(logging.INFO, "ridgeline")
-    async with serving(model, (FakeEngine("prefill"), FakeEngine("decode"))) as (_, router, *_):
+    async with serving(model, (FakeEngine("prefill"), FakeEngine("decode"))) as (http, router, *_):
+        assert (await http.get("/ready")).json()["mode"] == "disaggregated"
         worker = router.fleet.pool("decode")[0]
         await worker.client.drain(1.0)
         await eventually(lambda: "worker is draining" in caplog.messages)
