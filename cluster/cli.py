@@ -42,7 +42,6 @@ SERVING_MODULES = frozenset(
 
 
 app = typer.Typer(
-    help="Serve one model colocated, disaggregated or adaptive on Ray, and measure which pays.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -99,6 +98,24 @@ TimeoutOption = Annotated[
 ]
 NameOption = Annotated[str, typer.Option(help="the deployment's name, as in `ridgeline status`")]
 DEFAULT_NAME = "ridgeline"
+
+
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        from ridgeline.cluster.commands.setup import versions
+
+        ours_first = sorted(versions().items(), key=lambda item: item[0] != "ridgeline")
+        console.print(", ".join(f"{name} {value}" for name, value in ours_first if value), highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def every_command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="print what is installed")
+    ] = False,
+) -> None:
+    """Serve one model colocated, disaggregated or adaptive on Ray, and measure which pays."""
 
 
 def main() -> None:
@@ -293,10 +310,14 @@ def stop(
 def logs(
     name: NameOption = DEFAULT_NAME,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="go on until the deployment ends")] = False,
+    worker: Annotated[
+        str,
+        typer.Option(help="the log of worker-0, router (of several: router-0) or dispatcher instead, of this machine"),
+    ] = "",
 ) -> None:
-    """Print what a detached deployment has printed."""
+    """Print what a detached deployment has printed, or what one of its workers or routers has logged."""
     with failures_told():
-        background.logs(name, follow=follow, console=console)
+        background.logs(name, follow=follow, console=console, worker=worker)
 
 
 @app.command()

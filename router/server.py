@@ -11,6 +11,7 @@ import secrets
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -182,7 +183,8 @@ class Router(RouterControl):
 
     async def take_operation(self, within_s: float, cancelling: str) -> Asked:
         """Return what operators want beside what the driver is `cancelling`, or wait for it up to this many seconds."""
-        return await self.operations.take(within_s, cancelling)
+        asked = await self.operations.take(within_s, cancelling)
+        return replace(asked, mode=self.fleet.mode)
 
     async def report(self, progress: Progress) -> None:
         """Note how an operation goes on, for whoever asks."""
@@ -241,6 +243,7 @@ class Router(RouterControl):
             self._readiness = self._make_readiness()
             live = LiveView(self._live_sources())
             group.create_task(live.run(), name="live-page")
+            self._readiness.mode = lambda: self.fleet.mode
             app = await build_app(
                 self._args,
                 self._settings,
@@ -330,7 +333,8 @@ class Router(RouterControl):
             app,
             http=BoundedHeads,
             ws="none",
-            log_level="warning",
+            log_config=None,
+            log_level=None,
             access_log=False,
             proxy_headers=False,  # the key guard reads them, from trusted proxies only, and keeps the real peer
             timeout_keep_alive=KEEP_ALIVE_S,

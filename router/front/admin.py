@@ -144,6 +144,7 @@ def admin_routes(
         except (ModeImpossible, PairingRefused) as error:
             raise HTTPException(HTTPStatus.CONFLICT, f"the mode cannot become {body.mode}: {error}") from error
         live.mode_is_for = body.why
+        operations.wake()
         return {"mode": change.mode, "rerouted_prompts": change.rerouted_prompts, "took_s": round(change.took_s, 3)}
 
     @routes.get("/decisions")

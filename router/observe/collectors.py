@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from ridgeline.contracts.vocabulary import Mode, Pool
 from ridgeline.router.fleet.pairing import KvPair
-from ridgeline.router.fleet.worker import Worker
+from ridgeline.router.fleet.worker import Worker, state_of
 from ridgeline.router.settings import PoolHardware
 
 # counter name's first part -> (series, help, names of the labels its other parts give)
@@ -184,7 +184,7 @@ class WorkerCollector(Collector):
     def _pools(self, workers: list[Worker]) -> Iterator[Metric]:
         hardware = self._hardware()
         pools = sorted({worker.pool for worker in workers} | hardware.keys())
-        states = {pool: Counts(_state(one) for one in workers if one.pool == pool) for pool in pools}
+        states = {pool: Counts(state_of(one) for one in workers if one.pool == pool) for pool in pools}
         known = {pool: hardware[pool] for pool in pools if pool in hardware}
         yield _gauge(
             "ridgeline_workers",
@@ -291,15 +291,6 @@ def _step_models(workers: list[Worker]) -> Iterator[GaugeMetricFamily]:
         ["pool", "worker", "part"],
         parts,
     )
-
-
-def _state(worker: Worker) -> str:
-    """Return "usable", or the first reason why the worker is not."""
-    if not worker.client.connected:
-        return "detached"
-    if not worker.healthy:
-        return "failed"
-    return "draining" if worker.drains else "usable"
 
 
 def _total(workers: Iterable[Worker], pool: Pool, prefix: str) -> float:

@@ -80,6 +80,11 @@ class RequestTimeline:
         self.arrived_s = now_s if self.head_read_s is None else self.head_read_s
         self.preprocess_s = None if self.head_read_s is None else now_s - self.head_read_s
 
+    @property
+    def ids(self) -> dict[str, str]:
+        """Its ids for the log: that between router and workers, and that which its client knows."""
+        return {"request": self.request_id, "client_request": self.client_request_id}
+
     def tokens(self, count: int, pool: Pool) -> None:
         """Record that `count` tokens made by a worker of `pool` go to the client now."""
         if not count:

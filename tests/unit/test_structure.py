@@ -16,17 +16,17 @@ PRODUCT = (
 )
 MOST_MODULES = 12
 MOST_LINES = {
-    "cluster": 9_500,
-    "contracts": 950,
+    "cluster": 9_650,
+    "contracts": 1_050,
     "decode_worker": 1_600,
     "engine": 4_850,
     "kv_transfer": 4_400,
     "loadtest": 8_900,
     "prefill_worker": 950,
     "roofline": 1_700,
-    "router": 16_000,
+    "router": 16_100,
     "worker_runtime": 950,
-    "tests": 52_000,
+    "tests": 52_500,
     "tools": 6_100,
 }
 """Of Python, by package. A commit that raises one says what the lines are worth; one that deletes lines lowers it."""
