@@ -427,7 +427,7 @@ def mode(
 @app.command()
 def decisions(
     url: UrlOption = LOCAL_URL,
-    last: Annotated[int, typer.Option(help="number of latest decisions to show", min=1, max=256)] = 10,
+    last: Annotated[int, typer.Option(help="number of latest decisions to show", min=1, max=1000)] = 10,
     admin_key_file: AdminKeyOption = None,
 ) -> None:
     """Explain the latest choices of workers in mode adaptive: reason, alternatives, what was predicted and seen."""

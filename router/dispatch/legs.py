@@ -20,6 +20,7 @@ from ridgeline.contracts.tasks import GenerateTask, TokenDelta
 from ridgeline.contracts.vocabulary import Pool
 from ridgeline.router.dispatch.request import RequestProgress
 from ridgeline.router.fleet.fleet import Worker
+from ridgeline.router.observe.timeline import LegWorker
 from ridgeline.router.placement.places import Place, Placement
 from ridgeline.worker_runtime.client import OnDelta, WorkerClient
 
@@ -58,6 +59,8 @@ class Legs:
         async with self._placement.place(progress.demand()) as place:
             timeline.router_queue_s += timeline.clock() - began_s
             timeline.path, timeline.assignment = place.route.path, place.assignment
+            workers = (place.prompt_worker, place.decode_worker)
+            timeline.placed(*(LegWorker(one.pool, one.worker_id) for one in workers if one is not None))
             progress.assignment = place.assignment
             progress.advance("prefilling")
             yield place
@@ -79,6 +82,7 @@ class Legs:
             if not self._overlap or not decode.has_room_to_overlap(partial.num_blocks):
                 progress.metrics.overlapped.labels("no_room" if self._overlap else "off").inc()
                 return
+            progress.timeline.overlap_began_s = progress.timeline.clock()
             early = OverlappedLeg(decode.client, progress.decode_task(partial))
 
         try:
@@ -114,7 +118,7 @@ class Legs:
                 begin_early(delta.handoff)
                 return False
             made.append(delta)
-            progress.timeline.prefill_timing = delta.timing
+            progress.timeline.prompt_reported(delta.timing)
             place.prompt_done(_cached_tokens(delta))
             return True
 

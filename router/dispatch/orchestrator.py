@@ -80,6 +80,7 @@ class Orchestrator:
             head_read_s=request.head_read_s,
             observe=metrics.observe,
             client_request_id=request.client_request_id,
+            http_request_id=request.http_request_id,
             ttft_limit_s=demand.ttft_limit_s,
             tpot_limit_s=demand.tpot_limit_s,
         )

@@ -54,6 +54,8 @@ class SequenceRequest:
     """Only requests with the same salt share prefix caches."""
     client_request_id: str = ""
     """The id that its client knows; of n sequences each has its number appended."""
+    http_request_id: str = ""
+    """The header x-request-id of its answer; empty for a health probe."""
     client: str = ANONYMOUS
     """The client whose share its prompt tokens count against."""
     probe: bool = False

@@ -253,6 +253,7 @@ class RouterEngineClient(EngineClient):
             reasoning_parser_kwargs=request.reasoning_parser_kwargs,
             cache_salt=request.cache_salt,
             client_request_id=client_request_id,
+            http_request_id=current().request_id,
             timeout_s=current().timeout_s,
             ttft_limit_s=current().ttft_limit_s,
             tpot_limit_s=current().tpot_limit_s,

@@ -2,8 +2,8 @@
 
 timeline.py      one record per request
 metrics.py       Prometheus series about requests
+recent_requests.py  the latest sequences: stages, hand-off, and the decision that placed each
 collectors.py    Prometheus series about workers, pools and queues
-explanations.py  the latest decisions of mode adaptive, and what came of them
 loop_lag.py      the series about delays of the event loop
 fleet_use.py     how much of the workers is in use, for whoever scales the pools
 """

@@ -13,7 +13,7 @@ from typing import Literal
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
 from ridgeline.contracts.vocabulary import Pool
-from ridgeline.router.observe.explanations import Explanations
+from ridgeline.router.observe.recent_requests import RecentRequests
 from ridgeline.router.observe.timeline import Latency, Outcome, RequestTimeline
 
 LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
@@ -171,8 +171,8 @@ class RequestMetrics:
         )
         self._latencies: dict[tuple[Latency, Pool], Histogram] = {}
         """The children, cached because `labels` costs more than `observe`, and both run for each token."""
-        self.explanations = Explanations()
-        """The latest decisions, which no series can tell."""
+        self.recent = RecentRequests()
+        """The latest sequences one by one, which no series can tell."""
 
     def observe(self, latency: Latency, pool: Pool, seconds: float) -> None:
         """Record the latency of a token that a worker of `pool` made and that has gone to its client."""
@@ -197,7 +197,7 @@ class RequestMetrics:
     def close(self, timeline: RequestTimeline, outcome: Outcome) -> None:
         """Record a sequence that has ended."""
         self.requests.labels(timeline.path, outcome).inc()
-        self.explanations.add(timeline, outcome)
+        self.recent.add(timeline, outcome)
         for state, pause_s in timeline.pauses_s:
             self.pause.labels(state).observe(pause_s)
         if outcome != "finished":

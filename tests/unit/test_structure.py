@@ -24,9 +24,9 @@ MOST_LINES = {
     "loadtest": 8_900,
     "prefill_worker": 950,
     "roofline": 1_700,
-    "router": 14_050,
+    "router": 14_250,
     "worker_runtime": 950,
-    "tests": 50_100,
+    "tests": 50_300,
     "tools": 5_800,
 }
 """Of Python, by package. A commit that raises one says what the lines are worth; one that deletes lines lowers it."""
