@@ -40,6 +40,8 @@ from ridgeline.router.front.operations import Asked, Operations, Progress
 from ridgeline.router.idle_times import OUTPUT_TOKENS, measure, too_short
 from ridgeline.router.observe.collectors import WorkerCollector
 from ridgeline.router.observe.metrics import LimitedLatency, RequestMetrics, Within
+from ridgeline.router.observe.recent_requests import RecentRequests
+from ridgeline.router.observe.tracing import Traces
 from ridgeline.router.placement.pool_queue import QueueCollector, QueueNow
 from ridgeline.router.router_control import RouterControl
 from ridgeline.router.settings import PoolHardware, RouterSettings, SharedWith
@@ -72,7 +74,10 @@ class Router(RouterControl):
         router_id, shares = secrets.token_hex(8), settings.routers > 1
         requests = CollectorRegistry() if shares else REGISTRY
         self._node_metrics = NodeMetrics(settings.start) if shares else None
-        self._metrics = RequestMetrics(requests)
+        tracing = settings.router.tracing
+        self._traces = None if tracing.endpoint is None else Traces(tracing, settings.served_names[0])
+        recent = None if self._traces is None else RecentRequests(send_trace=self._traces.send)
+        self._metrics = RequestMetrics(requests, recent=recent)
         self._releaser = HandoffReleaser(settings.tls)
         fleet = Fleet(
             router_id,
@@ -233,6 +238,8 @@ class Router(RouterControl):
             group.create_task(self._releaser.run(), name="handoff-releaser")
             group.create_task(self._lag.watch(), name="loop-lag")
             group.create_task(self._client.turns.watch(), name="text-turns")
+            if self._traces is not None:
+                group.create_task(self._traces.run(), name="traces")
             self._client.bind(self._orchestrator)
             self._readiness = self._make_readiness()
             app = await build_app(

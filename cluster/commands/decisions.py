@@ -37,7 +37,7 @@ async def decisions(url: str, last: int, *, admin_key_file: Path | None, console
         answer = await ask(client, "GET", f"{PATH}?last={last}", _Answer)
     lines = [line for one in reversed(answer.decisions) for line in sentences(one)] or [_why_none(answer.mode)]
     for line in lines:
-        console.print(_printable(line), highlight=False, markup=False, soft_wrap=True)
+        console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
 
 
 def sentences(one: EndedRequest) -> Iterator[str]:
@@ -47,7 +47,7 @@ def sentences(one: EndedRequest) -> Iterator[str]:
         return
     yield (
         f"{one.request_id}: {one.prompt_tokens} tokens in, {one.output_tokens} out "
-        f"({chosen.expected_output_tokens:.0f} expected), {one.outcome} {_ago(one.ended_s_ago)} ago"
+        f"({chosen.expected_output_tokens:.0f} expected), {one.outcome} {ago_text(one.ended_s_ago)} ago"
     )
     why = f"policy {chosen.policy!r}, {REASONS.get(chosen.reason, chosen.reason)}"
     yield f"  {_workers(chosen)}: {'; '.join([why, *_history(one, chosen)])}"
@@ -84,7 +84,8 @@ def _workers(chosen: ChosenWorkers) -> str:
     return f"{chosen.prompt_worker} -> {chosen.decode_worker}"
 
 
-def _ago(seconds: float) -> str:
+def ago_text(seconds: float) -> str:
+    """Format for how long something is over."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:.0f} h"
@@ -96,6 +97,6 @@ def _why_none(mode: str) -> str:
     return "this router has ended no request yet that it placed by prediction: a worker's model needs some steps first"
 
 
-def _printable(line: str) -> str:
+def printable(line: str) -> str:
     """Return a line without what would change the terminal, since a client may have chosen a part of it."""
     return "".join(character if character.isprintable() else "?" for character in line)

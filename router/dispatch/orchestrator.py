@@ -81,6 +81,7 @@ class Orchestrator:
             observe=metrics.observe,
             client_request_id=request.client_request_id,
             http_request_id=request.http_request_id,
+            trace_headers=request.trace_headers,
             ttft_limit_s=demand.ttft_limit_s,
             tpot_limit_s=demand.tpot_limit_s,
         )

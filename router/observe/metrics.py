@@ -42,7 +42,9 @@ class Within:
 class RequestMetrics:
     """The series about requests."""
 
-    def __init__(self, registry: CollectorRegistry | None, namespace: str = "") -> None:
+    def __init__(
+        self, registry: CollectorRegistry | None, namespace: str = "", recent: RecentRequests | None = None
+    ) -> None:
         """Register the series; without a registry they are counted but not published.
 
         `namespace` tells them from others of this process, for `ridgeline.router.shared.node_metrics`.
@@ -171,7 +173,7 @@ class RequestMetrics:
         )
         self._latencies: dict[tuple[Latency, Pool], Histogram] = {}
         """The children, cached because `labels` costs more than `observe`, and both run for each token."""
-        self.recent = RecentRequests()
+        self.recent = RecentRequests() if recent is None else recent
         """The latest sequences one by one, which no series can tell."""
 
     def observe(self, latency: Latency, pool: Pool, seconds: float) -> None:

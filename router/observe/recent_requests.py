@@ -2,7 +2,8 @@
 
 `ridgeline.router.observe.metrics` records them. `GET /ridgeline/requests` and, for those of mode `adaptive` with what
 was predicted, `GET /ridgeline/decisions` (`ridgeline.router.front.admin`) show them to operators.
-`ridgeline.cluster.commands.request` draws one, `ridgeline.cluster.commands.decisions` puts decisions into sentences.
+`ridgeline.cluster.commands.ended_request` draws one, `ridgeline.cluster.commands.decisions` puts decisions into
+sentences.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Final
 
@@ -113,12 +114,20 @@ class RequestsAnswer(msgspec.Struct, frozen=True):
     """Newest first."""
 
 
+SendTrace = Callable[[EndedRequest, Mapping[str, str]], str]
+"""Sends the spans of a sequence, of which its client gave these headers, and returns the id of its trace."""
+
+
 class RecentRequests:
     """The latest sequences of this router. `clock` gives seconds that only grow, `wall_clock` those since 1970."""
 
     def __init__(
-        self, clock: Callable[[], float] = time.monotonic, wall_clock: Callable[[], float] = time.time
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+        send_trace: SendTrace = lambda _ended, _headers: "",
     ) -> None:
+        self._send_trace = send_trace
         self._clock = clock
         self._wall_clock = wall_clock
         self._latest: deque[tuple[float, EndedRequest]] = deque(maxlen=KEPT)
@@ -149,6 +158,8 @@ class RecentRequests:
             handoff=_handoff(timeline),
             decision=_decision(timeline.assignment),
         )
+        if trace_id := self._send_trace(record, timeline.trace_headers):
+            record = msgspec.structs.replace(record, trace_id=trace_id)
         self._latest.appendleft((self._clock(), record))
 
     def latest(self, most: int) -> list[EndedRequest]:

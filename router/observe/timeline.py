@@ -9,7 +9,7 @@ router's clock, so that the stages of a sequence add up to what its client waite
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
@@ -86,6 +86,8 @@ class RequestTimeline:
     """The id that its client knows; empty for a health probe."""
     http_request_id: str = ""
     """The header x-request-id of its answer."""
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
+    """The headers by which its client named its own span."""
     ttft_limit_s: float = math.inf
     tpot_limit_s: float = math.inf
     router_queue_s: float = 0.0

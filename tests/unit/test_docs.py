@@ -70,6 +70,8 @@ def problem_of(command: list[str]) -> str | None:
     found: Any = typer.main.get_command(app)
     name = "ridgeline"
     while hasattr(found, "commands"):  # a group, such as `ridgeline bench`
+        if words and words[0] not in found.commands and hasattr(found, "unnamed"):  # `ridgeline trace ID`
+            words = [found.unnamed, *words]
         if not words or words[0] not in found.commands:
             return f"no command {' '.join([name, *words[:1]])}"
         name = f"{name} {words[0]}"

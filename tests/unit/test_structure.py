@@ -16,7 +16,7 @@ PRODUCT = (
 )
 MOST_MODULES = 12
 MOST_LINES = {
-    "cluster": 9_500,
+    "cluster": 9_650,
     "contracts": 950,
     "decode_worker": 1_600,
     "engine": 4_850,
@@ -24,9 +24,9 @@ MOST_LINES = {
     "loadtest": 8_900,
     "prefill_worker": 950,
     "roofline": 1_700,
-    "router": 14_250,
+    "router": 14_500,
     "worker_runtime": 950,
-    "tests": 50_300,
+    "tests": 50_800,
     "tools": 5_800,
 }
 """Of Python, by package. A commit that raises one says what the lines are worth; one that deletes lines lowers it."""
