@@ -12,7 +12,7 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import Final
 
@@ -24,7 +24,7 @@ from ridgeline.router.observe.timeline import Outcome, RequestTimeline, Stage
 from ridgeline.router.scheduler.features import Assignment
 
 KEPT: Final = 1000
-"""Sequences that are kept, about 3 KB each."""
+"""Sequences that are kept, about 2 KB each."""
 SHOWN_BY_DEFAULT: Final = 10
 
 
@@ -164,25 +164,24 @@ class RecentRequests:
 
     def latest(self, most: int) -> list[EndedRequest]:
         """Return the latest ones, newest first."""
-        return list(islice(self._all(), most))
+        return self._aged(islice(self._latest, most))
 
     def decisions(self, most: int) -> list[EndedRequest]:
         """Return the latest ones whose workers were chosen by prediction, newest first."""
-        return list(islice((one for one in self._all() if one.decision is not None), most))
+        return self._aged(islice((pair for pair in self._latest if pair[1].decision is not None), most))
 
     def find(self, wanted: str) -> list[EndedRequest]:
         """Return those of one request, newest first, by any of its ids; it may have several prompts and sequences."""
         of_answer = re.compile(re.escape(wanted) + r"(-\d+)?(\[\d+\])?")
-        return [
-            one
-            for one in self._all()
+        return self._aged(
+            (ended_s, one)
+            for ended_s, one in self._latest
             if wanted in (one.http_request_id, one.sequence_id, one.trace_id) or of_answer.fullmatch(one.request_id)
-        ]
+        )
 
-    def _all(self) -> Iterator[EndedRequest]:
+    def _aged(self, found: Iterable[tuple[float, EndedRequest]]) -> list[EndedRequest]:
         now_s = self._clock()
-        for ended_s, one in self._latest:
-            yield msgspec.structs.replace(one, ended_s_ago=round(now_s - ended_s, 3))
+        return [msgspec.structs.replace(one, ended_s_ago=round(now_s - ended_s, 3)) for ended_s, one in found]
 
 
 def _handoff(timeline: RequestTimeline) -> Handoff | None:
