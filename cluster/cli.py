@@ -55,7 +55,6 @@ SERVING_MODULES = frozenset(
 
 
 app = typer.Typer(
-    help="Serve one model colocated, disaggregated or adaptive on Ray, and measure which pays.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -129,6 +128,24 @@ NameOption = Annotated[str, typer.Option(help="the deployment's name, as in `rid
 DEFAULT_NAME = "ridgeline"
 
 
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        from ridgeline.cluster.commands.setup import versions
+
+        ours_first = sorted(versions().items(), key=lambda item: item[0] != "ridgeline")
+        console.print(", ".join(f"{name} {value}" for name, value in ours_first if value), highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def every_command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="print what is installed")
+    ] = False,
+) -> None:
+    """Serve one model colocated, disaggregated or adaptive on Ray, and measure which pays."""
+
+
 def main() -> None:
     """Entry point of the `ridgeline` script."""
     for stream in (sys.stdout, sys.stderr):
@@ -162,6 +179,8 @@ def load(config: Path | None, settings: list[str] | None, *, both_modes: bool = 
         key, equals, value = setting.partition("=")
         if not equals:
             fail([f"--set {setting}: write it as section.key=value"], 2)
+        if key.strip() in overrides:
+            fail([f"--set {key.strip()} is given twice: leave one out"], 2)
         overrides[key.strip()] = value
     # Quoted as YAML, in which the name 2 would be a number.
     given = {key.replace("__", "."): value for key, value in flags.items() if value is not None}
@@ -319,10 +338,14 @@ def stop(
 def logs(
     name: NameOption = DEFAULT_NAME,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="go on until the deployment ends")] = False,
+    worker: Annotated[
+        str,
+        typer.Option(help="the log of worker-0, router (of several: router-0) or dispatcher instead, of this machine"),
+    ] = "",
 ) -> None:
-    """Print what a detached deployment has printed."""
+    """Print what a detached deployment has printed, or what one of its workers or routers has logged."""
     with failures_told():
-        background.logs(name, follow=follow, console=console)
+        background.logs(name, follow=follow, console=console, worker=worker)
 
 
 @app.command()

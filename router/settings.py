@@ -280,6 +280,8 @@ class RouterSettings:
 
     router: RouterConfig
     server: ServerConfig
+    name: str = "ridgeline"
+    """The deployment's."""
     model_path: str
     served_names: tuple[str, ...]
     dtype: str

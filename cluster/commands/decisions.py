@@ -11,7 +11,7 @@ from rich.console import Console
 
 from ridgeline.cluster.commands.operators import ask, operator_client
 from ridgeline.loadtest.run.quantities import duration_text
-from ridgeline.router.observe.recent_requests import ChosenWorkers, EndedRequest
+from ridgeline.router.observe.ended_requests import ChosenWorkers, EndedRequest
 
 PATH = "/ridgeline/decisions"
 LEAST_HELD_S: Final = 0.001

@@ -15,7 +15,7 @@ from ridgeline.cluster.commands.decisions import ago_text, printable, sentences
 from ridgeline.cluster.commands.operators import ask, operator_client
 from ridgeline.loadtest.errors import ServerError
 from ridgeline.loadtest.run.quantities import duration_text
-from ridgeline.router.observe.recent_requests import KEPT, EndedRequest, RequestsAnswer
+from ridgeline.router.observe.ended_requests import KEPT, EndedRequest, RequestsAnswer
 from ridgeline.router.observe.timeline import Stage
 
 PATH: Final = "/ridgeline/requests"

@@ -94,6 +94,7 @@ class Plan:
         return RouterSettings(
             router=config.router,
             server=config.server,
+            name=config.name,
             model_path=str(self.model_path),
             served_names=self.served_names,
             dtype=self.dtype,

@@ -7,6 +7,8 @@ that the client already has (request migration). `failure_table.py` lists what h
 from __future__ import annotations
 
 import asyncio
+import logging
+import sys
 import time
 
 from ridgeline.contracts.errors import EngineError, EngineFailed, TaskRejected, WorkerDraining, WorkerLost
@@ -18,6 +20,7 @@ from ridgeline.router.observe.timeline import Outcome, RequestTimeline
 from ridgeline.router.placement.places import Placement
 from ridgeline.router.settings import RouterSettings
 
+logger = logging.getLogger(__name__)
 MAX_FRUITLESS_RETRIES = 3
 """Give up after more attempts in a row than this without a new token: such a request may be what kills its workers."""
 MAX_LOSSES = 4
@@ -106,6 +109,10 @@ class Orchestrator:
         finally:
             metrics.in_flight.dec()
             metrics.close(timeline, outcome)
+            if outcome == "failed":
+                logger.info(outcome, extra=timeline.ids | {"why": str(sys.exception())})
+            else:
+                logger.debug(outcome, extra=timeline.ids)
 
     async def _until_answered(self, request: SequenceRequest, progress: RequestProgress) -> None:
         """Make attempts until the answer is complete; each continues where the last one ended (request migration)."""
@@ -124,7 +131,7 @@ class Orchestrator:
                     raise
                 self._check_continuable(request, progress, error)
                 progress.metrics.retries.labels(progress.state, CAUSES[type(error)]).inc()
-            progress.migrate()
+                progress.migrate(str(error))
             # A worker that failed is not tried again before it has reported to be well, see `Worker.load`.
             await asyncio.sleep(RETRY_PAUSE_S * fruitless)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from ridgeline.router.observe.timeline import RequestState, RequestTimeline
 from ridgeline.router.placement.placement_events import Answer
 from ridgeline.router.scheduler.features import Assignment
 
+logger = logging.getLogger(__name__)
 Emit = Callable[[TokenDelta], bool]
 """Sends a delta to the client; returns True if no more is wanted, because a stop string was found."""
 
@@ -134,16 +136,21 @@ class RequestProgress:
         """The current state."""
         return self._state
 
-    def advance(self, to: RequestState) -> None:
-        """Enter this state. Raises IllegalTransition if `TRANSITIONS` does not allow it."""
+    def advance(self, to: RequestState, **facts: str | None) -> None:
+        """Enter this state, which the log tells with these facts; one that takes it back to the queue is rare.
+
+        Raises IllegalTransition if `TRANSITIONS` does not allow it.
+        """
         if to not in TRANSITIONS[self._state]:
             raise IllegalTransition(f"a request that is {self._state!r} cannot become {to!r}")
         self._state = to
+        level = logging.INFO if to == "queued" else logging.DEBUG
+        logger.log(level, to, extra={**self.timeline.ids, **facts})
 
-    def migrate(self) -> None:
+    def migrate(self, why: str = "") -> None:
         """Queue the request again, to continue elsewhere after the tokens that its client has (request migration)."""
         self.timeline.interrupted(self._state)
-        self.advance("queued")
+        self.advance("queued", why=why)
         self.assignment = None
         self._attempt += 1
 

@@ -13,6 +13,7 @@ health.py          GET /ready
 admin.py           /ridgeline/*, the operator's paths
 operations.py      operators' requests for more workers, fewer, or a restart of all
 metrics_page.py    GET /metrics
+page/              GET /, the live page
 single_flight.py   shares one computation among concurrent callers
 vllm_workarounds/  workarounds for vLLM's app
 """

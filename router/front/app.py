@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
 from functools import partial
+from importlib.metadata import version
 from types import SimpleNamespace
 
 from fastapi import APIRouter
@@ -18,6 +19,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.version import __version__ as vllm_version
 
 from ridgeline.engine.passed_args import words
 from ridgeline.engine.vllm_arguments import refusing
@@ -33,6 +35,7 @@ from ridgeline.router.front.middleware.admin_access import AdminAccess
 from ridgeline.router.front.middleware.anthropic_errors import anthropic_errors
 from ridgeline.router.front.middleware.auth import Access, KeyGuard, for_pages
 from ridgeline.router.front.middleware.ingress import Gates, Ingress
+from ridgeline.router.front.page import PageFacts, page_routes
 from ridgeline.router.front.vllm_workarounds import (
     app_gaps,
     bodies,
@@ -43,6 +46,7 @@ from ridgeline.router.front.vllm_workarounds import (
 )
 from ridgeline.router.settings import RouterSettings
 
+VLLM_VERSION = vllm_version
 Layer = Callable[[Asgi], Asgi]
 
 
@@ -101,6 +105,7 @@ async def build_app(
     responses.install(app.state)
     name_the_right_path(app)
     app.include_router(operators)
+    app.include_router(page_routes(PageFacts(settings.name, settings.served_names[0], version("ridgeline"))))
     app.state.server = SimpleNamespace()  # vLLM's error handler accesses it, but we run uvicorn ourselves
     app.add_route("/ready", ready_endpoint(readiness, lambda: client.draining), methods=["GET"])
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) != "/metrics"]

@@ -9,7 +9,7 @@ router's clock, so that the stages of a sequence add up to what its client waite
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
@@ -28,7 +28,7 @@ Latency = Literal["ttft", "second_token", "itl"]
 StageName = Literal[
     "preprocess",
     "queue",
-    "transit",
+    "dispatch",
     "engine_queue",
     "prefill",
     "handoff_wait",
@@ -38,8 +38,8 @@ StageName = Literal[
     "unreported",
     "lost",
 ]
-"""A part of a sequence's latency, as `ridgeline_stage_seconds` has them, except that `queue` is the wait in the router
-and `engine_queue` that in an engine. `transit`: seconds of a leg that its worker does not count, which are messages
+"""A part of a sequence's latency, as `ridgeline_stage_seconds` has them, except that `queue` is the wait in the router,
+and `engine_queue` that in an engine. `dispatch`: seconds of each leg that its worker does not count, which are messages
 both ways, threads, and the rest of the step that ran. `unreported`: a leg that ended before its worker told its times.
 `lost`: from its placement to the loss of its worker."""
 LEAST_STAGE_S: Final = 1e-6
@@ -110,6 +110,10 @@ class RequestTimeline:
     """The pool that made the last token so far."""
     overlap_began_s: float | None = None
     """When its decode leg was begun during prefill, whether it was of use or not."""
+    prompt_pool: Pool | None = None
+    """The pool of the worker that computes the prompt, once it has one."""
+    resampled: bool = False
+    """Decode samples the first token, so that TTFT includes the hand-off."""
     arrived_s: float = field(init=False)
     preprocess_s: float | None = field(init=False)
     """Seconds from the head to the orchestrator: body, template, tokenising, admission."""
@@ -134,7 +138,12 @@ class RequestTimeline:
     def placed(self, *workers: LegWorker) -> None:
         """Record that it has got these workers: one, or one for prefill and one for decode."""
         self._stage("queue", self.clock())
-        self._workers = workers
+        self._workers, self.prompt_pool = workers, workers[0].pool
+
+    @property
+    def ids(self) -> dict[str, str]:
+        """Its ids for the log: that between router and workers, and that which its client knows."""
+        return {"request": self.request_id, "client_request": self.client_request_id}
 
     def tokens(self, count: int, pool: Pool) -> None:
         """Record that `count` tokens made by a worker of `pool` go to the client now."""
@@ -208,7 +217,7 @@ class RequestTimeline:
             self._stage("unreported", until_s, worker)
             return
         end_s = until_s - sum(durations_s.values())
-        self._stage("transit", end_s, worker)
+        self._stage("dispatch", end_s, worker)
         for name, duration_s in durations_s.items():
             end_s += duration_s
             self._stage(name, end_s, worker)
@@ -226,6 +235,11 @@ class RequestTimeline:
         return self._first_token_s - self.arrived_s if self._num_deltas else None
 
     @property
+    def e2e_s(self) -> float | None:
+        """Seconds from its arrival to its latest token; None without any."""
+        return self._last_token_s - self.arrived_s if self._num_deltas else None
+
+    @property
     def overhead_s(self) -> float | None:
         """Seconds from placement to first token in which its engine did not have it.
 
@@ -238,6 +252,18 @@ class RequestTimeline:
         if request is None or timing is None or ttft_s is None or self.pauses_s:
             return None
         return max(0.0, ttft_s - request.waited_s - timing.queue_s - timing.first_token_s)
+
+    @property
+    def dispatch_s(self) -> float | None:
+        """Seconds of TTFT that belong to no other stage: messages, threads, the rest of a step that ran.
+
+        None if not known: a worker was lost, or TTFT includes the hand-off.
+        """
+        timing = self.prefill_timing or self.decode_timing
+        if timing is None or self.ttft_s is None or self.preprocess_s is None or self.pauses_s or self.resampled:
+            return None
+        others_s = self.preprocess_s + self.router_queue_s + timing.queue_s + timing.first_token_s
+        return max(0.0, self.ttft_s - others_s)
 
     @property
     def moved(self) -> tuple[int, float]:
@@ -255,7 +281,11 @@ class RequestTimeline:
 
     def stages_s(self) -> dict[StageName, float]:
         """Return the seconds in each stage; a stage that did not happen is absent, not zero."""
-        stages: dict[StageName, float] = {} if self.preprocess_s is None else {"preprocess": self.preprocess_s}
+        stages: dict[StageName, float] = {}
+        if self.preprocess_s is not None:
+            stages["preprocess"] = self.preprocess_s
+        if self.dispatch_s is not None:
+            stages["dispatch"] = self.dispatch_s
         split = self.path == "disaggregated"
         if first := self._prefill_leg_s() if split else self._whole_leg_s():
             stages["queue"] = self.router_queue_s + first.pop("engine_queue")
@@ -265,6 +295,22 @@ class RequestTimeline:
             if self.overlapped:
                 stages["handoff_wait"] = 0.0
         return stages
+
+    def waits_s(self) -> Iterator[tuple[Pool, Literal["router", "engine"], float]]:
+        """Yield where its legs waited, by the pool of their worker, and the seconds."""
+        if self.prompt_pool is None:
+            return
+        yield self.prompt_pool, "router", self.router_queue_s
+        if self.prefill_timing is not None:
+            yield self.prompt_pool, "engine", self.prefill_timing.queue_s
+        if self.decode_timing is not None and self.last_pool is not None:
+            yield self.last_pool, "engine", self._decode_queue_s(self.decode_timing)
+
+    @staticmethod
+    def _decode_queue_s(timing: LegTiming) -> float:
+        """Return the seconds in the engine's queue, without those of a hand-off."""
+        result = timing.transfer_result
+        return timing.queue_s if result is None else max(0.0, timing.queue_s - result.wait_s - result.wire_s)
 
     def _whole_leg_s(self) -> dict[StageName, float] | None:
         """Return the stages of a leg that computes the prompt and decodes; None if they are not known."""
@@ -290,7 +336,7 @@ class RequestTimeline:
         return {
             "handoff_wait": wait_s,
             "wire": wire_s,
-            "decode_queue": max(0.0, timing.queue_s - wait_s - wire_s),
+            "decode_queue": self._decode_queue_s(timing),
             **({"prefill": prefill_s} if prefill_s else {}),
             "decode": timing.compute_s - prefill_s,
         }

@@ -32,7 +32,7 @@ from opentelemetry.semconv.attributes.service_attributes import SERVICE_NAME
 from opentelemetry.trace import SpanContext, TraceFlags
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from ridgeline.router.observe.recent_requests import EndedRequest, Handoff
+from ridgeline.router.observe.ended_requests import EndedRequest, Handoff
 from ridgeline.router.settings import TracingConfig
 
 MOST_WAITING: Final = 2048
@@ -118,7 +118,7 @@ class Traces:
 
 
 def spans(ended: EndedRequest, model: str, trace_id: int, parent: SpanContext) -> ExportTraceServiceRequest:
-    """Return the span of a sequence and one for each stage. `transit`, on which nobody works, is a gap between them."""
+    """Return the span of a sequence and one for each stage. `dispatch`, when nobody works on it, is a gap."""
     sent = ExportTraceServiceRequest()
     by_role: dict[str, ScopeSpans] = {}
     state = parent.trace_state.to_header()
@@ -152,7 +152,7 @@ def spans(ended: EndedRequest, model: str, trace_id: int, parent: SpanContext) -
     if ended.outcome == "failed":
         whole.status.code = Status.STATUS_CODE_ERROR
     for stage in ended.stages:
-        if stage.name != "transit":
+        if stage.name != "dispatch":
             moved = _moved(ended.handoff) if ended.handoff is not None and stage.name in _MOVING else {}
             told = {"ridgeline.worker": stage.worker or None, **moved}
             add(stage.pool or "router", stage.name, stage.start_s, stage.duration_s, whole.span_id, told)

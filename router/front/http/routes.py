@@ -21,13 +21,17 @@ from ridgeline.router.front.http.errors import error_body
 logger = logging.getLogger(__name__)
 
 Callers = Literal["everybody", "clients", "operators"]
-"""`everybody` may only read (GET, HEAD), for load balancers, orchestrators and Prometheus; the rest is for clients."""
+"""`everybody` may only read (GET, HEAD), for load balancers, orchestrators, Prometheus and strangers to the live page;
+the rest is for clients."""
 
 ROUTES: Final[Mapping[str, Callers]] = {
+    "/": "everybody",
     "/health": "everybody",
     "/ready": "everybody",
     "/ping": "everybody",
     "/metrics": "everybody",
+    "/ridgeline/state": "operators",
+    "/ridgeline/state/stream": "operators",
     "/ridgeline/workers": "operators",
     "/ridgeline/drain": "operators",
     "/ridgeline/mode": "operators",
@@ -112,7 +116,7 @@ def _tail(path: str) -> tuple[str, ...]:
     return tuple(part for part in path.lower().split("/") if part not in _PREFIXES)
 
 
-_BY_TAIL: Final = {_tail(path): path for path, callers in ROUTES.items() if callers != "operators"}
+_BY_TAIL: Final = {_tail(path): path for path, callers in ROUTES.items() if callers != "operators" and path != "/"}
 
 
 def name_the_right_path(app: Any) -> None:

@@ -3,7 +3,13 @@
 These are the routes of `ridgeline.router.front.admin`, which can end the service. A client's key never opens them. If
 `security.admin_keys_file` is set, its keys do, from anywhere. Otherwise a caller on the server's own machine may use
 them, but only while nobody else can look like one: not if clients have keys or come through proxies, and not if the
-request shows that it was forwarded or comes from a page in a browser.
+request shows that it was forwarded.
+
+A browser names the page that asks in `Origin`. Only this server's own page may ask: its origin is the scheme and `Host`
+of the request. Behind a proxy that ends TLS the page's scheme is https and the request's is http, so with admin keys
+https is taken too, if the proxy passes `Host` on. That opens nothing: a page of others has no admin key, and no browser
+adds one by itself. Without admin keys being here is the right itself, so only the exact origin counts, and `Host` must
+be a loopback name: a page whose own name was made to resolve to this machine is still a page of others.
 """
 
 from __future__ import annotations
@@ -33,8 +39,12 @@ class AdminAccess:
     def right(self, scope: Scope, shown_keys: tuple[bytes, ...]) -> AdminRight:
         """Return the caller's right. Raises HttpRefusal (401, 403)."""
         headers = {name for name, _ in scope["headers"]}
-        if b"origin" in headers:
-            raise HttpRefusal(HTTPStatus.FORBIDDEN, "a page in a browser may not use the operator's paths")
+        if b"origin" in headers and not self._from_own_page(scope):
+            raise HttpRefusal(
+                HTTPStatus.FORBIDDEN,
+                "only the server's own page in a browser may use the operator's paths: open GET / at the address that "
+                "`Host` names, which a proxy must pass on",
+            )
         if self.key_hashes:
             if any(hash_key(key) in self.key_hashes for key in shown_keys):
                 return "key"
@@ -57,6 +67,11 @@ class AdminAccess:
             f"without admin keys this is answered to callers on the server's own machine only: {_SET_FILE}",
         )
 
+    def _from_own_page(self, scope: Scope) -> bool:
+        schemes = {scope["scheme"], "https"} if self.key_hashes else {scope["scheme"]}
+        hosts = _values(scope, b"host")
+        return len(hosts) == 1 and _values(scope, b"origin") in [[f"{scheme}://{hosts[0]}"] for scheme in schemes]
+
 
 def is_admin_path(path: str) -> bool:
     """Return whether the path is one of the operator's, whether it exists or not."""
@@ -69,10 +84,14 @@ def _from_this_machine(scope: Scope) -> bool:
     The name excludes web pages whose own host name was made to resolve to this machine.
     """
     client = scope.get("client")
-    hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+    hosts = _values(scope, b"host")
     if client is None or len(hosts) != 1:
         return False
     return is_loopback(str(client[0])) and is_loopback(_without_port(hosts[0]))
+
+
+def _values(scope: Scope, header: bytes) -> list[str]:
+    return [value.decode("latin-1") for name, value in scope["headers"] if name == header]
 
 
 def _without_port(host: str) -> str:

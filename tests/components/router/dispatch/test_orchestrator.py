@@ -255,6 +255,29 @@ async def test_a_colocated_replica_does_it_all():
     bench.assert_idle()
 
 
+async def test_what_workers_had_of_prompts_is_counted_once_per_attempt_where_they_looked():
+    cached = msgspec.structs.replace
+    bench = split(prefill=[cached(FIRST, num_cached_tokens=32)], decode=[cached(LAST, num_cached_tokens=70)])
+    await bench.run()
+    await bench.run()
+    colocated = Bench("colocated", colocated=[cached(SECOND, num_cached_tokens=0), cached(LAST, num_cached_tokens=0)])
+    await colocated.run()
+    blind = Bench("colocated", colocated=[LAST])
+    await blind.run()
+    for one, pool, counts in (
+        (bench, "prefill", (140, 64)),
+        (bench, "decode", (None, None)),
+        (colocated, "colocated", (70, 0)),
+        (blind, "colocated", (None, None)),
+    ):
+        kinds = ("query", "hit")
+        found = (
+            one.registry.get_sample_value(f"ridgeline_prefix_cache_{kind}_tokens_total", {"pool": pool})
+            for kind in kinds
+        )
+        assert tuple(found) == counts
+
+
 async def test_a_short_prompt_is_computed_on_decode_which_is_told_why():
     bench = split(min_remote=71)
     await bench.run()

@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import pickle
+from types import SimpleNamespace
 
 import httpx
 import msgspec
@@ -41,7 +42,7 @@ from ridgeline.router.front.http.errors import HttpRefusal
 from ridgeline.router.front.middleware.admin_access import AdminAccess
 from ridgeline.router.front.middleware.auth import Access, KeyGuard
 from ridgeline.router.front.operations import Operations, Progress, new_operation
-from ridgeline.router.observe.recent_requests import KEPT, RecentRequests, RequestsAnswer
+from ridgeline.router.observe.ended_requests import KEPT, EndedRequests, RequestsAnswer
 from ridgeline.router.scheduler.recorded_events import Stopped, line_of
 from tests.support.ended_requests import ended
 from tests.support.fake_engine import make_task as a_task
@@ -81,11 +82,11 @@ async def admin(caller="127.0.0.1", access=LOCAL, roles=SPLIT_FOR_EVER, **layout
         a_fleet([host.address for host in started], roles) as fleet,
     ):
         app = FastAPI()
-        book, recent = Operations(), RecentRequests()
-        stopping = asyncio.Event()
-        app.include_router(admin_routes(fleet, OwnModes(fleet, lambda: 0), book, recent, 1, recorder, stopping))
+        book, ended_ones = Operations(), EndedRequests()
+        stopping, live = asyncio.Event(), SimpleNamespace(mode_is_for="")
+        app.include_router(admin_routes(fleet, OwnModes(fleet, lambda: 0), book, ended_ones, live, recorder, stopping))
         app = WithContext(KeyGuard(app, Access(admin=access)))
-        app.book, app.recent, app.stopping = book, recent, stopping
+        app.book, app.ended, app.stopping, app.live = book, ended_ones, stopping, live
         transport = httpx.ASGITransport(app, client=(caller, 5))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             yield http, started, fleet, app
@@ -153,7 +154,7 @@ async def test_an_impossible_number_of_decisions_or_requests_is_refused(path, no
 async def test_the_latest_requests_or_those_with_an_id_are_told():
     async with admin() as (http, _, _, app):
         for number in range(3):
-            app.recent.add(ended(request_id=f"cmpl-{number}"), "finished")
+            app.ended.add(ended(request_id=f"cmpl-{number}"), "finished")
 
         async def ids(**params):
             got = await http.get("/ridgeline/requests", params=params)
@@ -300,7 +301,10 @@ async def test_the_mode_does_not_change_while_pools_are_scaled(kind):
         assert fleet.mode == "disaggregated"
         assert (await http.post("/ridgeline/mode", json={"mode": "disaggregated"})).status_code == 200  # no change
         app.book.report(Progress(operation, "done"))
-        assert (await http.post("/ridgeline/mode", json={"mode": "colocated"})).status_code == 200
+        noted = {"mode": "colocated", "why": "compare: pair 2"}
+        assert (await http.post("/ridgeline/mode", json=noted)).status_code == 200
+        assert app.live.mode_is_for == "compare: pair 2"
+        assert (await http.post("/ridgeline/mode", json=noted | {"why": "x" * 201})).status_code == 422
 
 
 async def test_the_commands_follow_an_operation_and_cancel_it():
@@ -358,10 +362,14 @@ UNAUTHORIZED = (401, 401)
 
 
 def right(caller="127.0.0.1", access=LOCAL, keys=(), **headers):
-    """What the rule says of a caller: its right, or the status of its refusal."""
-    sent = [(name.lower().encode(), value.encode()) for name, value in ({"host": "localhost"} | headers).items()]
+    """What the rule says of a caller: its right, or the status of its refusal. Several values are several headers."""
+    sent = [
+        (name.lower().encode(), value.encode())
+        for name, values in ({"host": "localhost"} | headers).items()
+        for value in ([values] if isinstance(values, str) else values)
+    ]
     try:
-        return access.right({"client": (caller, 5), "headers": sent}, keys)
+        return access.right({"client": (caller, 5), "scheme": "http", "headers": sent}, keys)
     except HttpRefusal as refusal:
         return refusal.status
 
@@ -375,8 +383,6 @@ PASSED_ON = [
     {"forwarded": "for=127.0.0.1"},
     {"x-real-ip": "127.0.0.1"},
     {"via": "1.1 proxy"},
-    {"origin": "http://elsewhere.example"},
-    {"origin": "http://localhost"},
     {"host": "rebound.example"},
     {"host": "10.0.0.7:8000"},
     {"host": "localhost.example"},
@@ -389,7 +395,7 @@ PASSED_ON = [
     [
         pytest.param(HERE, [{"host": name} for name in NAMES], "local", id="on this machine by any of its names"),
         pytest.param(ELSEWHERE, [{}], 403, id="another machine"),
-        pytest.param(["127.0.0.1", "10.0.0.7"], PASSED_ON, 403, id="passed on, or a page in a browser"),
+        pytest.param(["127.0.0.1", "10.0.0.7"], PASSED_ON, 403, id="passed on"),
     ],
 )
 def test_who_is_an_operator_without_admin_keys(callers, headers, expected):
@@ -397,12 +403,48 @@ def test_who_is_an_operator_without_admin_keys(callers, headers, expected):
     assert {right(caller, AdminAccess(clients_are_remote=True)) for caller in callers} == {403}
 
 
-async def test_an_admin_key_is_let_in_from_anywhere_but_a_page_and_nothing_else_is():
+OTHER_PAGES = [
+    *(
+        {"origin": origin}
+        for origin in ("http://elsewhere.example", "null", "", "file://", "http://localhost.evil.example")
+    ),
+    *({"origin": f"http://localhost{port}", "host": "localhost:8000"} for port in ("", ":3000", ":80000", ":8000/")),
+    {"origin": "http://127.0.0.1:8000", "host": "localhost:8000"},
+    {"origin": ["http://localhost", "http://elsewhere.example"]},
+    {"origin": ["http://localhost", "http://localhost"]},
+    {"origin": "http://localhost", "host": ["localhost", "elsewhere.example"]},
+    {"origin": "http://localhost", "host": []},
+]
+REBOUND = {"origin": "http://evil.example:8000", "host": "evil.example:8000"}
+BEHIND_TLS = {"origin": "https://serving.example", "host": "serving.example"}
+
+
+@pytest.mark.parametrize("access", [LOCAL, AdminAccess(KEYED.key_hashes)], ids=["here", "with a key"])
+def test_of_pages_in_a_browser_only_the_servers_own_may_use_operators_paths(access):
+    keys = (KEY.encode(),) if access.key_hashes else ()
+    own = [{"origin": f"http://{name}", "host": name} for name in (*NAMES, "LOCALHOST:8000")]
+    assert {right("127.0.0.1", access, keys, **each) for each in own} == {"key" if keys else "local"}
+    assert {right("127.0.0.1", access, keys, **each) for each in OTHER_PAGES} == {403}
+
+
+def test_a_page_whose_name_leads_here_has_no_right_without_a_key():
+    assert right(**REBOUND) == 403
+    assert right("127.0.0.1", KEYED, **REBOUND) == 401
+
+
+def test_behind_a_proxy_that_ends_tls_the_own_page_needs_a_key_and_its_host():
+    assert right("10.0.0.7", KEYED, (KEY.encode(),), **BEHIND_TLS) == "key"
+    assert right("10.0.0.7", KEYED, **BEHIND_TLS) == 401
+    assert right("10.0.0.7", KEYED, (KEY.encode(),), **BEHIND_TLS | {"host": "10.0.0.5:8000"}) == 403
+    assert right("127.0.0.1", LOCAL, origin="https://localhost:8443", host="localhost:8443") == 403
+
+
+async def test_an_admin_key_is_let_in_from_anywhere_and_nothing_else_is():
     async with admin("10.0.0.7", KEYED) as (http, _, _, _):
         assert await statuses(http, **BEARER) == LET_IN
         assert await statuses(http, **{"x-api-key": KEY}) == LET_IN
         assert await statuses(http, **BEARER, **{"x-forwarded-for": "192.0.2.1"}) == LET_IN
-        assert await statuses(http, **BEARER, origin="http://localhost") == FORBIDDEN
+        assert await statuses(http, **BEARER, origin="http://elsewhere.example") == FORBIDDEN
     async with admin("127.0.0.1", KEYED) as (http, _, _, _):
         assert await statuses(http) == UNAUTHORIZED, "being on this machine is no key"
         assert await statuses(http, authorization=f"Bearer {KEY}x") == UNAUTHORIZED
@@ -422,7 +464,7 @@ async def test_the_paths_let_nobody_in_whom_no_guard_has_let_in():
         app = FastAPI()
         app.include_router(
             admin_routes(
-                fleet, OwnModes(fleet, lambda: 0), Operations(), RecentRequests(), 1, recorder, asyncio.Event()
+                fleet, OwnModes(fleet, lambda: 0), Operations(), EndedRequests(), None, recorder, asyncio.Event()
             )
         )
         transport = httpx.ASGITransport(app, client=("127.0.0.1", 5))

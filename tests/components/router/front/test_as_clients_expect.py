@@ -158,7 +158,7 @@ async def test_a_model_that_is_not_served_is_not_found(http, name):
         ("GET", "/models", "/v1/models"),
         ("GET", "/v1/health", "/health"),
         ("POST", "/v1/embeddings", "/openapi.json"),
-        ("GET", "/", "/openapi.json"),
+        ("GET", "/v1/", "/openapi.json"),
         ("POST", "/drain", "/openapi.json"),
         ("GET", CHAT_PATH, "POST"),
     ],

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from ridgeline.cluster.commands.ended_request import show
 from ridgeline.loadtest.errors import ServerError
-from ridgeline.router.observe.recent_requests import RecentRequests, RequestsAnswer
+from ridgeline.router.observe.ended_requests import EndedRequests
 from tests.support.clock import FakeClock
 from tests.support.ended_requests import ended, handed_over
 from tests.support.http_server import listening
@@ -18,15 +18,14 @@ from tests.support.http_server import listening
 
 def a_server(*timelines, routers=1, answering=1):
     """A server with so many routers, of which the one that has the requests answers every so many connections."""
-    app, recent, asked = FastAPI(), RecentRequests(FakeClock()), []
+    app, kept, asked = FastAPI(), EndedRequests(FakeClock(), routers=routers), []
     for timeline in timelines:
-        recent.add(timeline, "finished")
+        kept.add(timeline, "finished")
 
     @app.get("/ridgeline/requests")
     async def requests(id: str, last: int) -> Response:
         asked.append(id)
-        found = recent.find(id) if len(asked) % answering == 0 else []
-        return Response(msgspec.json.encode(RequestsAnswer(routers, len(recent), 1000, found)))
+        return Response(msgspec.json.encode(kept.answer(last, id if len(asked) % answering == 0 else "another")))
 
     return app, asked
 
@@ -47,10 +46,10 @@ async def test_the_stages_of_a_request_are_drawn_on_one_clock_and_add_up_to_its_
         "stage         where               start ms  took ms",
         "preprocess    router                   0.0    125.0  █",
         "queue         router                 125.0    250.0   ███",
-        "transit       worker-0 (prefill)     375.0    125.0      ██",
+        "dispatch      worker-0 (prefill)     375.0    125.0      ██",
         "engine_queue  worker-0 (prefill)     500.0    250.0        ███",
         "prefill       worker-0 (prefill)     750.0    500.0           ██████",
-        "transit       worker-1 (decode)    1,250.0    125.0                 █",
+        "dispatch      worker-1 (decode)    1,250.0    125.0                 █",
         "handoff_wait  worker-1 (decode)    1,375.0    125.0                  ██",
         "wire          worker-1 (decode)    1,500.0    250.0                    ███",
         "decode_queue  worker-1 (decode)    1,750.0    375.0                       ████",

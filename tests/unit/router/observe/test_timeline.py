@@ -74,7 +74,8 @@ def test_a_request_arrives_when_its_head_was_read_and_not_when_it_is_tokenised(c
     timeline = timeline_of(clock, (0.5, 1), (1, 1), seen=seen, head_read_s=clock.now_s - 2.0)
     assert seen[0] == ("ttft", "decode", 2.5)
     timeline.decode_timing = LegTiming(queue_s=0.25, first_token_s=0.25, compute_s=1.25)
-    assert timeline.stages_s() == {"preprocess": 2.0, "queue": 0.25, "prefill": 0.25, "decode": 1.0}
+    stages = {"preprocess": 2.0, "dispatch": 0.0, "queue": 0.25, "prefill": 0.25, "decode": 1.0}
+    assert timeline.stages_s() == stages
 
 
 def test_tokens_are_credited_to_the_pool_that_made_them(clock, seen):
@@ -154,10 +155,10 @@ def test_the_stages_of_both_legs_add_up_to_the_latency_and_what_no_worker_counts
     assert laid_out(handed_over().ended("finished")) == [
         ("preprocess", 0.125),
         ("queue", 0.25),
-        ("transit", 0.125),
+        ("dispatch", 0.125),
         ("engine_queue", 0.25),
         ("prefill", 0.5),
-        ("transit", 0.125),
+        ("dispatch", 0.125),
         ("handoff_wait", 0.125),
         ("wire", 0.25),
         ("decode_queue", 0.375),
@@ -180,7 +181,7 @@ def fetched(queue_s, **result):
             (COLOCATED,),
             None,
             TIMING,
-            [("transit", 1.75), ("engine_queue", 0.25), ("prefill", 0.5), ("decode", 0.5)],
+            [("dispatch", 1.75), ("engine_queue", 0.25), ("prefill", 0.5), ("decode", 0.5)],
             id="one worker for all",
         ),
         pytest.param((COLOCATED,), None, None, [("unreported", 3.0)], id="cut off before it told its times"),
@@ -203,7 +204,7 @@ def fetched(queue_s, **result):
             (PREFILL, DECODE),
             LegTiming(queue_s=0.0, first_token_s=1.0, compute_s=1.0),
             fetched(0.75, outcome="failed", reason="timeout", wait_s=0.75),
-            [("prefill", 1.0), ("transit", 0.25), ("handoff_wait", 0.75), ("prefill", 0.5), ("decode", 0.5)],
+            [("prefill", 1.0), ("dispatch", 0.25), ("handoff_wait", 0.75), ("prefill", 0.5), ("decode", 0.5)],
             id="decode computed the prompt after a failed fetch",
         ),
     ],
@@ -231,7 +232,7 @@ def test_an_answer_of_one_token_ends_with_its_prefill(clock):
     timeline.prompt_reported(LegTiming(queue_s=0.25, first_token_s=0.5, compute_s=0.5))
     clock.now_s += 0.25
     timeline.tokens(1, "prefill")
-    assert laid_out(timeline.ended("finished")) == [("transit", 0.5), ("engine_queue", 0.25), ("prefill", 0.5)]
+    assert laid_out(timeline.ended("finished")) == [("dispatch", 0.5), ("engine_queue", 0.25), ("prefill", 0.5)]
 
 
 def test_what_was_lost_with_a_worker_and_the_next_wait_are_stages(clock):

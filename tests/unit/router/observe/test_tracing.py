@@ -8,7 +8,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from opentelemetry.trace import INVALID_SPAN_CONTEXT, SpanContext, TraceFlags, TraceState
 
 from ridgeline.router.observe import tracing
-from ridgeline.router.observe.recent_requests import RecentRequests
+from ridgeline.router.observe.ended_requests import EndedRequests
 from ridgeline.router.observe.tracing import Traces, spans
 from ridgeline.router.settings import TracingConfig
 from tests.support.clock import FakeClock
@@ -23,7 +23,7 @@ NOT_SAMPLED = {"traceparent": f"00-{TRACE}-{PARENT}-00"}
 
 
 def record(timeline, outcome="finished"):
-    recent = RecentRequests(FakeClock(), wall_clock=FakeClock(1000.0))
+    recent = EndedRequests(FakeClock(), wall_clock=FakeClock(1000.0))
     recent.add(timeline, outcome)
     return recent.latest(1)[0]
 

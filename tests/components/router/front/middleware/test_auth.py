@@ -49,7 +49,7 @@ def _app():
     """Routes as vLLM has them: its mount of /metrics takes every path that begins so."""
     metrics = Mount("/metrics", Route("/{rest:path}", _open))
     metrics.path_regex = re.compile("^/metrics(?P<path>.*)$")
-    paths = ("/health", "/ping", "/ready", "/v1/models", "/version", "/docs", "/openapi.json", "/load")
+    paths = ("/", "/health", "/ping", "/ready", "/v1/models", "/version", "/docs", "/openapi.json", "/load")
     return Starlette(
         routes=[
             *(Route(path, _open, methods=["GET", "POST"]) for path in paths),
@@ -121,13 +121,13 @@ async def test_a_good_key_is_let_in_by_either_header_and_nothing_else_is(headers
         assert KEY not in reply.text
 
 
-async def test_only_health_ready_ping_and_metrics_are_open_and_only_to_get():
+async def test_only_the_page_health_ready_ping_and_metrics_are_open_and_only_to_get():
     async with serving(KEY) as client:
-        for path in ("/health", "/ready", "/ping", "/metrics"):
+        for path in ("/", "/health", "/ready", "/ping", "/metrics"):
             assert (await client.get(path)).status_code == 200, path
             assert (await client.post(path)).status_code == 401, path
             assert (await client.options(path)).status_code == 401, path
-        for path in ("/", "/v1/models", "/version", "/docs", "/openapi.json", "/load", "/nothing"):
+        for path in ("/v1/models", "/version", "/docs", "/openapi.json", "/load", "/nothing"):
             assert (await client.get(path)).status_code == 401, path
         assert (await client.post("/tokenize", content=b"{}")).status_code == 401
         assert (await client.get("/v1/models", headers=BEARER)).text == "secret"

@@ -118,23 +118,22 @@ SendTrace = Callable[[EndedRequest, Mapping[str, str]], str]
 """Sends the spans of a sequence, of which its client gave these headers, and returns the id of its trace."""
 
 
-class RecentRequests:
+class EndedRequests:
     """The latest sequences of this router. `clock` gives seconds that only grow, `wall_clock` those since 1970."""
 
     def __init__(
         self,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
-        send_trace: SendTrace = lambda _ended, _headers: "",
+        send_trace: SendTrace | None = None,
+        routers: int = 1,
     ) -> None:
         self._send_trace = send_trace
+        self._routers = routers
         self._clock = clock
         self._wall_clock = wall_clock
         self._latest: deque[tuple[float, EndedRequest]] = deque(maxlen=KEPT)
         """With the times at which they ended, newest first."""
-
-    def __len__(self) -> int:
-        return len(self._latest)
 
     def add(self, timeline: RequestTimeline, outcome: Outcome) -> None:
         """Keep a sequence that has ended."""
@@ -158,13 +157,19 @@ class RecentRequests:
             handoff=_handoff(timeline),
             decision=_decision(timeline.assignment),
         )
-        if trace_id := self._send_trace(record, timeline.trace_headers):
+        if self._send_trace is not None:
+            trace_id = self._send_trace(record, timeline.trace_headers)
             record = msgspec.structs.replace(record, trace_id=trace_id)
         self._latest.appendleft((self._clock(), record))
 
     def latest(self, most: int) -> list[EndedRequest]:
         """Return the latest ones, newest first."""
         return self._aged(islice(self._latest, most))
+
+    def answer(self, most: int, wanted: str = "") -> RequestsAnswer:
+        """Return the latest ones, or those of one request, with what a client must know to look for others."""
+        found = self.find(wanted)[:most] if wanted else self.latest(most)
+        return RequestsAnswer(self._routers, len(self._latest), KEPT, found)
 
     def decisions(self, most: int) -> list[EndedRequest]:
         """Return the latest ones whose workers were chosen by prediction, newest first."""

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from ridgeline.cluster.commands.decisions import sentences
-from ridgeline.router.observe.recent_requests import KEPT, EndedRequest, Handoff, RecentRequests
+from ridgeline.router.observe.ended_requests import KEPT, EndedRequest, EndedRequests, Handoff
 from ridgeline.router.scheduler.features import Assignment, RequestFeatures
 from tests.support.clock import FakeClock
 from tests.support.ended_requests import ended, handed_over
@@ -22,7 +22,7 @@ def an_assignment(prompt_worker="w0", decode_worker="w1", reason="in_shape", **v
 def told(timeline, outcome="finished", after_s=3.0):
     """What went over HTTP, and what is printed."""
     clock = FakeClock()
-    recent = RecentRequests(clock)
+    recent = EndedRequests(clock)
     recent.add(timeline, outcome)
     clock.now_s += after_s
     (row,) = json.loads(json.dumps(msgspec.to_builtins(recent.latest(10)), allow_nan=False))
@@ -75,10 +75,10 @@ def test_how_long_ago_it_was_is_told_in_a_unit_that_fits(seconds, written):
 
 
 def test_the_latest_are_kept_and_only_those_with_a_prediction_are_decisions():
-    recent = RecentRequests(FakeClock())
+    recent = EndedRequests(FakeClock())
     for number in range(KEPT + 10):
         recent.add(ended(an_assignment() if number % 2 else None, request_id=f"r{number}"), "finished")
-    assert len(recent) == KEPT
+    assert recent.answer(1).kept == KEPT
     latest = [one.request_id for one in recent.latest(2 * KEPT)]
     assert latest == [f"r{number}" for number in reversed(range(10, KEPT + 10))]
     assert [one.request_id for one in recent.latest(3)] == latest[:3]
@@ -101,7 +101,7 @@ def test_the_latest_are_kept_and_only_those_with_a_prediction_are_decisions():
     ],
 )
 def test_a_request_is_found_by_each_of_its_ids_with_all_of_its_sequences(wanted, found):
-    recent = RecentRequests(FakeClock())
+    recent = EndedRequests(FakeClock())
     for request_id in ("cmpl-a-0", "cmpl-a-1[0]", "cmpl-a-1[1]"):
         recent.add(ended(request_id=request_id, http_request_id="a"), "finished")
     recent.add(ended(request_id="cmpl-b.c", http_request_id="cmpl-b"), "finished")
@@ -110,14 +110,14 @@ def test_a_request_is_found_by_each_of_its_ids_with_all_of_its_sequences(wanted,
 
 def test_a_record_has_the_hand_off_and_where_each_stage_was():
     clock = FakeClock(1000.0)
-    recent = RecentRequests(FakeClock(), wall_clock=clock)
+    recent = EndedRequests(FakeClock(), wall_clock=clock)
     recent.add(handed_over(http_request_id="h"), "finished")
     [one] = recent.latest(1)
     assert one.handoff == Handoff("worker-0", "worker-1", "shm", "ok", "", 4096, 0.125, 0.25, False, None)
     assert (one.latency_s, one.ttft_s, one.tpot_s) == (3.375, 1.25, 1.0625)
     assert one.arrived_unix_s == 1000.0 - 3.375
     places = [(stage.name, stage.pool, stage.worker) for stage in one.stages]
-    assert places[:3] == [("preprocess", None, ""), ("queue", None, ""), ("transit", "prefill", "worker-0")]
+    assert places[:3] == [("preprocess", None, ""), ("queue", None, ""), ("dispatch", "prefill", "worker-0")]
     assert places[-1] == ("decode", "decode", "worker-1")
     [cut] = (recent.add(ended(None, 0.5), "failed"), recent.latest(1))[1]
     assert (cut.handoff, cut.decision) == (None, None)
