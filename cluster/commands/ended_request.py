@@ -55,8 +55,9 @@ async def _found(url: str, wanted: str, admin_key_file: Path | None) -> list[End
 
 
 def _head(one: EndedRequest) -> Iterator[str]:
+    outcome = f"{one.outcome} ({one.error})" if one.error else one.outcome
     yield (
-        f"{one.request_id}: {one.prompt_tokens} tokens in, {one.output_tokens} out, {one.outcome} "
+        f"{one.request_id}: {one.prompt_tokens} tokens in, {one.output_tokens} out, {outcome} "
         f"{ago_text(one.ended_s_ago)} ago, {one.path}"
     )
     known = []

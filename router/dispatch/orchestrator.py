@@ -107,10 +107,12 @@ class Orchestrator:
                 "router.request_timeout_s and the client's x-ridgeline-timeout-s"
             ) from error
         finally:
+            failure = sys.exception()
             metrics.in_flight.dec()
+            timeline.error = type(failure).__name__ if outcome == "failed" else ""
             metrics.close(timeline, outcome)
             if outcome == "failed":
-                logger.info(outcome, extra=timeline.ids | {"why": str(sys.exception())})
+                logger.info(outcome, extra=timeline.ids | {"why": str(failure)})
             else:
                 logger.debug(outcome, extra=timeline.ids)
 

@@ -77,6 +77,8 @@ class EndedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     trace_id: str = ""
     """Its id at the collector of traces, in hexadecimal; empty without tracing."""
     outcome: Outcome
+    error: str
+    """See `RequestTimeline`."""
     path: Path
     arrived_unix_s: float
     """When the head of the request had been read, by the clock of the router's host."""
@@ -143,6 +145,7 @@ class EndedRequests:
             http_request_id=timeline.http_request_id,
             sequence_id=timeline.request_id,
             outcome=outcome,
+            error=timeline.error,
             path=timeline.path,
             arrived_unix_s=self._wall_clock() - (timeline.clock() - timeline.arrived_s),
             latency_s=sum(stage.duration_s for stage in stages),

@@ -114,6 +114,8 @@ class RequestTimeline:
     """The pool of the worker that computes the prompt, once it has one."""
     resampled: bool = False
     """Decode samples the first token, so that TTFT includes the hand-off."""
+    error: str = ""
+    """The class of the error that it failed with, `WorkerLost` for example; empty unless it failed."""
     arrived_s: float = field(init=False)
     preprocess_s: float | None = field(init=False)
     """Seconds from the head to the orchestrator: body, template, tokenising, admission."""
@@ -184,7 +186,7 @@ class RequestTimeline:
         self._interrupted = state
         self.interruptions += 1
         if self._workers:
-            self._stage("lost", self.clock(), self._workers[0])
+            self._stage("lost", self.clock(), self._after_prefill())
         self.overlapped, self._workers = False, ()
         self.prefill_timing = self.decode_timing = self._prompt_done_s = self.link = self.overlap_began_s = None
 
@@ -195,12 +197,21 @@ class RequestTimeline:
             self._stage("queue", until_s)
         elif len(self._workers) == 1:
             self._leg(self._workers[0], until_s, self._whole_leg_s())
+        elif (worker := self._after_prefill()) == self._workers[0]:
+            self._leg(worker, until_s, self._prefill_leg_s())
         else:
-            prefill, decode = self._workers
-            prompt_done_s = until_s if self.link is None or self._prompt_done_s is None else self._prompt_done_s
-            self._leg(prefill, prompt_done_s, self._prefill_leg_s())
-            self._leg(decode, until_s, self._decode_leg_s())
+            self._leg(worker, until_s, self._decode_leg_s())
         return tuple(self._stages)
+
+    def _after_prefill(self) -> LegWorker:
+        """Add the stages of the leg that computed the prompt for another worker, if it was handed over.
+
+        Return the worker that then has the sequence.
+        """
+        if self.link is None or self._prompt_done_s is None:
+            return self._workers[0]
+        self._leg(self._workers[0], self._prompt_done_s, self._prefill_leg_s())
+        return self._workers[1]
 
     def _stage(self, name: StageName, until_s: float, worker: LegWorker | tuple[()] = ()) -> None:
         """Add a stage that ends at this time of the router's clock, unless an earlier one has lasted until then."""

@@ -27,7 +27,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import ScopeSpans, Span, Status
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import Decision, ParentBasedTraceIdRatio
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as gen_ai
-from opentelemetry.semconv.attributes.error_attributes import ERROR_TYPE, ErrorTypeValues
+from opentelemetry.semconv.attributes.error_attributes import ERROR_TYPE
 from opentelemetry.semconv.attributes.service_attributes import SERVICE_NAME
 from opentelemetry.trace import SpanContext, TraceFlags
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -180,7 +180,7 @@ def _told(ended: EndedRequest, operation: str, model: str) -> Told:
         "ridgeline.sequence_id": ended.sequence_id,
         "ridgeline.http_request_id": ended.http_request_id,
         "ridgeline.outcome": ended.outcome,
-        ERROR_TYPE: ErrorTypeValues.OTHER.value if ended.outcome == "failed" else None,
+        ERROR_TYPE: ended.error or None,
         "ridgeline.path": ended.path,
         "ridgeline.placements": ended.placements,
         "ridgeline.policy": None if ended.decision is None else ended.decision.policy,

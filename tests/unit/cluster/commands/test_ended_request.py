@@ -60,7 +60,11 @@ async def test_the_stages_of_a_request_are_drawn_on_one_clock_and_add_up_to_its_
 
 
 async def test_limits_and_all_sequences_of_a_request_are_shown_oldest_first_without_control_characters():
-    lines, _ = await shown("h", *(ended(None, 0.5, request_id=f"a\x1b[{n}]", http_request_id="h") for n in range(2)))
+    sequences = (
+        ended(None, 0.5, request_id=f"a\x1b[{n}]", http_request_id="h", error="WorkerLost" * n) for n in range(2)
+    )
+    lines, _ = await shown("h", *sequences)
+    assert " (WorkerLost) 0.0 s ago" in lines[-5]
     assert [line.split(":")[0] for line in lines if "tokens in" in line] == ["a?[0]", "a?[1]"]
     assert lines[1] == "TTFT 500 ms (limit 2.00 s)"
 

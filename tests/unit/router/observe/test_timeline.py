@@ -244,4 +244,14 @@ def test_what_was_lost_with_a_worker_and_the_next_wait_are_stages(clock):
     clock.now_s += 2.0
     timeline.interrupted("prefilling")
     clock.now_s += 3.0
-    assert laid_out(timeline.ended("cancelled")) == [("queue", 2.0), ("lost", 2.0), ("queue", 3.0)]
+    timeline.placed(PREFILL, DECODE)
+    clock.now_s += 1.0
+    timeline.prompt_reported(TIMING)
+    timeline.link = "worker-0", "worker-1"
+    clock.now_s += 0.5
+    timeline.interrupted("handoff")
+    clock.now_s += 1.0
+    stages = timeline.ended("cancelled")
+    lost = [("queue", 2.0), ("lost", 2.0), ("queue", 3.0), ("prefill", 1.0), ("lost", 0.5), ("queue", 1.0)]
+    assert laid_out(stages) == lost
+    assert [stage.worker for stage in stages if stage.name == "lost"] == ["worker-0", "worker-1"]

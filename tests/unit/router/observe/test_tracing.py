@@ -104,11 +104,11 @@ def test_attributes_follow_the_conventions_for_genai_and_have_no_text():
     [
         ("chatcmpl-1", "finished", "chat m", None),
         ("resp_1", "cancelled", "chat m", None),
-        ("cmpl-1-0", "failed", "text_completion m", "_OTHER"),
+        ("cmpl-1-0", "failed", "text_completion m", "WorkerLost"),
     ],
 )
 def test_the_operation_and_the_outcome_are_told(request_id, outcome, name, error):
-    [whole, *_] = made(record(ended(None, 0.5, request_id=request_id), outcome))
+    [whole, *_] = made(record(ended(None, 0.5, request_id=request_id, error=error or ""), outcome))
     assert (whole.name, whole.attributes.get("error.type")) == (name, error)
     assert whole.status == (Status.STATUS_CODE_ERROR if error else Status.STATUS_CODE_UNSET)
     assert whole.attributes["ridgeline.outcome"] == outcome
