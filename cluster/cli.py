@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from rich.console import Console
 from rich.markup import escape
+from typer.core import TyperGroup
 
 from ridgeline.cluster.config.api_keys import ApiKeyError
 from ridgeline.cluster.config.loader import ConfigError, LoadedConfig, explain, load_config
@@ -36,7 +37,19 @@ from ridgeline.loadtest.plan import ComparePlan, NumberOrAuto, ReplayPlan
 from ridgeline.roofline.errors import RooflineError
 
 SERVING_MODULES = frozenset(
-    {"grpc", "jsonschema", "ray", "setproctitle", "torch", "transformers", "uvicorn", "uvloop", "vllm", "xxhash"}
+    {
+        "grpc",
+        "jsonschema",
+        "opentelemetry",
+        "ray",
+        "setproctitle",
+        "torch",
+        "transformers",
+        "uvicorn",
+        "uvloop",
+        "vllm",
+        "xxhash",
+    }
 )
 """What the extras `cpu` and `gpu` install and the commands of the client part do without."""
 
@@ -48,7 +61,22 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Measure one part of Ridgeline on this machine, without a model.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
-trace = typer.Typer(help="Look at a trace before it is replayed.", no_args_is_help=True)
+
+
+class _RequestById(TyperGroup):
+    """Takes a word that is no command as an id: `ridgeline trace ID`."""
+
+    unnamed = "request"
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        return super().resolve_command(ctx, args if args[0] in self.commands else [self.unnamed, *args])
+
+
+trace = typer.Typer(
+    help="Show where the time of a request went (`ridgeline trace ID`), or look at a trace file before it is replayed.",
+    no_args_is_help=True,
+    cls=_RequestById,
+)
 app.add_typer(trace, name="trace")
 PIPED_WIDTH = 140
 """Width for files and pipes, where rich would assume 80 columns and cut tables and paths."""
@@ -450,7 +478,7 @@ def mode(
 @app.command()
 def decisions(
     url: UrlOption = LOCAL_URL,
-    last: Annotated[int, typer.Option(help="number of latest decisions to show", min=1, max=256)] = 10,
+    last: Annotated[int, typer.Option(help="number of latest decisions to show", min=1, max=1000)] = 10,
     admin_key_file: AdminKeyOption = None,
 ) -> None:
     """Explain the latest choices of workers in mode adaptive: reason, alternatives, what was predicted and seen."""
@@ -534,6 +562,18 @@ def restart(
     from ridgeline.cluster.commands.operators import restart as restart_workers
 
     run(restart_workers(url, timeout_s, admin_key_file=admin_key_file, console=console))
+
+
+@trace.command(_RequestById.unnamed)
+def trace_request(
+    request_id: Annotated[str, typer.Argument(help="id of an answer, its x-request-id, or a trace id", metavar="ID")],
+    url: UrlOption = LOCAL_URL,
+    admin_key_file: AdminKeyOption = None,
+) -> None:
+    """Show the stages of a request that has ended, over router and both legs; the word `request` may be left out."""
+    from ridgeline.cluster.commands.ended_request import show
+
+    run(show(url, request_id, admin_key_file=admin_key_file, console=console))
 
 
 @trace.command("inspect")

@@ -42,7 +42,9 @@ from ridgeline.router.front.operations import Asked, Operations, Progress
 from ridgeline.router.idle_times import OUTPUT_TOKENS, measure, too_short
 from ridgeline.router.live.view import LiveView, Sources
 from ridgeline.router.observe.collectors import BuildInfo, WorkerCollector
+from ridgeline.router.observe.ended_requests import EndedRequests
 from ridgeline.router.observe.metrics import LimitedLatency, RequestMetrics, Within
+from ridgeline.router.observe.tracing import Traces
 from ridgeline.router.placement.pool_queue import QueueCollector, QueueNow
 from ridgeline.router.router_control import RouterControl
 from ridgeline.router.settings import PoolHardware, RouterSettings, SharedWith
@@ -75,7 +77,10 @@ class Router(RouterControl):
         router_id, shares = secrets.token_hex(8), settings.routers > 1
         requests = CollectorRegistry() if shares else REGISTRY
         self._node_metrics = NodeMetrics(settings.start) if shares else None
-        self._metrics = RequestMetrics(requests)
+        tracing = settings.router.tracing
+        self._traces = None if tracing.endpoint is None else Traces(tracing, settings.served_names[0])
+        send = None if self._traces is None else self._traces.send
+        self._metrics = RequestMetrics(requests, ended=EndedRequests(send_trace=send, routers=settings.routers))
         self._releaser = HandoffReleaser(settings.tls)
         fleet = Fleet(
             router_id,
@@ -239,6 +244,8 @@ class Router(RouterControl):
             group.create_task(self._lag.watch(), name="loop-lag")
             group.create_task(self._metrics.count_cpu(self._settings.start.name), name="cpu")
             group.create_task(self._client.turns.watch(), name="text-turns")
+            if self._traces is not None:
+                group.create_task(self._traces.run(), name="traces")
             self._client.bind(self._orchestrator)
             self._readiness = self._make_readiness()
             live = LiveView(self._live_sources())
@@ -252,7 +259,7 @@ class Router(RouterControl):
                     self.fleet,
                     self._decisions.modes,
                     self.operations,
-                    self._metrics.explanations,
+                    self._metrics.ended,
                     live,
                     self._decisions.record,
                     self._stop,

@@ -19,6 +19,7 @@ from ridgeline.contracts.handoff import KvHandoff
 from ridgeline.contracts.tasks import GenerateTask, TokenDelta
 from ridgeline.router.dispatch.request import RequestProgress
 from ridgeline.router.fleet.fleet import Worker
+from ridgeline.router.observe.timeline import LegWorker
 from ridgeline.router.placement.places import Place, Placement
 from ridgeline.worker_runtime.client import OnDelta, WorkerClient
 
@@ -57,7 +58,8 @@ class Legs:
         async with self._placement.place(progress.demand()) as place:
             timeline.router_queue_s += timeline.clock() - began_s
             timeline.path, timeline.assignment = place.route.path, place.assignment
-            timeline.prompt_pool = place.prompt_worker.pool
+            workers = (place.prompt_worker, place.decode_worker)
+            timeline.placed(*(LegWorker(one.pool, one.worker_id) for one in workers if one is not None))
             progress.assignment = place.assignment
             decode = place.decode_worker.worker_id if place.decode_worker else None
             progress.advance("prefilling", worker=place.prompt_worker.worker_id, decode_worker=decode)
@@ -78,6 +80,7 @@ class Legs:
             if not self._overlap or not decode.has_room_to_overlap(partial.num_blocks):
                 progress.metrics.overlapped.labels("no_room" if self._overlap else "off").inc()
                 return
+            progress.timeline.overlap_began_s = progress.timeline.clock()
             early = OverlappedLeg(decode.client, progress.decode_task(partial))
 
         try:
@@ -114,7 +117,7 @@ class Legs:
                 begin_early(delta.handoff)
                 return False
             made.append(delta)
-            progress.timeline.prefill_timing = delta.timing
+            progress.timeline.prompt_reported(delta.timing)
             _prompt_done(place, progress, delta)
             return True
 

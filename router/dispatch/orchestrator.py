@@ -83,6 +83,8 @@ class Orchestrator:
             head_read_s=request.head_read_s,
             observe=metrics.observe,
             client_request_id=request.client_request_id,
+            http_request_id=request.http_request_id,
+            trace_headers=request.trace_headers,
             ttft_limit_s=demand.ttft_limit_s,
             tpot_limit_s=demand.tpot_limit_s,
         )
@@ -105,10 +107,12 @@ class Orchestrator:
                 "router.request_timeout_s and the client's x-ridgeline-timeout-s"
             ) from error
         finally:
+            failure = sys.exception()
             metrics.in_flight.dec()
+            timeline.error = type(failure).__name__ if outcome == "failed" else ""
             metrics.close(timeline, outcome)
             if outcome == "failed":
-                logger.info(outcome, extra=timeline.ids | {"why": str(sys.exception())})
+                logger.info(outcome, extra=timeline.ids | {"why": str(failure)})
             else:
                 logger.debug(outcome, extra=timeline.ids)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec.structs import replace
@@ -56,6 +56,10 @@ class SequenceRequest:
     """Only requests with the same salt share prefix caches."""
     client_request_id: str = ""
     """The id that its client knows; of n sequences each has its number appended."""
+    http_request_id: str = ""
+    """The header x-request-id of its answer; empty for a health probe."""
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
+    """The headers by which its client named its own span (W3C trace context), for the spans of this one."""
     client: str = ANONYMOUS
     """The client whose share its prompt tokens count against."""
     probe: bool = False

@@ -1,9 +1,7 @@
-"""The operator's paths: list the workers, drain one, change the mode, explain and record decisions, scale, restart.
-
-Part of the HTTP app.
+"""The operator's paths, a part of the HTTP app: workers, drain, mode, requests, decisions, record, scale, restart.
 
 `ridgeline.router.front.middleware.admin_access` decides who may use them; without its permission nobody may. `ridgeline
-drain`, `mode`, `decisions`, `record`, `scale` and `restart` are clients.
+drain`, `mode`, `trace`, `decisions`, `record`, `scale` and `restart` are clients.
 """
 
 from __future__ import annotations
@@ -29,13 +27,13 @@ from ridgeline.router.fleet.fleet import Fleet, Worker
 from ridgeline.router.fleet.pairing import PairingRefused
 from ridgeline.router.fleet.request_route import pools_of
 from ridgeline.router.fleet.roles import ModeImpossible
-from ridgeline.router.front.http.context import current
+from ridgeline.router.front.http.context import MAX_REQUEST_ID_CHARACTERS, current
 from ridgeline.router.front.middleware.admin_access import ADMIN_PATH
 from ridgeline.router.front.operations import NotTaken, Operation, OperationRuns, Operations, Progress, new_operation
 from ridgeline.router.front.single_flight import SingleFlight
-from ridgeline.router.live.state import Operation as OperationNow
+from ridgeline.router.live.state import OperationNow
 from ridgeline.router.live.view import LiveView
-from ridgeline.router.observe.explanations import KEPT, SHOWN_BY_DEFAULT, Explanations
+from ridgeline.router.observe.ended_requests import KEPT, SHOWN_BY_DEFAULT, EndedRequests
 from ridgeline.router.scheduler.recorded_events import Stopped, line_of
 from ridgeline.router.shared.link import NoDispatcher
 from ridgeline.router.watching.recording import Wanted
@@ -103,7 +101,7 @@ def admin_routes(
     fleet: Fleet,
     modes: Modes,
     operations: Operations,
-    explanations: Explanations,
+    ended: EndedRequests,
     live: LiveView,
     record: Callable[[Wanted], AsyncGenerator[bytes, None]],
     stopping: asyncio.Event,
@@ -150,7 +148,15 @@ def admin_routes(
     @routes.get("/decisions")
     async def decisions(last: Annotated[int, Query(ge=1, le=KEPT)] = SHOWN_BY_DEFAULT) -> Response:
         """Explain the latest decisions of this router, newest first."""
-        return _json({"mode": modes.mode, "decisions": explanations.latest(last)})
+        return _json({"mode": modes.mode, "decisions": ended.decisions(last)})
+
+    @routes.get("/requests")
+    async def requests(
+        last: Annotated[int, Query(ge=1, le=KEPT)] = SHOWN_BY_DEFAULT,
+        request_id: Annotated[str, Query(alias="id", max_length=MAX_REQUEST_ID_CHARACTERS)] = "",
+    ) -> Response:
+        """Return the latest sequences of this router, or those of one request, newest first."""
+        return _json(ended.answer(last, request_id))
 
     routes.include_router(_live_routes(live, stopping))
     routes.include_router(_record_route(record, stopping))

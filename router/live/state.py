@@ -29,7 +29,7 @@ class Quantiles(msgspec.Struct, frozen=True):
     p99: float
 
 
-class Deployment(msgspec.Struct, frozen=True):
+class DeploymentNow(msgspec.Struct, frozen=True):
     """What is served."""
 
     name: str
@@ -84,7 +84,7 @@ class ResourceUse(msgspec.Struct, frozen=True):
     detail: str
 
 
-class Slo(msgspec.Struct, frozen=True):
+class PromisedSlo(msgspec.Struct, frozen=True):
     """The limits of `router.slo`; requests may bring their own."""
 
     ttft_s: float | None
@@ -98,7 +98,7 @@ class Promise(msgspec.Struct, frozen=True):
 
     window_s: float
     sequences: int
-    slo: Slo
+    slo: PromisedSlo
     ttft_s: Quantiles | None
     tpot_s: Quantiles | None
     itl_s: Quantiles | None
@@ -118,7 +118,7 @@ class Promise(msgspec.Struct, frozen=True):
     unloaded: None = None
 
 
-class Mark(msgspec.Struct, frozen=True):
+class HistoryMark(msgspec.Struct, frozen=True):
     """Something that happened, on the lines of history."""
 
     s_ago: float
@@ -135,7 +135,7 @@ class History(msgspec.Struct, frozen=True):
     attainment_ratio: list[float | None]
     goodput_per_s: list[float | None]
     arrivals_per_s: list[float | None]
-    events: list[Mark]
+    events: list[HistoryMark]
 
 
 class Steps(msgspec.Struct, frozen=True):
@@ -270,7 +270,7 @@ class Flow(msgspec.Struct, frozen=True):
     finished_per_s: float
 
 
-class Operation(msgspec.Struct, frozen=True):
+class OperationNow(msgspec.Struct, frozen=True):
     """What an operator has begun."""
 
     kind: str
@@ -280,7 +280,7 @@ class Operation(msgspec.Struct, frozen=True):
     text: str
 
 
-class State(msgspec.Struct, frozen=True):
+class PageState(msgspec.Struct, frozen=True):
     """All of it."""
 
     schema: str
@@ -290,7 +290,7 @@ class State(msgspec.Struct, frozen=True):
     access: Literal["operator"]
     ready: bool
     """Whether each pool has a worker that can be given work; GET /ready also tries one."""
-    deployment: Deployment
+    deployment: DeploymentNow
     verdict: Verdict
     resources: list[ResourceUse]
     promise: Promise
@@ -303,4 +303,4 @@ class State(msgspec.Struct, frozen=True):
     requests_shown_of: int | None
     requests_of: str | None
     """Whose requests these are, if there are several routers."""
-    operations: list[Operation]
+    operations: list[OperationNow]

@@ -25,19 +25,19 @@ from ridgeline.router.live.advice import fleet_state, resources, verdict_of
 from ridgeline.router.live.samples import Sample, Text, Window, bucket_quantile, counted, mean, steps_of, worker_sample
 from ridgeline.router.live.state import (
     SCHEMA,
-    Deployment,
+    DeploymentNow,
     Flow,
     History,
+    HistoryMark,
     LinkNow,
-    Mark,
-    Operation,
+    OperationNow,
+    PageState,
     PoolNow,
     Promise,
+    PromisedSlo,
     Quantiles,
     RouterNow,
-    Slo,
     SloPoint,
-    State,
     Verdict,
     WorkerNow,
     WorkerState,
@@ -77,7 +77,7 @@ class Sources:
     text: Callable[[], Text]
     queues: Callable[[], Mapping[Pool, QueueNow]]
     hardware: Callable[[], Mapping[Pool, PoolHardware]]
-    operation: Callable[[], Operation | None]
+    operation: Callable[[], OperationNow | None]
     requests: Callable[[], list[dict[str, object]]] = list
 
 
@@ -99,7 +99,7 @@ class LiveView:
         self.mode_is_for = ""
         """What whoever chose the present mode says that it is for."""
         self._sampled = asyncio.Event()
-        self._made: tuple[Sample, State] | None = None
+        self._made: tuple[Sample, PageState] | None = None
 
     async def run(self) -> None:
         """Take a sample every period, until cancelled."""
@@ -131,7 +131,7 @@ class LiveView:
         self._sampled.set()
         self._sampled = asyncio.Event()
 
-    def state(self) -> State:
+    def state(self) -> PageState:
         """Return the whole state as of the last sample; all who ask share it."""
         if not self._samples:
             self.sample()
@@ -139,7 +139,7 @@ class LiveView:
             self._made = self._samples[-1], self._make()
         return self._made[1]
 
-    async def stream(self) -> AsyncGenerator[State, None]:
+    async def stream(self) -> AsyncGenerator[PageState, None]:
         """Yield a state at each sample: the first one whole, later ones without what has not changed."""
         yield self.state()
         seen_s, number = self._history.newest_s, 0
@@ -178,7 +178,7 @@ class LiveView:
                 trails[worker.worker_id, figures.step] = trail
         self._trails = trails
 
-    def _make(self) -> State:
+    def _make(self) -> PageState:
         sources, window = self._sources, self._window
         settings, fleet = sources.settings, sources.fleet
         promise, pools = self._promise(), [self._pool(pool, window) for pool in pools_of(fleet.mode)]
@@ -188,14 +188,14 @@ class LiveView:
         uses = resources(verdict, promise, pools, links, router)
         requests = sources.requests()
         operation = sources.operation()
-        return State(
+        return PageState(
             schema=SCHEMA,
             time_unix_s=time.time(),
             period_s=PERIOD_S,
             window_s=WINDOW_S,
             access="operator",
             ready=all(pool.workers_ready for pool in pools),
-            deployment=Deployment(
+            deployment=DeploymentNow(
                 name=settings.name,
                 model=settings.served_names[0],
                 version=sources.version,
@@ -228,7 +228,7 @@ class LiveView:
         return Promise(
             window_s=recent.seconds,
             sequences=len(recent.ended),
-            slo=Slo(limits.ttft_limit_s, limits.tpot_limit_s, rule.MIN_ATTAINMENT),
+            slo=PromisedSlo(limits.ttft_limit_s, limits.tpot_limit_s, rule.MIN_ATTAINMENT),
             ttft_s=_quantiles(recent.ttft_s),
             tpot_s=_quantiles(recent.tpot_s),
             itl_s=_quantiles(lambda quantile: bucket_quantile(of_minute.rates("itl"), quantile)),
@@ -429,13 +429,13 @@ class _HistoryKept:
 
     def all(self, now_s: float) -> History:
         kept_s = HISTORY_STEP_S * HISTORY_POINTS
-        marks = [Mark(now_s - at_s, text) for at_s, text in self._marks if now_s - at_s < kept_s]
+        marks = [HistoryMark(now_s - at_s, text) for at_s, text in self._marks if now_s - at_s < kept_s]
         return self._of(list(self._points), marks)
 
     def newest(self) -> History:
         return self._of([self._points[-1]], [])
 
-    def _of(self, points: Sequence[tuple[float | None, ...]], marks: list[Mark]) -> History:
+    def _of(self, points: Sequence[tuple[float | None, ...]], marks: list[HistoryMark]) -> History:
         ttft_s, tpot_s, itl_s, attained, goodput, arrivals = zip(*points, strict=True) if points else [()] * 6
         return History(
             HISTORY_STEP_S,

@@ -16,7 +16,7 @@ from typing import Literal
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
 from ridgeline.contracts.vocabulary import Pool
-from ridgeline.router.observe.explanations import Explanations
+from ridgeline.router.observe.ended_requests import EndedRequests
 from ridgeline.router.observe.recent import RecentSequences
 from ridgeline.router.observe.timeline import Latency, Outcome, RequestTimeline
 
@@ -52,7 +52,9 @@ class Within:
 class RequestMetrics:
     """The series about requests."""
 
-    def __init__(self, registry: CollectorRegistry | None, namespace: str = "") -> None:
+    def __init__(
+        self, registry: CollectorRegistry | None, namespace: str = "", ended: EndedRequests | None = None
+    ) -> None:
         """Register the series; without a registry they are counted but not published.
 
         `namespace` tells them from others of this process, for `ridgeline.router.shared.node_metrics`.
@@ -222,8 +224,8 @@ class RequestMetrics:
         self.cpu = counter("ridgeline_router_cpu_seconds", "CPU time of a router process, user and system", ("router",))
         self._latencies: dict[tuple[Latency, Pool], Histogram] = {}
         """The children, cached because `labels` costs more than `observe`, and both run for each token."""
-        self.explanations = Explanations()
-        """The latest decisions, which no series can tell."""
+        self.ended = EndedRequests() if ended is None else ended
+        """The latest sequences one by one, which no series can tell."""
         self.recent = RecentSequences()
         """The latencies of the last minute, which buckets can tell only roughly."""
 
@@ -264,7 +266,7 @@ class RequestMetrics:
     def close(self, timeline: RequestTimeline, outcome: Outcome) -> None:
         """Record a sequence that has ended."""
         self.requests.labels(timeline.path, outcome).inc()
-        self.explanations.add(timeline, outcome)
+        self.ended.add(timeline, outcome)
         self.recent.add(timeline, outcome)
         for state, pause_s in timeline.pauses_s:
             self.pause.labels(state).observe(pause_s)

@@ -36,6 +36,7 @@ ROUTES: Final[Mapping[str, Callers]] = {
     "/ridgeline/drain": "operators",
     "/ridgeline/mode": "operators",
     "/ridgeline/decisions": "operators",
+    "/ridgeline/requests": "operators",
     "/ridgeline/record": "operators",
     "/ridgeline/forget_prefixes": "operators",
     "/ridgeline/scale": "operators",

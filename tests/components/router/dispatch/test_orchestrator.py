@@ -98,7 +98,7 @@ class Bench:
         self.settings = router_settings(
             mode=mode, request_timeout_s=deadline_s, min_remote_prefill_tokens=min_remote, recovery_timeout_s=0.0
         )
-        metrics = RequestMetrics(self.registry)
+        metrics = self.metrics = RequestMetrics(self.registry)
         self.state = ClusterState(self.fleet, self.settings)
         self.queues = self.state.queues
         placement = own_placement(self.state, self.fleet, self.settings)
@@ -502,6 +502,9 @@ async def test_the_next_attempt_is_told_what_the_client_has_and_the_pause_is_cou
     labels = {"state": "decoding", "cause": "worker_lost"}
     assert bench.registry.get_sample_value("ridgeline_retries_total", labels) == 1
     assert bench.registry.get_sample_value("ridgeline_continuation_pause_seconds_count", {"state": "decoding"}) == 1
+    [record] = bench.metrics.ended.latest(1)
+    assert [stage.worker for stage in record.stages if stage.name == "lost"] == ["decode-0"]
+    assert (record.placements, record.error) == (2, "")
     bench.assert_idle()
 
 
@@ -549,6 +552,9 @@ async def test_a_request_past_its_deadline_fails_naming_the_setting_and_leaves_n
     assert bench.released == released
     assert bench.client(next(iter(scripts))).closed_early == 1
     assert bench.count(path="disaggregated", outcome="failed") == 1
+    [record] = bench.metrics.ended.latest(1)
+    assert (record.outcome, record.error) == ("failed", "DeadlineExceeded")
+    assert sum(stage.duration_s for stage in record.stages) == pytest.approx(record.latency_s)
     bench.assert_idle()
 
 

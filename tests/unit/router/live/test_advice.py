@@ -5,7 +5,7 @@ import pytest
 
 from ridgeline.roofline.bottleneck import Bottleneck
 from ridgeline.router.live.advice import resources, verdict_of
-from ridgeline.router.live.state import LinkNow, PoolNow, Promise, RouterNow, Slo, WorkerNow
+from ridgeline.router.live.state import LinkNow, PoolNow, Promise, PromisedSlo, RouterNow, WorkerNow
 
 MODES = ("disaggregated", "colocated")
 
@@ -67,7 +67,7 @@ def promise(arrivals_per_s=1.0):
     return Promise(
         window_s=60.0,
         sequences=60,
-        slo=Slo(None, None, 0.9),
+        slo=PromisedSlo(None, None, 0.9),
         ttft_s=None,
         tpot_s=None,
         itl_s=None,
@@ -119,7 +119,7 @@ def test_what_cannot_be_told_is_no_reason_to_act():
 
 
 def test_an_slo_that_no_batch_meets_is_no_reason_for_more_workers():
-    wanted = msgspec.structs.replace(promise(), slo=Slo(None, 0.1, 0.9), tpot_attainment_ratio=0.2)
+    wanted = msgspec.structs.replace(promise(), slo=PromisedSlo(None, 0.1, 0.9), tpot_attainment_ratio=0.2)
     pools = [SPLIT[0], msgspec.structs.replace(SPLIT[1], alone_step_s=0.15)]
     found = Bottleneck("time", "s", "decode", "add_worker")
     verdict = verdict_of(found, pools, wanted, MODES)
