@@ -12,7 +12,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from ridgeline.contracts.vocabulary import Pool
 from ridgeline.roofline.bottleneck import EVENTS_PER_S
 from ridgeline.router.fleet.worker import Worker
-from ridgeline.router.live.state import Steps
+from ridgeline.router.live.state import Quantiles, Steps
 from ridgeline.router.observe.metrics import RequestMetrics
 
 STEP_KINDS: Final = ("prefill", "mixed", "decode")
@@ -177,6 +177,12 @@ def counted(metrics: RequestMetrics) -> Iterator[tuple[str, float]]:
                 yield f"{name}{end}{{{','.join(sample.labels.values())}}}", sample.value
             if name == "itl":
                 yield from ((f"itl{{{bound}}}", value) for bound, value in buckets.items())
+
+
+def bucket_quantiles(rates: Mapping[str, float]) -> Quantiles | None:
+    """Return quantiles from cumulative buckets; None if nothing was counted."""
+    p50, p90, p99 = (bucket_quantile(rates, part) for part in (0.5, 0.9, 0.99))
+    return None if p50 is None or p90 is None or p99 is None else Quantiles(p50, p90, p99)
 
 
 def bucket_quantile(rates: Mapping[str, float], quantile: float) -> float | None:

@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from ridgeline.contracts.vocabulary import Mode, Pool
+from ridgeline.router.observe.ended_requests import ChosenWorkers
 
 SCHEMA = "ridgeline.state/1"
 ResourceId = Literal["router", "prefill", "link", "kv", "bandwidth"]
@@ -270,6 +271,54 @@ class Flow(msgspec.Struct, frozen=True):
     finished_per_s: float
 
 
+class StageNow(msgspec.Struct, frozen=True):
+    """A part of a request's latency."""
+
+    stage: str
+    """See `ridgeline.router.observe.timeline.StageName`."""
+    leg: str
+    """router, prefill or decode."""
+    start_s: float
+    """From its arrival."""
+    seconds: float
+
+
+class HandoffNow(msgspec.Struct, frozen=True):
+    """How a request's KV went to its decode worker."""
+
+    transport: str
+    bytes: int
+    overlapped: bool
+    """Fetched during prefill; then `wire_s` is that of the last segment."""
+    wait_s: float
+    wire_s: float
+    bytes_per_s: float | None
+
+
+class RequestNow(msgspec.Struct, frozen=True):
+    """A sequence that has ended: `ridgeline.router.observe.ended_requests.EndedRequest`, as the page needs it."""
+
+    id: str
+    outcome: str
+    path: str
+    prompt_tokens: int
+    output_tokens: int
+    prefill_worker: str
+    decode_worker: str
+    """The same if one worker did both."""
+    arrived_s_ago: float
+    ended_s_ago: float
+    ttft_s: float | None
+    tpot_s: float | None
+    ttft_ok: bool | None
+    tpot_ok: bool | None
+    """Whether it met its limit; None without one."""
+    stages: list[StageNow]
+    retries: int
+    handoff: HandoffNow | None
+    decision: ChosenWorkers | None
+
+
 class OperationNow(msgspec.Struct, frozen=True):
     """What an operator has begun."""
 
@@ -299,7 +348,8 @@ class PageState(msgspec.Struct, frozen=True):
     links: list[LinkNow]
     router: RouterNow
     flow: Flow
-    requests: list[dict[str, object]] | None
+    requests: list[RequestNow] | None
+    """The latest ones, those that missed an SLO first."""
     requests_shown_of: int | None
     requests_of: str | None
     """Whose requests these are, if there are several routers."""

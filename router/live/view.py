@@ -22,7 +22,8 @@ from ridgeline.router.fleet.fleet import Fleet
 from ridgeline.router.fleet.request_route import pools_of
 from ridgeline.router.fleet.worker import Worker
 from ridgeline.router.live.advice import fleet_state, resources, verdict_of
-from ridgeline.router.live.samples import Sample, Text, Window, bucket_quantile, counted, mean, steps_of, worker_sample
+from ridgeline.router.live.promise import Recent, met_all, met_tpot, met_ttft, shown
+from ridgeline.router.live.samples import Sample, Text, Window, bucket_quantiles, counted, mean, steps_of, worker_sample
 from ridgeline.router.live.state import (
     SCHEMA,
     DeploymentNow,
@@ -35,7 +36,7 @@ from ridgeline.router.live.state import (
     PoolNow,
     Promise,
     PromisedSlo,
-    Quantiles,
+    RequestNow,
     RouterNow,
     SloPoint,
     Verdict,
@@ -44,11 +45,12 @@ from ridgeline.router.live.state import (
 )
 from ridgeline.router.observe.loop_lag import LoopLag
 from ridgeline.router.observe.metrics import RequestMetrics
-from ridgeline.router.observe.recent import WINDOW_S as PROMISE_S
 from ridgeline.router.placement.pool_queue import QueueNow
 from ridgeline.router.settings import PoolHardware, RouterSettings
 
 PERIOD_S: Final = 2.0
+PROMISE_S: Final = 60.0
+MOST_REQUESTS: Final = 14
 WINDOW_S: Final = 10.0
 """What figures are of: long beside a step, short beside a change that somebody waits for."""
 HISTORY_STEP_S: Final = 6.0
@@ -78,7 +80,6 @@ class Sources:
     queues: Callable[[], Mapping[Pool, QueueNow]]
     hardware: Callable[[], Mapping[Pool, PoolHardware]]
     operation: Callable[[], OperationNow | None]
-    requests: Callable[[], list[dict[str, object]]] = list
 
 
 class LiveView:
@@ -186,7 +187,6 @@ class LiveView:
         verdict = self._verdict_now(found, pools, promise)
         links, router = self._links(window), self._router(window)
         uses = resources(verdict, promise, pools, links, router)
-        requests = sources.requests()
         operation = sources.operation()
         return PageState(
             schema=SCHEMA,
@@ -213,14 +213,14 @@ class LiveView:
             links=links,
             router=router,
             flow=_flow(promise, pools, links, window),
-            requests=requests,
+            requests=self._requests(),
             requests_shown_of=promise.sequences,
             requests_of=None if settings.routers == 1 else f"{settings.start.name}, one of {settings.routers}",
             operations=[] if operation is None else [operation],
         )
 
     def _promise(self) -> Promise:
-        recent, window = self._sources.metrics.recent.now(), self._window
+        recent, window = Recent(*self._sources.metrics.ended.within(PROMISE_S)), self._window
         limits, of_minute = self._sources.settings.router.slo, Window([self._samples[0], self._samples[-1]])
         ended = {outcome: window.per_s("requests", outcome) for outcome in ("finished", "failed", "cancelled")}
         refused = {reason: rate for reason, rate in window.rates("rejected").items() if rate}
@@ -229,12 +229,12 @@ class LiveView:
             window_s=recent.seconds,
             sequences=len(recent.ended),
             slo=PromisedSlo(limits.ttft_limit_s, limits.tpot_limit_s, rule.MIN_ATTAINMENT),
-            ttft_s=_quantiles(recent.ttft_s),
-            tpot_s=_quantiles(recent.tpot_s),
-            itl_s=_quantiles(lambda quantile: bucket_quantile(of_minute.rates("itl"), quantile)),
-            attainment_ratio=recent.attainment(lambda one: one.met),
-            ttft_attainment_ratio=recent.attainment(lambda one: one.ttft_ok),
-            tpot_attainment_ratio=recent.attainment(lambda one: one.tpot_ok),
+            ttft_s=recent.ttft_s,
+            tpot_s=recent.tpot_s,
+            itl_s=bucket_quantiles(of_minute.rates("itl")),
+            attainment_ratio=recent.attainment(met_all),
+            ttft_attainment_ratio=recent.attainment(met_ttft),
+            tpot_attainment_ratio=recent.attainment(met_tpot),
             goodput_per_s=recent.goodput_per_s,
             arrivals_per_s=max(0.0, sum(ended.values()) + more_in_flight),
             finished_per_s=ended["finished"],
@@ -242,6 +242,12 @@ class LiveView:
             failed_per_s=ended["failed"],
             refused_by=refused,
         )
+
+    def _requests(self) -> list[RequestNow]:
+        """Return the latest sequences of the last minute, those that missed an SLO or failed first."""
+        ended, _ = self._sources.metrics.ended.within(PROMISE_S)
+        ended.sort(key=lambda one: one.outcome == "finished" and met_all(one) is not False)
+        return list(map(shown, ended[:MOST_REQUESTS]))
 
     def _pool(self, pool: Pool, window: Window) -> PoolNow:
         fleet, hardware = self._sources.fleet, self._sources.hardware().get(pool)
@@ -447,11 +453,6 @@ class _HistoryKept:
             list(arrivals),
             marks,
         )
-
-
-def _quantiles(of: Callable[[float], float | None]) -> Quantiles | None:
-    p50, p90, p99 = of(0.5), of(0.9), of(0.99)
-    return None if p50 is None or p90 is None or p99 is None else Quantiles(p50, p90, p99)
 
 
 def slo_point(

@@ -13,7 +13,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Final
 
 import msgspec
@@ -134,6 +134,7 @@ class EndedRequests:
         self._routers = routers
         self._clock = clock
         self._wall_clock = wall_clock
+        self._began_s = clock()
         self._latest: deque[tuple[float, EndedRequest]] = deque(maxlen=KEPT)
         """With the times at which they ended, newest first."""
 
@@ -164,6 +165,12 @@ class EndedRequests:
             trace_id = self._send_trace(record, timeline.trace_headers)
             record = msgspec.structs.replace(record, trace_id=trace_id)
         self._latest.appendleft((self._clock(), record))
+
+    def within(self, seconds: float) -> tuple[list[EndedRequest], float]:
+        """Return those that ended within so many seconds, newest first, and for how many of these it is known."""
+        since_s = self._clock() - seconds
+        found = self._aged(takewhile(lambda pair: pair[0] >= since_s, self._latest))
+        return found, found[-1].ended_s_ago if len(found) == KEPT else min(seconds, self._clock() - self._began_s)
 
     def latest(self, most: int) -> list[EndedRequest]:
         """Return the latest ones, newest first."""

@@ -17,7 +17,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 
 from ridgeline.contracts.vocabulary import Pool
 from ridgeline.router.observe.ended_requests import EndedRequests
-from ridgeline.router.observe.recent import RecentSequences
 from ridgeline.router.observe.timeline import Latency, Outcome, RequestTimeline
 
 LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
@@ -226,8 +225,6 @@ class RequestMetrics:
         """The children, cached because `labels` costs more than `observe`, and both run for each token."""
         self.ended = EndedRequests() if ended is None else ended
         """The latest sequences one by one, which no series can tell."""
-        self.recent = RecentSequences()
-        """The latencies of the last minute, which buckets can tell only roughly."""
 
     def observe(self, latency: Latency, pool: Pool, seconds: float) -> None:
         """Record the latency of a token that a worker of `pool` made and that has gone to its client."""
@@ -267,7 +264,6 @@ class RequestMetrics:
         """Record a sequence that has ended."""
         self.requests.labels(timeline.path, outcome).inc()
         self.ended.add(timeline, outcome)
-        self.recent.add(timeline, outcome)
         for state, pause_s in timeline.pauses_s:
             self.pause.labels(state).observe(pause_s)
         if timeline.last_pool is not None:

@@ -10,6 +10,7 @@ import pytest
 from ridgeline.contracts.workers import StepModel
 from ridgeline.router.live.samples import Text, bucket_quantile
 from ridgeline.router.live.view import HELD_S, LiveView, Sources, slo_point
+from ridgeline.router.observe.ended_requests import EndedRequests
 from ridgeline.router.observe.loop_lag import LoopLag
 from ridgeline.router.observe.metrics import RequestMetrics
 from ridgeline.router.observe.timeline import RequestTimeline
@@ -61,8 +62,7 @@ async def watched(**settings):
         hosts(prefill=LAYOUT, decode=LAYOUT) as started,
         a_fleet([host.address for host in started]) as fleet,
     ):
-        metrics, lag = RequestMetrics(None), LoopLag()
-        metrics.recent._clock = clock
+        metrics, lag = RequestMetrics(None, ended=EndedRequests(clock)), LoopLag()
         one = Watched(None, clock, [host._engine for host in started], fleet, metrics, Text(0, 0, 0.0))
         one.view = LiveView(
             Sources(
