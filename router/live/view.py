@@ -21,6 +21,7 @@ from ridgeline.roofline.bottleneck import Bottleneck, bottleneck
 from ridgeline.router.fleet.fleet import Fleet
 from ridgeline.router.fleet.request_route import pools_of
 from ridgeline.router.fleet.worker import Worker
+from ridgeline.router.live.advice import fleet_state, resources, verdict_of
 from ridgeline.router.live.samples import Sample, Text, Window, bucket_quantile, counted, mean, steps_of, worker_sample
 from ridgeline.router.live.state import (
     SCHEMA,
@@ -41,7 +42,6 @@ from ridgeline.router.live.state import (
     WorkerNow,
     WorkerState,
 )
-from ridgeline.router.live.verdict import fleet_state, resources, verdict_of
 from ridgeline.router.observe.loop_lag import LoopLag
 from ridgeline.router.observe.metrics import RequestMetrics
 from ridgeline.router.observe.recent import WINDOW_S as PROMISE_S

@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from ridgeline.roofline.bottleneck import Bottleneck
+from ridgeline.router.live.advice import resources, verdict_of
 from ridgeline.router.live.state import LinkNow, PoolNow, Promise, RouterNow, Slo, WorkerNow
-from ridgeline.router.live.verdict import resources, verdict_of
 
 MODES = ("disaggregated", "colocated")
 
