@@ -68,9 +68,9 @@ function resource(r, s) {
 function useOf(r, s) {
   if (r.state === "unused" || !isKnown(r.use_ratio)) return "";
   const prefill = doesBoth(prefillPool(s)) ? "of engine time" : "busy";
-  const limit = doesBoth(decodePool(s)) ? "of TPOT" : "of what TPOT allows";
-  const bandwidth = isKnown(s.promise.slo.tpot_s) ? limit : "of its batch";
-  return {router: "busy", prefill, link: "of what it can move", kv: "of blocks used", bandwidth}[r.id] ?? "";
+  const bandwidth = decodePool(s)?.slo_point ? "of what TPOT allows" : "of its batch";
+  const link = s.links.some(each => isKnown(each.peak_bytes_per_s)) ? "of what it can move" : "busy";
+  return {router: "busy", prefill, link, kv: "of blocks used", bandwidth}[r.id] ?? "";
 }
 
 /* Old figures must not look like present ones: the page itself says that the router is silent. */
