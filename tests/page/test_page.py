@@ -113,6 +113,17 @@ async def test_a_stream_that_ends_is_opened_again_and_old_figures_are_called_old
         await expect(page.locator("body")).not_to_have_class("old")
 
 
+async def test_a_router_that_is_not_there_yet_or_any_more_is_told_from_one_that_refuses(opened):
+    async with opened(None) as (server, page):
+        await expect(page.locator("#trouble")).to_have_text("the router is starting")
+        await expect(page.locator("#keyform")).to_be_hidden()
+        await page.route("**/ridgeline/state/stream", lambda route: route.abort())
+        await expect(page.locator("#trouble")).to_have_text("The router does not answer; trying again…")
+        await page.unroute("**/ridgeline/state/stream")
+        server.state = kept("empty")
+        await expect(page.locator("#sentence")).to_contain_text("No requests", timeout=15_000)
+
+
 async def test_a_hidden_tab_costs_the_router_nothing(opened):
     hide = "hidden => {Object.defineProperty(document, 'hidden', {value: hidden, configurable: true});"
     hide += "document.dispatchEvent(new Event('visibilitychange'))}"

@@ -26,11 +26,13 @@ function drawRequests(s) {
     : '<p class="m">Choose a request to see its stages, decision and hand-off.</p>');
 }
 
-const hasMissed = r => r.ttft_ok === false || r.tpot_ok === false || (r.outcome ?? "finished") !== "finished";
+const hasMissed = r => r.ttft_ok === false || r.tpot_ok === false;
+const isCutOff = r => (r.outcome ?? "finished") !== "finished";
+const isBad = r => hasMissed(r) || isCutOff(r);
 
 function latest(requests) {
   const age = r => r.ended_s_ago ?? 0;
-  return [...requests].sort((a, b) => hasMissed(b) - hasMissed(a) || age(a) - age(b)).slice(0, MOST_ROWS);
+  return [...requests].sort((a, b) => isBad(b) - isBad(a) || age(a) - age(b)).slice(0, MOST_ROWS);
 }
 
 function note(s, rows) {
@@ -99,8 +101,7 @@ function requestRow(r, scale, slo_s) {
 
 function verdictOn(r) {
   const missed = [r.ttft_ok === false && "TTFT", r.tpot_ok === false && "TPOT"].filter(Boolean);
-  const ended = r.outcome && r.outcome !== "finished" ? [r.outcome] : [];
-  const words = [...ended, ...missed];
+  const words = [...(isCutOff(r) ? [r.outcome] : []), ...missed];
   if (words.length) return `<b class="missed">✕<span class="long"> ${esc(words.join(", "))}</span></b>`;
   const sign = r.ttft_ok || r.tpot_ok ? "✓" : ""; // without an SLO, none is kept
   return `${sign}<span class="long m"> ${time(r.ttft_s)}, ${time(r.tpot_s)}</span>`;

@@ -56,10 +56,11 @@ function speak(text) {
 function resource(r, s) {
   const v = s.verdict;
   const blamed = v.resource === r.id && LOUD.includes(v.severity);
-  const state = blamed ? v.severity : r.state ?? "ok";
+  const state = blamed ? v.severity : r.state;
   const tag = state === "idle" ? IDLE_TAGS[r.id] : TAGS[state];
-  return `<li class="${esc(state)}">
-    <div class="t"><span>${esc(r.name)}</span><span class="tag ${esc(state)}">${esc(tag ?? state)}</span></div>
+  const look = esc(state ?? "unused");
+  return `<li class="${look}">
+    <div class="t"><span>${esc(r.name)}</span><span class="tag ${look}">${esc(tag ?? state)}</span></div>
     <div class="t"><span class="v">${pct(r.use_ratio)}</span><span class="s m">${useOf(r, s)}</span></div>
     ${bar(r.use_ratio ?? 0, {tick: r.short_from_ratio})}<div class="s">${esc(r.detail ?? "")}</div></li>`;
 }
@@ -84,7 +85,7 @@ function drawSilence() {
   $("verdict").className = "card verdict fault";
   $("sentence").textContent =
     `No answer from the router for ${span(stream.silent_s)}: the figures below are that old.`;
-  $("advice").textContent = stream.problem ? `Its last answer: ${stream.problem}`
+  $("advice").textContent = stream.refusal ? `Its last answer: ${stream.refusal}`
     : "It may be restarting, or stuck. GET /health says whether its process answers; ridgeline status and ridgeline "
       + "logs say why.";
   patch($("act"), "");
