@@ -45,7 +45,7 @@ def large() -> State:
 def adaptive() -> State:
     """One pool that moves KV in two ways, without SLOs, peaks of the link and a step-time model; many routers."""
     state = kept("colocated")
-    state["deployment"] |= {"mode": "adaptive", "spare": None}
+    state["deployment"] |= {"mode": "adaptive", "mode_is_for": "compare: pair 2", "spare": None}
     state["pools"][0] |= {"pool": "adaptive", "slo_point": None}
     state["promise"]["slo"] = {"ttft_s": None, "tpot_s": None, "itl_s": None, "goal_ratio": 0.9}
     state["promise"] |= dict.fromkeys(("attainment_ratio", "ttft_attainment_ratio", "tpot_attainment_ratio"))
@@ -56,7 +56,7 @@ def adaptive() -> State:
     state["requests"][0] |= {"outcome": "cancelled", "stages": state["requests"][0]["stages"][:2], "tpot_s": None}
     text = "scale adaptive=5: running; worker-4 starts"
     state["operations"] = [{"kind": "scale", "state": "running", "sentences": [], "running": True, "text": text}]
-    state["requests_of"] = "requests of router-0, one of 2"
+    state["requests_of"] = "router-0, one of 2"
     return state
 
 

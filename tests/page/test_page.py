@@ -89,12 +89,17 @@ async def test_later_events_leave_out_what_has_not_changed(opened):
         await expect(page.locator("button.gr")).to_have_count(len(state["requests"]))
         lines = page.locator("#promise .tile:last-child path[stroke='var(--fill)']")
         before = await lines.get_attribute("d")
+        bars = "[...document.querySelectorAll('#res .bar i')].map(each => each.style.width)"
+        widths = await page.evaluate(bars)
         point = {name: each[-1:] if isinstance(each, list) else each for name, each in state["history"].items()}
         later = state | {"history": point, "requests": None, "time_unix_s": state["time_unix_s"] + 10}
-        server.send(later | {"verdict": state["verdict"] | {"sentence": "All is well."}})
+        others = [each | {"detail": "another detail"} for each in state["resources"]]
+        server.send(later | {"verdict": state["verdict"] | {"sentence": "All is well."}, "resources": others})
         await expect(page.locator("#sentence")).to_have_text("All is well.")
         await expect(page.locator("button.gr")).to_have_count(len(state["requests"]))
         assert (await lines.get_attribute("d")).count("L") == before.count("L") + 1
+        await expect(page.locator("#res li").first).to_contain_text("another detail")
+        assert await page.evaluate(bars) == widths
 
 
 async def test_a_stream_that_ends_is_opened_again_and_old_figures_are_called_old(opened):
@@ -275,6 +280,23 @@ async def test_a_change_that_the_page_cannot_make_shows_its_command(opened):
         assert server.asked == []
 
 
+async def test_a_refusal_is_told_after_the_dialog_was_closed_too(opened):
+    closed = asyncio.Event()
+
+    async def late(route):
+        await closed.wait()
+        await route.continue_()
+
+    async with opened(kept("healthy")) as (server, page):
+        server.refusal = HTTPStatus.CONFLICT, "operation 7 is under way"
+        await page.route("**/ridgeline/restart", late)
+        await page.get_by_role("button", name="Restart all…").click()
+        await page.get_by_role("dialog").locator("button.main").click()
+        await page.keyboard.press("Escape")
+        closed.set()
+        await expect(page.locator("#ops")).to_contain_text("operation 7 is under way")
+
+
 async def test_a_router_that_does_not_answer_is_told_in_the_dialog(opened):
     async with opened(kept("healthy")) as (_, page):
         await page.route("**/ridgeline/restart", lambda route: route.abort())
@@ -312,8 +334,10 @@ async def test_the_arrow_keys_go_from_worker_to_worker_and_focus_outlives_events
         await page.locator(".dot").first.focus()
         await page.keyboard.press("ArrowRight")
         await expect(page.locator("#tip")).to_contain_text("worker-1 on host-a")
-        server.send(state | {"verdict": state["verdict"] | {"kind": "none", "sentence": "Another one."}})
-        await expect(page.locator("#sentence")).to_have_text("Another one.")
+        for worker in state["pools"][0]["workers"]:
+            worker["kv_used_ratio"] = 0.99
+        server.send(state)
+        await expect(page.locator(".dot").nth(1)).to_have_accessible_name(re.compile("worker-1: .* KV 99"))
         await expect(page.locator(".dot").nth(1)).to_be_focused()
         await page.keyboard.press("ArrowLeft")
         await expect(page.locator(".dot").first).to_be_focused()

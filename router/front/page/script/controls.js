@@ -128,7 +128,7 @@ function ask({title, command, expect, meanwhile, request}) {
   dialog.innerHTML = `<h2 id="asktitle">${esc(title)}</h2><dl>${entry("Expected", expect && esc(expect))}
     ${entry("The same in a terminal", command && `<code>${esc(command)}</code>`)}
     ${entry("Meanwhile", meanwhile && esc(meanwhile))}</dl><p class="refusal" role="alert" hidden></p>
-    <div class="row"><button class="k" value="no" autofocus>${request ? "Cancel" : "Close"}</button>${yes}</div>`;
+    <div class="row"><button class="k" value="no">${request ? "Cancel" : "Close"}</button>${yes}</div>`;
   dialog.setAttribute("aria-labelledby", "asktitle");
   dialog.onclick = ({target}) => {
     if (target.value === "yes") confirmed(dialog, target, {title, request});
@@ -138,16 +138,18 @@ function ask({title, command, expect, meanwhile, request}) {
   dialog.showModal();
 }
 
-/* A refusal stays in the dialog, in the router's own words. */
+/* A refusal stays in the dialog, in the router's own words; without one, or once it is closed, below the controls. */
 async function confirmed(dialog, button, {title, request}) {
   button.disabled = true;
+  button.textContent = "Waiting for the router…";
   const refusal = await send(request);
-  if (refusal === null) {
-    view.wanted = {};
-    view.done = `${new Date().toLocaleTimeString("en-GB")}: ${title}: the router has accepted it.`;
+  const isAsking = dialog.open && button.isConnected;
+  if (refusal === null) view.wanted = {};
+  if (refusal === null || !isAsking) {
+    view.done = `${new Date().toLocaleTimeString("en-GB")}: ${title}: ${refusal ?? "the router has accepted it."}`;
     speak(view.done);
-    dialog.close();
     if (view.now) drawControls(view.now);
+    if (isAsking) dialog.close();
     return;
   }
   const shown = dialog.querySelector(".refusal");

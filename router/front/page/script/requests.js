@@ -37,7 +37,7 @@ function latest(requests) {
 
 function note(s, rows) {
   const of = isKnown(s.requests_shown_of) ? ` of ${num(s.requests_shown_of)}` : "";
-  const whose = s.requests_of ? ` ${esc(capital(s.requests_of))}.` : "";
+  const whose = s.requests_of ? ` Requests of ${esc(s.requests_of)}.` : "";
   const enlarged = view.axis === "clock" ? "" : " Left of the gap: enlarged, up to decode's first step."
     + (isKnown(s.promise.slo.ttft_s) ? " Tick: TTFT SLO." : "");
   const held = view.open ? ' <button class="k" data-act="newest">Held while one is open: show newest</button>' : "";

@@ -12,7 +12,8 @@ function drawTop() {
   const s = view.now;
   const d = s?.deployment ?? {};
   const pools = (s?.pools ?? []).map(workersOf).join(" + ");
-  const mode = d.mode ? `<span class="m">${esc(d.mode)}: ${pools}</span>` : "";
+  const why = d.mode_is_for ? ` (${esc(d.mode_is_for)})` : ""; // what a comparison runs at present
+  const mode = d.mode ? `<span class="m">${esc(d.mode)}${why}: ${pools}</span>` : "";
   const up = isKnown(d.uptime_s) ? `<span class="m s">up ${span(d.uptime_s)}</span>` : "";
   const name = esc(d.name ?? FACTS.name);
   const model = esc(d.model ?? FACTS.model);
