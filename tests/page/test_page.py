@@ -152,8 +152,14 @@ async def test_held_figures_stay_until_they_go_on(opened):
 
 
 async def test_the_page_works_below_a_proxys_prefix(opened):
-    async with opened(kept("healthy"), path=f"{PREFIX}/") as (_, page):
+    async with opened(kept("healthy"), path=f"{PREFIX}/") as (server, page):
         await expect(page.locator("#who")).to_contain_text("live")
+        await page.get_by_role("button", name="Restart all…").click()
+        await page.get_by_role("dialog").locator("button.main").click()
+        await eventually(lambda: server.asked)
+        assert {path.removeprefix(PREFIX) for path in server.paths if path.startswith(PREFIX)} == {
+            *("/", "/ridgeline/state/stream", "/ridgeline/restart")
+        }
 
 
 # --- keys

@@ -108,9 +108,8 @@ async def serving_page(state: State | None, key: str = "") -> AsyncIterator[Page
     guarded = WithContext(KeyGuard(app, Access(admin=AdminAccess(keys))))
 
     async def counting(scope: Any, receive: Any, send: Any) -> None:
-        path = scope["path"].removeprefix(PREFIX)
-        served.paths.append(path)
-        await guarded({**scope, "path": path}, receive, send)
+        served.paths.append(scope["path"])
+        await guarded({**scope, "path": scope["path"].removeprefix(PREFIX)}, receive, send)
 
     async with listening(counting) as served.url:
         yield served

@@ -26,7 +26,7 @@ MOST_LINES = {
     "roofline": 1_700,
     "router": 14_100,
     "worker_runtime": 950,
-    "tests": 50_750,
+    "tests": 50_800,
     "tools": 5_800,
 }
 """Of Python, by package. A commit that raises one says what the lines are worth; one that deletes lines lowers it."""
