@@ -84,14 +84,17 @@ async def test_what_is_short_or_lost_is_marked_and_nothing_else_is(opened):
 
 
 async def test_later_events_leave_out_what_has_not_changed(opened):
-    state = kept("healthy")
+    state = kept("worker_lost")
     async with opened(state) as (server, page):
         await expect(page.locator("button.gr")).to_have_count(len(state["requests"]))
         lines = page.locator("#promise .tile:last-child path[stroke='var(--fill)']")
         before = await lines.get_attribute("d")
+        marks = page.locator("#promise path[stroke='var(--short)']")
+        await expect(marks).to_have_count(5)
         bars = "[...document.querySelectorAll('#res .bar i')].map(each => each.style.width)"
         widths = await page.evaluate(bars)
         point = {name: each[-1:] if isinstance(each, list) else each for name, each in state["history"].items()}
+        point["events"] = []  # which says nothing of those that were told before
         later = state | {"history": point, "requests": None, "time_unix_s": state["time_unix_s"] + 10}
         others = [each | {"detail": "another detail"} for each in state["resources"]]
         server.send(later | {"verdict": state["verdict"] | {"sentence": "All is well."}, "resources": others})
@@ -100,6 +103,7 @@ async def test_later_events_leave_out_what_has_not_changed(opened):
         assert (await lines.get_attribute("d")).count("L") == before.count("L") + 1
         await expect(page.locator("#res li").first).to_contain_text("another detail")
         assert await page.evaluate(bars) == widths
+        await expect(marks).to_have_count(5)
 
 
 async def test_a_stream_that_ends_is_opened_again_and_old_figures_are_called_old(opened):

@@ -57,7 +57,7 @@ function stateAfter(event, first) {
   return s;
 }
 
-/* A point comes with the events that are new, or with all: those that are not told again grow older. */
+/* A point comes with all events, or with none: those that were told before then grow older. */
 function historyAfter(old, point, older) {
   const told = point?.events?.length ? point.events : old.events.map(each => ({...each, s_ago: older(each.s_ago)}));
   const history = {...old, ...point, events: told};
