@@ -18,7 +18,7 @@ BASE ?= main
 CLIENTS := .venv-clients
 CLIENTS_READY := $(CLIENTS)/.ready
 
-.PHONY: help setup lock model clients demo test test-all starts check t unit components conformance transports hostile fuzz lint bench-decision bench-front bench-modes docs measurements long chaos differential mode-changes scale stress test-cluster clean
+.PHONY: help setup lock model clients demo test test-all starts check t unit components page conformance transports hostile fuzz lint bench-decision bench-front bench-modes docs measurements long chaos differential mode-changes scale stress test-cluster clean
 help:            ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
@@ -62,11 +62,14 @@ unit: setup      ## tests of pure logic, under a minute
 components: setup ## router, workers and commands with vLLM's code and engines without a model (about four minutes)
 	@$(BIN)/pytest -q -n 2 --dist worksteal --durations=10 tests/components
 
+page: setup      ## the live page in Chromium: every state, changes, keys, a stream that breaks (half a minute; skipped without a browser)
+	@$(BIN)/pytest -q -n 2 --dist worksteal tests/page
+
 conformance: setup ## every KV transport against one suite: dead peers, faults, altered frames
 	@$(BIN)/pytest -q -n 2 tests/conformance
 
 # In one run: to import vLLM takes each of its processes a quarter of a minute.
-PARTS = $(BIN)/pytest -q -n 2 --dist worksteal --durations=10 tests/components tests/conformance
+PARTS = $(BIN)/pytest -q -n 2 --dist worksteal --durations=10 tests/components tests/conformance tests/page
 
 transports: conformance ## `make conformance`, then a network link that is shaped and cut
 	@$(BIN)/pytest -q tests/network

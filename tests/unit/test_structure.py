@@ -26,7 +26,7 @@ MOST_LINES = {
     "roofline": 1_700,
     "router": 16_300,
     "worker_runtime": 950,
-    "tests": 52_500,
+    "tests": 53_200,
     "tools": 6_100,
 }
 """Of Python, by package. A commit that raises one says what the lines are worth; one that deletes lines lowers it."""

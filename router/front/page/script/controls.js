@@ -1,6 +1,7 @@
 /* What an operator can do here. Every change asks first, names the command that does the same, and what to expect. */
 
-const NO_REQUEST_LOST = "No request is lost. An operation can be cancelled.";
+const NONE_LOST = "No request is lost.";
+const CAN_BE_CANCELLED = `${NONE_LOST} It can be cancelled while it runs.`;
 const EXPECTED_OF = {
   colocated: "no KV is moved; prompts and tokens share each worker, so ITL may grow",
   disaggregated: "prompts and tokens have workers of their own; KV moves between them",
@@ -20,7 +21,7 @@ function modeControl({deployment: d}) {
     : `<button class="k" data-act="mode" data-arg="${esc(mode)}" aria-pressed="false">${esc(mode)}…</button>`);
   const modes = d.modes.includes(d.mode) || !d.mode ? d.modes : [d.mode, ...d.modes];
   return `<fieldset><legend>Mode</legend><div class="row">${modes.map(button).join("")}</div>
-    <p class="s m">No request is lost.</p></fieldset>`;
+    <p class="s m">${NONE_LOST}</p></fieldset>`;
 }
 
 /* The number of workers that the reader wants, or else those that are wanted now. */
@@ -70,7 +71,7 @@ const post = (path, body) => ({method: "POST", path, body});
 function askMode(mode) {
   ask({
     title: `Change mode to ${mode}`, command: `ridgeline mode ${mode}`, expect: EXPECTED_OF[mode],
-    meanwhile: NO_REQUEST_LOST, request: post("mode", {mode}),
+    meanwhile: NONE_LOST, request: post("mode", {mode}),
   });
 }
 
@@ -79,7 +80,7 @@ function askScale() {
   const words = pools.map(each => `${each.pool}=${wantedOf(each)}`);
   ask({
     title: `Scale to ${pools.map(each => `${wantedOf(each)} ${each.pool}`).join(", ")}`,
-    command: `ridgeline scale ${words.join(" ")}`, meanwhile: NO_REQUEST_LOST,
+    command: `ridgeline scale ${words.join(" ")}`, meanwhile: CAN_BE_CANCELLED,
     expect: "new workers serve once they have started; leaving ones finish or hand over their streams",
     request: post("scale", {workers: Object.fromEntries(pools.map(each => [each.pool, wantedOf(each)]))}),
   });
@@ -87,7 +88,7 @@ function askScale() {
 
 function askDrain(worker) {
   ask({
-    title: `Drain ${worker}`, command: `ridgeline drain ${worker}`, meanwhile: "No request is lost.",
+    title: `Drain ${worker}`, command: `ridgeline drain ${worker}`, meanwhile: NONE_LOST,
     expect: "it takes no new request and leaves for good; its streams move after at most 30 s",
     request: post("drain", {worker}),
   });
@@ -95,7 +96,7 @@ function askDrain(worker) {
 
 function askRestart() {
   ask({
-    title: "Restart all workers, one after another", command: "ridgeline restart", meanwhile: NO_REQUEST_LOST,
+    title: "Restart all workers, one after another", command: "ridgeline restart", meanwhile: CAN_BE_CANCELLED,
     expect: "one worker at a time is away", request: post("restart", {}),
   });
 }
@@ -115,7 +116,8 @@ function askAdvised({label, command, expect, live, do: act, args = {}}) {
     drain: () => post("drain", {worker: args.worker}),
   };
   const request = live ? requests[act]?.() : undefined;
-  ask({title: label.replace("…", ""), command, expect, request, meanwhile: request && NO_REQUEST_LOST});
+  const meanwhile = request && (act === "scale" ? CAN_BE_CANCELLED : NONE_LOST);
+  ask({title: label.replace("…", ""), command, expect, request, meanwhile});
 }
 
 function ask({title, command, expect, meanwhile, request}) {
@@ -126,7 +128,7 @@ function ask({title, command, expect, meanwhile, request}) {
   dialog.innerHTML = `<h2 id="asktitle">${esc(title)}</h2><dl>${entry("Expected", expect && esc(expect))}
     ${entry("The same in a terminal", command && `<code>${esc(command)}</code>`)}
     ${entry("Meanwhile", meanwhile && esc(meanwhile))}</dl><p class="refusal" role="alert" hidden></p>
-    <div class="row"><button class="k" value="no" autofocus>${request ? "Cancel" : "Close"}</button>${yes}</div>`;
+    <div class="row"><button class="k" value="no">${request ? "Cancel" : "Close"}</button>${yes}</div>`;
   dialog.setAttribute("aria-labelledby", "asktitle");
   dialog.onclick = ({target}) => {
     if (target.value === "yes") confirmed(dialog, target, {title, request});
@@ -136,16 +138,18 @@ function ask({title, command, expect, meanwhile, request}) {
   dialog.showModal();
 }
 
-/* A refusal stays in the dialog, in the router's own words. */
+/* A refusal stays in the dialog, in the router's own words; without one, or once it is closed, below the controls. */
 async function confirmed(dialog, button, {title, request}) {
   button.disabled = true;
+  button.textContent = "Waiting for the router…";
   const refusal = await send(request);
-  if (refusal === null) {
-    view.wanted = {};
-    view.done = `${new Date().toLocaleTimeString("en-GB")}: ${title}: the router has accepted it.`;
+  const isAsking = dialog.open && button.isConnected;
+  if (refusal === null) view.wanted = {};
+  if (refusal === null || !isAsking) {
+    view.done = `${new Date().toLocaleTimeString("en-GB")}: ${title}: ${refusal ?? "the router has accepted it."}`;
     speak(view.done);
-    dialog.close();
     if (view.now) drawControls(view.now);
+    if (isAsking) dialog.close();
     return;
   }
   const shown = dialog.querySelector(".refusal");

@@ -55,7 +55,7 @@ function onePool(s, p) {
   const isHot = ["prefill", "kv", "bandwidth"].some(each => isShort(s, each));
   return node(names[p.pool] ?? "prefill and decode",
     `${pct(p.prompt_busy_ratio)} of time on prompts · step ${time(p.decode_step_s)}`,
-    `${workers(p.workers_ready)}, whole requests`, isHot);
+    workers(p.workers_ready) + (p.pool === "colocated" ? ", whole requests" : ""), isHot);
 }
 
 /* The busiest transport; the note below names all. */

@@ -71,7 +71,7 @@ function poolFacts(p, s) {
   return [
     ...fact(p.decode_step_s, `step ${hot(isShort(s, "bandwidth"), time(p.decode_step_s))}${limit}`),
     ...blocks,
-    ...fact(serving.length ? waiting : undefined, blocked),
+    ...fact(meanOf(serving, each => each.waiting), blocked),
     ...tokens,
   ];
 }
@@ -128,7 +128,7 @@ function lostCell(w, where) {
   const since = isKnown(w.state_since_s) ? `${span(w.state_since_s)} ago` : "";
   const back = isKnown(w.back_in_s) ? `back in about ${span(w.back_in_s)}` : "";
   const lost = w.state === "away" ? "lost again and again" : "lost";
-  const restarts = w.restarts ? `started again ${num(w.restarts)} ${plural(w.restarts, "time", "times")}` : "";
+  const restarts = w.restarts ? `started again ${w.restarts === 1 ? "once" : `${num(w.restarts)} times`}` : "";
   return `<div class="cell lost"><div class="n"><b>▲ ${esc(w.id)}</b><span>${why}</span></div>
     <p class="s">${[[lost, since].filter(Boolean).join(" "), back].filter(Boolean).join(", ")}</p>
     <p class="s m">${[where ? `on ${where}` : "", restarts].filter(Boolean).join("; ")}</p></div>`;

@@ -54,7 +54,9 @@ function attainmentTile({promise: p, history: h}) {
     small: "",
     more: isKnown(p.attainment_ratio) ? `TTFT ${pct(p.ttft_attainment_ratio)} · TPOT ${pct(p.tpot_attainment_ratio)}`
       : hasSlo ? "no requests yet" : "set router.slo",
-    line: sparkline(h.attainment_ratio, {limit: goal, max: 1.02, events: h.events, step_s: h.step_s}),
+    line: sparkline(h.attainment_ratio, {
+      limit: hasSlo ? goal : undefined, max: 1.02, events: h.events, step_s: h.step_s,
+    }),
   });
 }
 

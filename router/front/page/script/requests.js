@@ -3,8 +3,9 @@
 const MOST_ROWS = 10;
 const CUT_PERCENT = 68; // up to decode's first step time is enlarged: hand-offs take milliseconds, decode seconds
 const STAGES = {
-  preprocess: "preprocess", queue: "queue", prefill: "prefill", handoff_wait: "hand-off wait", wire: "KV on the wire",
-  decode_queue: "decode queue", decode: "decode",
+  preprocess: "preprocess", queue: "queue in the router", dispatch: "dispatch", engine_queue: "queue in the engine",
+  prefill: "prefill", handoff_wait: "hand-off wait", wire: "KV on the wire", decode_queue: "decode queue",
+  decode: "decode", unreported: "not reported", lost: "on a lost worker",
 };
 
 /* While one is open the list stays as it is, so that it does not move under the reader. */
@@ -26,16 +27,18 @@ function drawRequests(s) {
     : '<p class="m">Choose a request to see its stages, decision and hand-off.</p>');
 }
 
-const hasMissed = r => r.ttft_ok === false || r.tpot_ok === false || (r.outcome ?? "finished") !== "finished";
+const hasMissed = r => r.ttft_ok === false || r.tpot_ok === false;
+const isCutOff = r => (r.outcome ?? "finished") !== "finished";
+const isBad = r => hasMissed(r) || isCutOff(r);
 
 function latest(requests) {
   const age = r => r.ended_s_ago ?? 0;
-  return [...requests].sort((a, b) => hasMissed(b) - hasMissed(a) || age(a) - age(b)).slice(0, MOST_ROWS);
+  return [...requests].sort((a, b) => isBad(b) - isBad(a) || age(a) - age(b)).slice(0, MOST_ROWS);
 }
 
 function note(s, rows) {
   const of = isKnown(s.requests_shown_of) ? ` of ${num(s.requests_shown_of)}` : "";
-  const whose = s.requests_of ? ` ${esc(capital(s.requests_of))}.` : "";
+  const whose = s.requests_of ? ` Requests of ${esc(s.requests_of)}.` : "";
   const enlarged = view.axis === "clock" ? "" : " Left of the gap: enlarged, up to decode's first step."
     + (isKnown(s.promise.slo.ttft_s) ? " Tick: TTFT SLO." : "");
   const held = view.open ? ' <button class="k" data-act="newest">Held while one is open: show newest</button>' : "";
@@ -99,8 +102,7 @@ function requestRow(r, scale, slo_s) {
 
 function verdictOn(r) {
   const missed = [r.ttft_ok === false && "TTFT", r.tpot_ok === false && "TPOT"].filter(Boolean);
-  const ended = r.outcome && r.outcome !== "finished" ? [r.outcome] : [];
-  const words = [...ended, ...missed];
+  const words = [...(isCutOff(r) ? [r.outcome] : []), ...missed];
   if (words.length) return `<b class="missed">✕<span class="long"> ${esc(words.join(", "))}</span></b>`;
   const sign = r.ttft_ok || r.tpot_ok ? "✓" : ""; // without an SLO, none is kept
   return `${sign}<span class="long m"> ${time(r.ttft_s)}, ${time(r.tpot_s)}</span>`;

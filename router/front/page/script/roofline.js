@@ -20,7 +20,7 @@ function drawRoofline(s) {
   const label = `Roofline: a roof of ${si(peak.flops, "FLOP/s")} and ${si(peak.bytes, "B/s")}; the table below has `
     + "each worker's point";
   const drawn = seriesOf(s, points).map(each => series(plot, each, s));
-  const parts = [grid(plot), roof(plot, s.pools[0].peaks_source), ...drawn];
+  const parts = [grid(plot), roof(plot, sourceOf(s.pools)), ...drawn];
   const labels = plot.late.map(draw => draw()).join("");
   const idle = points.length ? "" : plot.text("no steps lately", plot.x(plot.ridge), plot.bottom - 2.2 * plot.rem,
     'class="i" text-anchor="middle"');
@@ -131,6 +131,11 @@ function grid(plot) {
   return parts.join("");
 }
 
+/* Whether peaks were measured, in a word; else the source says more than the plot has room for. */
+function sourceOf(pools) {
+  return pools.every(each => each.peaks_source?.startsWith("measured")) ? "measured" : "by data sheet";
+}
+
 /* The roof, the dashed line above which a resource binds, and the ridge, each with its name. */
 function roof(plot, source) {
   const {peak, ridge, left, right, top, bottom, rem: em} = plot;
@@ -149,8 +154,8 @@ function roof(plot, source) {
     `<path d="M${ridgeX.toFixed(1)} ${ceiling.toFixed(1)}V${bottom}" stroke="var(--muted)" stroke-dasharray="2 4"/>`,
     `<path d="${line(BINDS_FROM)}" fill="none" stroke="var(--muted)" stroke-dasharray="6 5"/>`,
     `<path d="${line(1)}" fill="none" stroke="var(--roof)" stroke-width="2.2" stroke-linejoin="round"/>`,
-    `<text class="i" transform="${turn}" text-anchor="middle">${si(peak.bytes, "B/s")} ${esc(source ?? "")}</text>`,
-    plot.text(`${si(peak.flops, "FLOP/s")} ${source ?? ""}`, right - 0.2 * em, ceiling - 0.5 * em,
+    `<text class="i" transform="${turn}" text-anchor="middle">${si(peak.bytes, "B/s")} ${source}</text>`,
+    plot.text(`${si(peak.flops, "FLOP/s")} ${source}`, right - 0.2 * em, ceiling - 0.5 * em,
       'class="i" text-anchor="end"'),
     plot.isNarrow ? plot.text(`ridge ${num(ridge)}`, ridgeX + 0.4 * em, bottom - 0.4 * em)
       : plot.text(`ridge ${num(ridge)}`, ridgeX - 0.2 * em, ceiling - 0.5 * em, 'text-anchor="end"'),
@@ -161,7 +166,7 @@ function roof(plot, source) {
 
 /* The points of one pool and kind of step, with trails, the TPOT tick, and one label for all. */
 function series(plot, {pool, step, points}, s) {
-  const colour = `var(--${step === "mixed" ? "roof" : step})`;
+  const colour = {prefill: "var(--prefill)", decode: "var(--decode)"}[step] ?? "var(--roof)";
   const parts = points.map(each => trail(plot, each.steps, colour));
   if (pool.slo_point?.intensity > 0 && step === "decode") parts.push(sloTick(plot, pool.slo_point));
   for (const each of points) parts.push(point(plot, each, colour, s.verdict.worker));

@@ -26,11 +26,13 @@ function known(value) {
 function filled(event) {
   const s = known(event);
   const worker = each => ({...each, id: each.id ?? UNKNOWN, state: each.state ?? "ready", steps: each.steps ?? []});
+  const verdict = {kind: "unknown", sentence: "It is not known which resource is short.", ...s.verdict};
+  const isUnknown = verdict.kind === "unknown" || !verdict.severity; // which is no fault: it is not shown as one
   const pool = each => ({...each, pool: each.pool ?? UNKNOWN, workers: (each.workers ?? []).map(worker)});
   return {
     ...s,
     deployment: {modes: [], ...s.deployment},
-    verdict: {kind: "unknown", severity: "idle", sentence: "It is not known which resource is short.", ...s.verdict},
+    verdict: isUnknown ? {...verdict, severity: "idle"} : verdict,
     resources: s.resources ?? [],
     promise: {refused_by: {}, ...s.promise, slo: s.promise?.slo ?? {}},
     pools: (s.pools ?? []).map(pool),
@@ -47,18 +49,18 @@ function filled(event) {
 function stateAfter(event, first) {
   const s = filled(event);
   const old = first ? null : view.now;
-  s.requests ??= olderBy(old?.requests ?? [], s.time_unix_s - old?.time_unix_s);
-  s.history = old?.history ? historyAfter(old.history, s.history) : {events: [], ...s.history};
+  const passed_s = s.time_unix_s - old?.time_unix_s;
+  const older = ago => (isKnown(ago) && isKnown(passed_s) ? ago + passed_s : ago);
+  s.requests ??= (old?.requests ?? []).map(each =>
+    ({...each, arrived_s_ago: older(each.arrived_s_ago), ended_s_ago: older(each.ended_s_ago)}));
+  s.history = old ? historyAfter(old.history, s.history, older) : {events: [], ...s.history};
   return s;
 }
 
-function olderBy(requests, seconds) {
-  const later = ago => (isKnown(ago) && isKnown(seconds) ? ago + seconds : ago);
-  return requests.map(r => ({...r, arrived_s_ago: later(r.arrived_s_ago), ended_s_ago: later(r.ended_s_ago)}));
-}
-
-function historyAfter(old, point) {
-  const history = {...old, ...point};
+/* A point comes with all events, or with none: those that were told before then grow older. */
+function historyAfter(old, point, older) {
+  const told = point?.events?.length ? point.events : old.events.map(each => ({...each, s_ago: older(each.s_ago)}));
+  const history = {...old, ...point, events: told};
   const most = KEPT_HISTORY_S / (history.step_s || 5);
   for (const [name, points] of Object.entries(point ?? {})) {
     if (Array.isArray(points) && name !== "events") history[name] = [...(old[name] ?? []), ...points].slice(-most);

@@ -12,12 +12,14 @@ const stream = {
   opened_ms: 0,
   wait_s: FIRST_WAIT_S,
   silent_s: 0,
-  problem: "", // the latest answer that was no stream
+  refusal: "", // the latest answer that was no stream
+  failed: false, // the latest try to connect
   denied: false,
   asked_ms: -Infinity, // when /ready was asked
 };
 
-class Denied extends Error {}
+class Refused extends Error {} // with the server's own words
+class Denied extends Refused {} // until there is a key, or another one
 
 function authorization() {
   const key = sessionStorage.getItem(KEY);
@@ -47,7 +49,7 @@ async function connect() {
     } catch (error) {
       if (connection.signal.aborted) return;
       if (error instanceof Denied) return deny(error.message);
-      stream.problem = error.message;
+      Object.assign(stream, {refusal: error instanceof Refused ? error.message : "", failed: true});
       drawStranger();
     }
     await new Promise(resolve => setTimeout(resolve, stream.wait_s * 1e3));
@@ -63,9 +65,9 @@ function disconnect() {
 async function follow(signal) {
   const reply = await fetch("ridgeline/state/stream", {headers: authorization(), cache: "no-store", signal});
   if (reply.status === 401 || reply.status === 403) throw new Denied(await refusalOf(reply));
-  if (!reply.ok) throw new Error(await refusalOf(reply));
+  if (!reply.ok) throw new Refused(await refusalOf(reply));
   if (!reply.headers.get("content-type")?.startsWith("text/event-stream")) {
-    throw new Error("something between this page and the router answered in its place");
+    throw new Refused("something between this page and the router answered in its place");
   }
   const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
   for (let rest = "", first = true; ;) {
@@ -92,7 +94,7 @@ function arrived(event, first) {
   const isFirst = view.now === null;
   view.now = stateAfter(event, first);
   view.at = Date.now();
-  Object.assign(stream, {wait_s: FIRST_WAIT_S, problem: ""});
+  Object.assign(stream, {wait_s: FIRST_WAIT_S, refusal: "", failed: false});
   if (!view.hold || isFirst) requestAnimationFrame(draw);
 }
 
@@ -110,7 +112,7 @@ function watchSilence() {
 function deny(message) {
   disconnect();
   sessionStorage.removeItem(KEY); // one that is refused is of no use
-  Object.assign(stream, {denied: true, problem: message, silent_s: 0});
+  Object.assign(stream, {denied: true, refusal: message, silent_s: 0});
   view.now = view.said = null;
   drawStranger();
   drawTop();
@@ -126,7 +128,8 @@ function drawStranger() {
   if (!isStranger) return;
   document.body.classList.remove("old");
   $("serves").textContent = `${FACTS.name} serves ${FACTS.model}.`;
-  $("trouble").textContent = stream.problem || "Asking the router for its state…";
+  const waiting = stream.failed ? "The router does not answer; trying again…" : "Asking the router for its state…";
+  $("trouble").textContent = stream.refusal || waiting;
   $("keyform").hidden = !stream.denied;
   document.title = `${FACTS.name} · Ridgeline`;
 }
@@ -154,7 +157,7 @@ function takeKey(event) {
   const key = $("key").value.trim();
   if (key) sessionStorage.setItem(KEY, key);
   $("key").value = "";
-  stream.problem = "";
+  Object.assign(stream, {refusal: "", failed: false});
   connect();
   drawStranger();
 }

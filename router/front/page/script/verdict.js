@@ -12,7 +12,8 @@ function drawTop() {
   const s = view.now;
   const d = s?.deployment ?? {};
   const pools = (s?.pools ?? []).map(workersOf).join(" + ");
-  const mode = d.mode ? `<span class="m">${esc(d.mode)}: ${pools}</span>` : "";
+  const why = d.mode_is_for ? ` (${esc(d.mode_is_for)})` : ""; // what a comparison runs at present
+  const mode = d.mode ? `<span class="m">${esc(d.mode)}${why}: ${pools}</span>` : "";
   const up = isKnown(d.uptime_s) ? `<span class="m s">up ${span(d.uptime_s)}</span>` : "";
   const name = esc(d.name ?? FACTS.name);
   const model = esc(d.model ?? FACTS.model);
@@ -56,10 +57,11 @@ function speak(text) {
 function resource(r, s) {
   const v = s.verdict;
   const blamed = v.resource === r.id && LOUD.includes(v.severity);
-  const state = blamed ? v.severity : r.state ?? "ok";
+  const state = blamed ? v.severity : r.state;
   const tag = state === "idle" ? IDLE_TAGS[r.id] : TAGS[state];
-  return `<li class="${esc(state)}">
-    <div class="t"><span>${esc(r.name)}</span><span class="tag ${esc(state)}">${esc(tag ?? state)}</span></div>
+  const look = esc(state ?? "unused");
+  return `<li class="${look}">
+    <div class="t"><span>${esc(r.name)}</span><span class="tag ${look}">${esc(tag ?? state)}</span></div>
     <div class="t"><span class="v">${pct(r.use_ratio)}</span><span class="s m">${useOf(r, s)}</span></div>
     ${bar(r.use_ratio ?? 0, {tick: r.short_from_ratio})}<div class="s">${esc(r.detail ?? "")}</div></li>`;
 }
@@ -68,9 +70,9 @@ function resource(r, s) {
 function useOf(r, s) {
   if (r.state === "unused" || !isKnown(r.use_ratio)) return "";
   const prefill = doesBoth(prefillPool(s)) ? "of engine time" : "busy";
-  const limit = doesBoth(decodePool(s)) ? "of TPOT" : "of what TPOT allows";
-  const bandwidth = isKnown(s.promise.slo.tpot_s) ? limit : "of its batch";
-  return {router: "busy", prefill, link: "of what it can move", kv: "of blocks used", bandwidth}[r.id] ?? "";
+  const bandwidth = decodePool(s)?.slo_point ? "of what TPOT allows" : "of its batch";
+  const link = s.links.some(each => isKnown(each.peak_bytes_per_s)) ? "of what it can move" : "busy";
+  return {router: "busy", prefill, link, kv: "of blocks used", bandwidth}[r.id] ?? "";
 }
 
 /* Old figures must not look like present ones: the page itself says that the router is silent. */
@@ -84,7 +86,7 @@ function drawSilence() {
   $("verdict").className = "card verdict fault";
   $("sentence").textContent =
     `No answer from the router for ${span(stream.silent_s)}: the figures below are that old.`;
-  $("advice").textContent = stream.problem ? `Its last answer: ${stream.problem}`
+  $("advice").textContent = stream.refusal ? `Its last answer: ${stream.refusal}`
     : "It may be restarting, or stuck. GET /health says whether its process answers; ridgeline status and ridgeline "
       + "logs say why.";
   patch($("act"), "");
