@@ -230,8 +230,9 @@ def _nothing(state: FleetState) -> Bottleneck:
 
 
 def _nearness(pool: PoolState) -> Iterator[tuple[float, str]]:
+    busy = pool.busy if pool.pool == "prefill" else None  # one sequence fills the time of decode
     for use, limit, name in (
-        (pool.busy, BUSY_FROM, "busy"),
+        (busy, BUSY_FROM, "busy"),
         (pool.kv_used, FULL_FROM, "KV blocks in use"),
         (pool.places_used, FULL_FROM, "places in use"),
     ):
