@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from rich.console import Console
 from rich.markup import escape
+from typer.core import TyperGroup
 
 from ridgeline.cluster.config.api_keys import ApiKeyError
 from ridgeline.cluster.config.loader import ConfigError, LoadedConfig, explain, load_config
@@ -36,20 +37,46 @@ from ridgeline.loadtest.plan import ComparePlan, NumberOrAuto, ReplayPlan
 from ridgeline.roofline.errors import RooflineError
 
 SERVING_MODULES = frozenset(
-    {"grpc", "jsonschema", "ray", "setproctitle", "torch", "transformers", "uvicorn", "uvloop", "vllm", "xxhash"}
+    {
+        "grpc",
+        "jsonschema",
+        "opentelemetry",
+        "ray",
+        "setproctitle",
+        "torch",
+        "transformers",
+        "uvicorn",
+        "uvloop",
+        "vllm",
+        "xxhash",
+    }
 )
 """What the extras `cpu` and `gpu` install and the commands of the client part do without."""
 
 
 app = typer.Typer(
-    help="Serve one model colocated, disaggregated or adaptive on Ray, and measure which pays.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 bench = typer.Typer(help="Measure one part of Ridgeline on this machine, without a model.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
-trace = typer.Typer(help="Look at a trace before it is replayed.", no_args_is_help=True)
+
+
+class _RequestById(TyperGroup):
+    """Takes a word that is no command as an id: `ridgeline trace ID`."""
+
+    unnamed = "request"
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        return super().resolve_command(ctx, args if args[0] in self.commands else [self.unnamed, *args])
+
+
+trace = typer.Typer(
+    help="Show where the time of a request went (`ridgeline trace ID`), or look at a trace file before it is replayed.",
+    no_args_is_help=True,
+    cls=_RequestById,
+)
 app.add_typer(trace, name="trace")
 PIPED_WIDTH = 140
 """Width for files and pipes, where rich would assume 80 columns and cut tables and paths."""
@@ -101,6 +128,24 @@ NameOption = Annotated[str, typer.Option(help="the deployment's name, as in `rid
 DEFAULT_NAME = "ridgeline"
 
 
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        from ridgeline.cluster.commands.setup import versions
+
+        ours_first = sorted(versions().items(), key=lambda item: item[0] != "ridgeline")
+        console.print(", ".join(f"{name} {value}" for name, value in ours_first if value), highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def every_command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="print what is installed")
+    ] = False,
+) -> None:
+    """Serve one model colocated, disaggregated or adaptive on Ray, and measure which pays."""
+
+
 def main() -> None:
     """Entry point of the `ridgeline` script."""
     for stream in (sys.stdout, sys.stderr):
@@ -134,6 +179,8 @@ def load(config: Path | None, settings: list[str] | None, *, both_modes: bool = 
         key, equals, value = setting.partition("=")
         if not equals:
             fail([f"--set {setting}: write it as section.key=value"], 2)
+        if key.strip() in overrides:
+            fail([f"--set {key.strip()} is given twice: leave one out"], 2)
         overrides[key.strip()] = value
     # Quoted as YAML, in which the name 2 would be a number.
     given = {key.replace("__", "."): value for key, value in flags.items() if value is not None}
@@ -291,10 +338,14 @@ def stop(
 def logs(
     name: NameOption = DEFAULT_NAME,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="go on until the deployment ends")] = False,
+    worker: Annotated[
+        str,
+        typer.Option(help="the log of worker-0, router (of several: router-0) or dispatcher instead, of this machine"),
+    ] = "",
 ) -> None:
-    """Print what a detached deployment has printed."""
+    """Print what a detached deployment has printed, or what one of its workers or routers has logged."""
     with failures_told():
-        background.logs(name, follow=follow, console=console)
+        background.logs(name, follow=follow, console=console, worker=worker)
 
 
 @app.command()
@@ -427,7 +478,7 @@ def mode(
 @app.command()
 def decisions(
     url: UrlOption = LOCAL_URL,
-    last: Annotated[int, typer.Option(help="number of latest decisions to show", min=1, max=256)] = 10,
+    last: Annotated[int, typer.Option(help="number of latest decisions to show", min=1, max=1000)] = 10,
     admin_key_file: AdminKeyOption = None,
 ) -> None:
     """Explain the latest choices of workers in mode adaptive: reason, alternatives, what was predicted and seen."""
@@ -511,6 +562,18 @@ def restart(
     from ridgeline.cluster.commands.operators import restart as restart_workers
 
     run(restart_workers(url, timeout_s, admin_key_file=admin_key_file, console=console))
+
+
+@trace.command(_RequestById.unnamed)
+def trace_request(
+    request_id: Annotated[str, typer.Argument(help="id of an answer, its x-request-id, or a trace id", metavar="ID")],
+    url: UrlOption = LOCAL_URL,
+    admin_key_file: AdminKeyOption = None,
+) -> None:
+    """Show the stages of a request that has ended, over router and both legs; the word `request` may be left out."""
+    from ridgeline.cluster.commands.ended_request import show
+
+    run(show(url, request_id, admin_key_file=admin_key_file, console=console))
 
 
 @trace.command("inspect")

@@ -85,6 +85,11 @@ class RayFolder:
         return f"{self.path}/ray/session_latest/logs"
 
 
+def log_name(deployment: str, process: str) -> str:
+    """Return the file with the output of a worker, router or dispatcher, beside Ray's own logs of its machine."""
+    return f"{MARK}-{deployment}-{process}.log"
+
+
 def ray_folder(environment: Mapping[str, str] = os.environ) -> RayFolder:
     """Return the folder that the variables name or, if sockets do not fit there, /tmp."""
     variable = next((name for name in ("RAY_TMPDIR", "TMPDIR") if environment.get(name)), "")

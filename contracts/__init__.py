@@ -6,5 +6,6 @@ workers.py     who a worker is, how it is, and the calls that are not tasks
 handoff.py     layouts, hand-offs and results of KV blocks
 errors.py      every error that crosses a process
 section.py     what all sections of the configuration have in common (pydantic)
+log_lines.py   how every process logs: format, levels, fields
 rpc/           addresses, channels, TLS
 """

@@ -66,7 +66,8 @@ async def compare(
 
     If `out` holds a run, another folder beside it is used.
     `workers` share the load, in units of the worker of variant a that is measured; without them its server says which.
-    `notes` are printed with the load. With `is_alone` work that this process did not start counts as a disturbance.
+    `notes`, which the caller has printed, are kept with the load. With `is_alone` work that this process did not start
+    counts as a disturbance.
     Rate and SLOs are measured at variant a's first, if they are not given; a search starts at 80 % of what the unloaded
     server is calculated to hold. The plan's budget counts from `began_s`, on time.monotonic's scale; without it from
     now. Raises UnequalError before anything is sent, other kinds of LoadTestError, and NotDisaggregatedError after a

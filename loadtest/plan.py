@@ -271,10 +271,7 @@ class ComparePlan(ReplayPlan):
             for url in urls.split(","):
                 if not re.fullmatch(r"https?://[^/\s@]+(/.*)?", url.strip()) or not _has_port_or_none(url.strip()):
                     raise ValueError(f"must have URLs such as vllm=http://127.0.0.1:8001, not {url!r}")
-        names = [each.partition("=")[0].strip() for each in value or ()]
-        if len(set(names)) < len(names):
-            raise ValueError(f"must have a name of its own for each server, not {', '.join(names)}")
-        return value
+        return _named_once(value, "join its URLs with commas, or give another server another name")
 
     @field_validator("devices")
     @classmethod
@@ -282,7 +279,7 @@ class ComparePlan(ReplayPlan):
         for each in value or ():
             if not re.fullmatch(r"[^=]+=[1-9]\d*", each):
                 raise ValueError(f"must be NAME=N, such as vllm=2, not {each!r}")
-        return value
+        return _named_once(value, "leave one out")
 
     def _contradictions(self) -> Iterator[str]:
         yield from super()._contradictions()
@@ -303,6 +300,13 @@ def _urls_by_name(given: list[str] | None) -> dict[str, tuple[str, ...]]:
         name.strip(): tuple(url.strip().rstrip("/").removesuffix("/v1") for url in urls.split(",") if url.strip())
         for name, urls in found
     }
+
+
+def _named_once(given: list[str] | None, fix: str) -> list[str] | None:
+    names = [each.partition("=")[0].strip() for each in given or ()]
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"must name a server once, and {repeated} is given twice: {fix}")
+    return given
 
 
 def _positive(value: object) -> float | None:

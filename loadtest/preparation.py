@@ -54,6 +54,7 @@ async def prepare(
 ) -> Settled:
     """Reach variant a, measure it if the plan asks for it, and settle rate, SLOs and what fits the budget.
 
+    `notes`, which the caller has printed, are kept before those on the load.
     No request is longer than `context_tokens`, of which some variants may have less than variant a.
     Raises LoadTestError.
     """
@@ -85,11 +86,12 @@ async def prepare(
     if not plan.measures_first:
         power = power_note(plan.most_pairs, traces.requests, len(plan.kinds), f"--pairs {PLANNED_PAIRS}")
         load = msgspec.structs.replace(load, notes=(power,))
-    load = msgspec.structs.replace(load, notes=(*notes, *load.notes, traces.note, *card.notes))
+    load = msgspec.structs.replace(load, notes=(*load.notes, traces.note, *card.notes))
     most = traces.prefix_ids + 1 + max(traces.most_requests, traces.most_at_a_rate)
     ordinals = most + MOST_WAVES * MOST_REQUESTS
     for sentence in load.sentences(plan.slos):
         console.print(sentence, highlight=False, markup=False)
+    load = msgspec.structs.replace(load, notes=(*notes, *load.notes))
     plan = plan.model_copy(update={"deadline_s": bounded_deadline_s(plan, traces, console)})
     return Settled(
         given=given.model_dump(mode="json", exclude_unset=True),

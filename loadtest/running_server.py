@@ -78,7 +78,7 @@ class RunningServer:
             )
         return tuple(notes)
 
-    async def ready(self) -> Reached:
+    async def ready(self, why: str = "") -> Reached:
         """Empty its prefix caches where it lets us. Raises ServerError if it does not answer any more."""
         if self.resets_cache and not await self._reset_caches():
             raise ServerError(f"{self.mode} has not emptied its prefix cache: POST {RESET_PATH} fails")
@@ -89,7 +89,7 @@ class RunningServer:
 
     async def _checked(self, url: str, plan: ComparePlan) -> ModelCard:
         async with self.servers.open(url) as http:
-            card = await first_model(http, plan.served_model_name, self.servers.key_variable)
+            card = await first_model(http, plan.served_model_name, self._key_variables)
         prompt: list[int] | str = PROBE_TEXT if plan.sends_text else PROBE_IDS
         body = encode_body(card.id, prompt, PROBE_TOKENS, plan.endpoint)
         async with LoadClient((url,), self.servers.headers, plan.endpoint) as client:
@@ -98,6 +98,12 @@ class RunningServer:
         if not record.ok:
             raise ServerError(f"{url} does not answer as a comparison needs it ({plan.endpoint}): {record.error}")
         return card
+
+    @property
+    def _key_variables(self) -> str:
+        """The variables that may hold its key: its own alone if that is set."""
+        own = _own_key_variable(self.mode)
+        return own if self.servers.key_variable == own else f"{own}, or {KEY_VARIABLE} for all servers,"
 
     async def _reset_caches(self) -> bool:
         async def reset(url: str) -> bool:
@@ -128,8 +134,12 @@ def running_servers(plan: ComparePlan, unit: Literal["core", "GPU"] = "GPU") -> 
 
 def key_variable_of(name: str) -> str:
     """Return the environment variable with a server's API key: one of its own if it is set, else everybody's."""
-    own = f"{KEY_VARIABLE}_{re.sub(r'[^A-Z0-9]', '_', name.upper())}"
+    own = _own_key_variable(name)
     return own if own in os.environ else KEY_VARIABLE
+
+
+def _own_key_variable(name: str) -> str:
+    return f"{KEY_VARIABLE}_{re.sub(r'[^A-Z0-9]', '_', name.upper())}"
 
 
 def note_models(cards: Mapping[str, ModelCard]) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ UNCLEAR: Final = "unclear"
 UNREACHABLE: Final = "unreachable"
 UNMEASURED: Final = "not measured"
 RoundsAtRates = Sequence[tuple[float, Sequence[RequestRecord]]]
-"""The rate of each round of one variant, in requests/s or in requests/s per device, with its records."""
+"""The rate of each round of one variant, in requests/s, with its records."""
 
 
 class SloGrid(msgspec.Struct, frozen=True):
@@ -66,9 +66,8 @@ class SloMap(msgspec.Struct, frozen=True):
     grid: SloGrid
     cells: tuple[Cell, ...]
     sentence: str
-    unit: str
-    measured: dict[str, tuple[float, float]]
-    """The lowest and the highest rate of each variant."""
+    unit: str = "requests/s"
+    """Of the rates in the cells, as of the verdict."""
 
 
 def grid_of(records: Sequence[RequestRecord], unloaded: Unloaded | None, slo: Slo) -> SloGrid | None:
@@ -103,10 +102,9 @@ def rate_map(
     grid: SloGrid,
     attainment: float,
     deadline_s: float,
-    unit: str,
     undisturbed_pairs: int,
 ) -> SloMap:
-    """Find each variant's maximum goodput rate, in `unit`, in every cell; requests were given up after `deadline_s`."""
+    """Find each variant's maximum goodput rate in every cell; requests were given up after `deadline_s`."""
     longest_tokens = max(
         record.requested_output_tokens for of_one in rounds.values() for _, records in of_one for record in records
     )
@@ -130,8 +128,7 @@ def rate_map(
         return Cell(ttft_ms=slo.ttft_ms, tpot_ms=slo.tpot_ms, winner=winner, max_goodput_rates=found)
 
     cells = tuple(map(cell, grid.slos()))
-    measured = {name: (min(rates), max(rates)) for name in rounds if (rates := [rate for rate, _ in rounds[name]])}
-    return SloMap(grid, cells, _sentence(cells, labels), unit, measured)
+    return SloMap(grid, cells, _sentence(cells, labels))
 
 
 def _winner(verdict: RateVerdict) -> str:

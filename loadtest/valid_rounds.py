@@ -142,7 +142,7 @@ class RoundRunner:
         self, side: Side, requests: RoundRequests, title: str, number: int, record_file: RecordFile
     ) -> tuple[ReplayResult | None, Disturbance | None, tuple[str, ...]]:
         variant, index = self.variants[side], self._settled.first_round_index + 2 * number  # a warm-up and a round
-        reached = await variant.ready()
+        reached = await variant.ready(f"compare: {title}")
         server = self._told_slos(variant, reached.server)
         if reached.is_fresh or side in self._cold:
             self._cold.discard(side)

@@ -69,8 +69,8 @@ class Variant(Protocol):
     def facts(self) -> ServerFacts:
         """The settings of its engines that must be equal in a comparison."""
 
-    async def ready(self) -> Reached:
-        """Make it ready to serve a round. Raises ServerError if it cannot be."""
+    async def ready(self, why: str = "") -> Reached:
+        """Make it ready to serve a round. Raises ServerError if it cannot be. `why` is shown on the server's page."""
 
 
 class Deployments(AsyncExitStack):
@@ -124,7 +124,7 @@ class RestartedVariant:
         """Seconds of the last start; 0 for the only variant, whose deployment runs until the end."""
         return self.deployments.last_start_s if self.deployments.variants > 1 else 0.0
 
-    async def ready(self) -> Reached:
+    async def ready(self, why: str = "") -> Reached:
         """Restart the deployment in this mode, unless it is this variant's already; then it has served a round."""
         base_url = await self.deployments.start(self)
         is_fresh, self.deployments.is_unused = self.deployments.is_unused, False
@@ -159,13 +159,13 @@ class SwitchedVariant:
         except ServerError as error:
             return str(error)
 
-    async def ready(self) -> Reached:
+    async def ready(self, why: str = "") -> Reached:
         """Switch the deployment to this mode. Raises ServerError if it cannot be switched or does not confirm it."""
         answer = await self._ask("GET")
         if why_not := self._why_not(answer):
             raise ServerError(f"this deployment cannot serve {self.mode}: {why_not}")
-        if answer.mode != self.mode:
-            answer = await self._ask("POST", {"mode": self.mode})
+        if answer.mode != self.mode or why:
+            answer = await self._ask("POST", {"mode": self.mode} | ({"why": why} if why else {}))
         if answer.mode != self.mode:
             raise ServerError(f"{self.base_url} was asked for {self.mode} and says that it serves {answer.mode}")
         is_fresh, self._was_ready = not self._was_ready, True

@@ -38,6 +38,8 @@ MIN_ATTAINMENT = 0.9
 """The share of requests that must meet an SLO: `autoscale.min_attainment`, DistServe's goal."""
 TOKENS_AN_EVENT = 1.2
 """Tokens in an event of a stream from which the router is late, as it says itself (`router/front/text_turns.py`)."""
+EVENTS_PER_S = 100
+"""With fewer, tokens come together in an event for another reason than a late router (`router/front/text_turns.py`)."""
 ROUTER_CORES = 0.9
 """CPU seconds a second from which a router is full. A guess: its event loop cannot use more than one core."""
 
@@ -118,6 +120,15 @@ def bottleneck(state: FleetState) -> Bottleneck:
         return found
     missing = _missing(state)
     return Bottleneck("unknown", f"Cannot be told: {missing}.") if missing else _nothing(state)
+
+
+def bound(mfu: float | None, mbu: float | None) -> str | None:
+    """Return what limits steps: being left of the ridge does not make them memory-bound, nearness to the roof does."""
+    if mfu is None or mbu is None:
+        return None
+    if max(mfu, mbu) < BOUND_FROM:
+        return "neither"
+    return "compute" if mfu >= mbu else "memory"
 
 
 def _rows(state: FleetState) -> Iterator[Bottleneck]:
@@ -242,10 +253,17 @@ def _missing(state: FleetState) -> str:
     for name, figure in figures.items():
         for pool in state.pools:
             if figure(pool) is None:
-                waits = f" while {pool.waiting:.0f} wait" if _waits(pool) else ""
-                return f"{pool.pool} publishes no {name}{waits}"
+                return f"{pool.pool} publishes no {name}{_known(pool)}"
     waiting = next((pool for pool in state.pools if _waits(pool) and pool.busy is None), None)
-    return "" if waiting is None else f"{waiting.pool} publishes no busy time while {waiting.waiting:.0f} wait"
+    return "" if waiting is None else f"{waiting.pool} publishes no busy time{_known(waiting)}"
+
+
+def _known(pool: PoolState) -> str:
+    """Say what a pool of which something is missing does publish; empty if nothing."""
+    figures = ((pool.waiting, "{:.0f} wait"), (pool.kv_used, "{:.0%} of KV blocks in use"))
+    places = ((pool.places_used, "{:.0%} of places"),)
+    said = ", ".join(text.format(figure) for figure, text in (*figures, *places) if figure is not None)
+    return f"; {said}" if said else ""
 
 
 def _spares_one(pool: PoolState, state: FleetState) -> bool:

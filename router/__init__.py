@@ -8,6 +8,7 @@ decisions.py        what decides: this router, or the dispatcher that it shares 
 front/              HTTP, vLLM's API server app, the routes
 dispatch/           one request: its legs, its retries, its outcome
 watching/           comparisons of policies, and recordings
+live/               the state of the live page
 placement/          when a prompt starts, and on which workers
 flow/               admission, fair queues and rates: which request is accepted, and whose turn it is
 scheduler/          policies of mode adaptive, and the simulation that chooses among them

@@ -11,6 +11,8 @@ import secrets
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
 
 import uvicorn
@@ -28,8 +30,8 @@ from ridgeline.router.fleet.request_route import pools_of
 from ridgeline.router.fleet.roles import role_table
 from ridgeline.router.flow.admission import LOOK_EVERY_S, Admission
 from ridgeline.router.flow.held_bodies import HeldBodies
-from ridgeline.router.front.admin import admin_routes
-from ridgeline.router.front.app import build_app, frontend_config, server_args
+from ridgeline.router.front.admin import admin_routes, shown_operation
+from ridgeline.router.front.app import VLLM_VERSION, build_app, frontend_config, server_args
 from ridgeline.router.front.engine_client import RouterEngineClient
 from ridgeline.router.front.health import HealthProbe, Readiness, probe_prompt_tokens
 from ridgeline.router.front.http.types import Asgi
@@ -38,8 +40,11 @@ from ridgeline.router.front.middleware.http_protocol import BoundedHeads, watch_
 from ridgeline.router.front.middleware.ingress import Gates
 from ridgeline.router.front.operations import Asked, Operations, Progress
 from ridgeline.router.idle_times import OUTPUT_TOKENS, measure, too_short
-from ridgeline.router.observe.collectors import WorkerCollector
+from ridgeline.router.live.view import LiveView, Sources
+from ridgeline.router.observe.collectors import BuildInfo, WorkerCollector
+from ridgeline.router.observe.ended_requests import EndedRequests
 from ridgeline.router.observe.metrics import LimitedLatency, RequestMetrics, Within
+from ridgeline.router.observe.tracing import Traces
 from ridgeline.router.placement.pool_queue import QueueCollector, QueueNow
 from ridgeline.router.router_control import RouterControl
 from ridgeline.router.settings import PoolHardware, RouterSettings, SharedWith
@@ -72,7 +77,10 @@ class Router(RouterControl):
         router_id, shares = secrets.token_hex(8), settings.routers > 1
         requests = CollectorRegistry() if shares else REGISTRY
         self._node_metrics = NodeMetrics(settings.start) if shares else None
-        self._metrics = RequestMetrics(requests)
+        tracing = settings.router.tracing
+        self._traces = None if tracing.endpoint is None else Traces(tracing, settings.served_names[0])
+        send = None if self._traces is None else self._traces.send
+        self._metrics = RequestMetrics(requests, ended=EndedRequests(send_trace=send, routers=settings.routers))
         self._releaser = HandoffReleaser(settings.tls)
         fleet = Fleet(
             router_id,
@@ -120,6 +128,7 @@ class Router(RouterControl):
                 away=lambda: self.fleet.away,
             )
         )
+        REGISTRY.register(BuildInfo(VLLM_VERSION, settings.served_names[0]))
         REGISTRY.register(QueueCollector(lambda: self.queues))
         REGISTRY.register(self._lag)
         REGISTRY.register(self._client.turns)
@@ -179,7 +188,8 @@ class Router(RouterControl):
 
     async def take_operation(self, within_s: float, cancelling: str) -> Asked:
         """Return what operators want beside what the driver is `cancelling`, or wait for it up to this many seconds."""
-        return await self.operations.take(within_s, cancelling)
+        asked = await self.operations.take(within_s, cancelling)
+        return replace(asked, mode=self.fleet.mode)
 
     async def report(self, progress: Progress) -> None:
         """Note how an operation goes on, for whoever asks."""
@@ -232,9 +242,15 @@ class Router(RouterControl):
                 await self._shared.joined()
             group.create_task(self._releaser.run(), name="handoff-releaser")
             group.create_task(self._lag.watch(), name="loop-lag")
+            group.create_task(self._metrics.count_cpu(self._settings.start.name), name="cpu")
             group.create_task(self._client.turns.watch(), name="text-turns")
+            if self._traces is not None:
+                group.create_task(self._traces.run(), name="traces")
             self._client.bind(self._orchestrator)
             self._readiness = self._make_readiness()
+            live = LiveView(self._live_sources())
+            group.create_task(live.run(), name="live-page")
+            self._readiness.mode = lambda: self.fleet.mode
             app = await build_app(
                 self._args,
                 self._settings,
@@ -243,7 +259,8 @@ class Router(RouterControl):
                     self.fleet,
                     self._decisions.modes,
                     self.operations,
-                    self._metrics.explanations,
+                    self._metrics.ended,
+                    live,
                     self._decisions.record,
                     self._stop,
                     self._decisions.placement.forget_prefixes,
@@ -263,6 +280,19 @@ class Router(RouterControl):
             self._readiness.check.cancel()
             server.should_exit = True
             await serving
+
+    def _live_sources(self) -> Sources:
+        return Sources(
+            settings=self._settings,
+            version=version("ridgeline"),
+            fleet=self.fleet,
+            metrics=self._metrics,
+            lag=self._lag,
+            text=self._client.turns.sent,
+            queues=lambda: self.queues,
+            hardware=lambda: self._hardware,
+            operation=lambda: shown_operation(self.operations.last),
+        )
 
     async def _refresh_metrics(self) -> None:
         refreshing = [self.fleet.refresh()]
@@ -310,7 +340,8 @@ class Router(RouterControl):
             app,
             http=BoundedHeads,
             ws="none",
-            log_level="warning",
+            log_config=None,
+            log_level=None,
             access_log=False,
             proxy_headers=False,  # the key guard reads them, from trusted proxies only, and keeps the real peer
             timeout_keep_alive=KEEP_ALIVE_S,

@@ -56,6 +56,39 @@ def _origin(text: str) -> str:
     return text
 
 
+def _collector(text: str) -> str:
+    """Check the URL of a collector. Raises ValueError."""
+    parts, is_url = urlsplit(text), True
+    try:
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # no port
+        is_url = False
+    if not is_url or parts.query or parts.fragment:
+        raise ValueError("is not the URL of a collector: write it as http://collector:4318")
+    return text
+
+
+class TracingConfig(Section):
+    """OpenTelemetry traces, one per request; its client's `traceparent` header is their parent."""
+
+    endpoint: Annotated[str, AfterValidator(_collector)] | None = Field(
+        default=None,
+        description="collector that speaks OTLP over HTTP, for example http://collector:4318; spans go to "
+        "/v1/traces there; null: no traces",
+    )
+    sample_ratio: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="part of the requests without a `traceparent` that are traced; others as their client's flag says",
+    )
+
+    @property
+    def traces_url(self) -> str:
+        """Where spans go."""
+        return f"{(self.endpoint or '').rstrip('/').removesuffix('/v1/traces')}/v1/traces"
+
+
 class ServerConfig(Section):
     """Where clients connect."""
 
@@ -197,6 +230,7 @@ class RouterConfig(Section):
         "empty caches",
     )
     policy: PolicyConfig = PolicyConfig()
+    tracing: TracingConfig = TracingConfig()
     rebalance: RebalanceMode = Field(
         default="act",
         description="mode adaptive: act serves by any policy, also those that keep workers for one phase; none: every "

@@ -9,8 +9,9 @@ fifth of its time went into looking through them.
 from __future__ import annotations
 
 import gc
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -47,6 +48,15 @@ def pytest_report_header(config: pytest.Config) -> str:
     found = ", ".join(name for name in INSTRUCTION_SETS if name in flags) or "none of those that kernels differ by"
     auto, asked = resolve_dtype(RidgelineConfig()), config.getoption("--dtype")
     return f"instruction sets: {found}; dtype auto is {auto}; engines run in {auto if asked == 'auto' else asked}"
+
+
+@pytest.fixture(autouse=True)
+def _logs_as_before() -> Iterator[None]:
+    """A command that runs in a test takes over how its process logs."""
+    handlers, level = logging.root.handlers[:], logging.getLogger("ridgeline").level
+    yield
+    logging.root.handlers[:] = handlers
+    logging.getLogger("ridgeline").setLevel(level)
 
 
 FIGURES = pytest.StashKey[list[str]]()

@@ -1,6 +1,7 @@
 """Programs for developers of Ridgeline; the product imports none of them.
 
 bench/            measurements in addition to those of `ridgeline bench`
+boards.py         writes the boards of deploy/grafana/
 changed_tests.py  the unit tests of what was changed, for `make check`
 child.py          a server in a process of its own
 chaos/            faults under load: what is lost, what stays behind

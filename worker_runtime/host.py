@@ -275,6 +275,7 @@ class WorkerHost:
             self._look_at_engine()
             if (health := self.failure()) != reported:
                 reported = health
+                self._log(logging.INFO, f"is {health or 'well'}")
                 for session in self._sessions.values():
                     session.nudge()
 
@@ -304,6 +305,7 @@ class WorkerHost:
         patience_s = self._engine.config.drain_timeout_s if timeout_s is None else timeout_s
         self._cut_off_s = min(self._cut_off_s, asyncio.get_running_loop().time() + patience_s)
         if self._leaving is None:
+            self._log(logging.INFO, "drains", tasks=len(self._tasks), timeout_s=patience_s)
             self._leaving = asyncio.create_task(self._leave(), name="drain")
         if self._patience is not None and not self._patience.expired():
             self._patience.reschedule(self._cut_off_s)
@@ -339,6 +341,9 @@ class WorkerHost:
             session.abort(list(session.tasks))
         await self._server.stop(grace=0.5)
         self._engine.close()
+
+    def _log(self, level: int, change: str, **facts: object) -> None:
+        logger.log(level, change, extra={"worker": self._engine.config.worker_id, **facts})
 
     @property
     def _refusal(self) -> str:
@@ -401,6 +406,7 @@ class WorkerHost:
                 role = self._told_role
                 await self._engine.limit_steps(role.max_num_seqs, role.max_num_batched_tokens, role.step_target_s)
                 self._role = role
+                self._log(logging.INFO, "has its role", pool=role.pool, number=role.number)
         except EngineFailed as error:
             logger.warning("no limits for the role %s: %s", self._told_role, error)  # the worker will be replaced
         finally:
@@ -423,11 +429,13 @@ class WorkerHost:
 
     def _start(self, session: RouterSession, wanted: GenerateTask) -> None:
         def ended(task: asyncio.Task[None]) -> None:
+            self._log(logging.DEBUG, "task ended", request=wanted.request_id)
             session.tasks.pop(wanted.request_id, None)
             self._tasks.discard(task)
             if not self._tasks:
                 self._engine.stats.stall.work_ends()
 
+        self._log(logging.DEBUG, "task begins", request=wanted.request_id, leg=wanted.leg)
         if not self._tasks:
             self._engine.stats.stall.work_begins()
         task = asyncio.create_task(self._run(session, wanted), name=wanted.request_id)
@@ -477,7 +485,7 @@ class WorkerHost:
                 async for delta in deltas:
                     session.send(delta)
         except Undeliverable:
-            logger.warning("task %s: a delta of it was too long, or the router did not read", task.request_id)
+            self._log(logging.WARNING, "a delta was too long, or the router did not read", request=task.request_id)
         except InvalidTask as error:
             session.fail(task.request_id, str(error), "invalid")
         except HandoffLost as error:
@@ -485,7 +493,7 @@ class WorkerHost:
         except EngineFailed as error:
             session.fail(task.request_id, str(error), "engine")
         except Exception as error:
-            logger.exception("task %s failed", task.request_id)
+            logger.exception("task failed", extra={"request": task.request_id, "worker": self._engine.config.worker_id})
             session.fail(task.request_id, f"{type(error).__name__}: {error}", "engine")
 
 

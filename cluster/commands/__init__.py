@@ -11,4 +11,5 @@ bench.py          `ridgeline bench transfer`
 top.py            `ridgeline top`
 operators.py      `ridgeline drain`, `mode`, `record`, `scale`, `restart`
 decisions.py      `ridgeline decisions`
+ended_request.py  `ridgeline trace ID`
 """

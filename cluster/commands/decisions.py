@@ -11,7 +11,7 @@ from rich.console import Console
 
 from ridgeline.cluster.commands.operators import ask, operator_client
 from ridgeline.loadtest.run.quantities import duration_text
-from ridgeline.router.observe.explanations import Explanation
+from ridgeline.router.observe.ended_requests import ChosenWorkers, EndedRequest
 
 PATH = "/ridgeline/decisions"
 LEAST_HELD_S: Final = 0.001
@@ -28,7 +28,7 @@ REASONS: Final = {
 
 class _Answer(msgspec.Struct, frozen=True):
     mode: str
-    decisions: list[Explanation]
+    decisions: list[EndedRequest]
 
 
 async def decisions(url: str, last: int, *, admin_key_file: Path | None, console: Console) -> None:
@@ -37,32 +37,35 @@ async def decisions(url: str, last: int, *, admin_key_file: Path | None, console
         answer = await ask(client, "GET", f"{PATH}?last={last}", _Answer)
     lines = [line for one in reversed(answer.decisions) for line in sentences(one)] or [_why_none(answer.mode)]
     for line in lines:
-        console.print(_printable(line), highlight=False, markup=False, soft_wrap=True)
+        console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
 
 
-def sentences(one: Explanation) -> Iterator[str]:
-    """Yield the lines that explain one decision to people."""
+def sentences(one: EndedRequest) -> Iterator[str]:
+    """Yield the lines that explain one decision to people; none if there was no decision."""
+    chosen = one.decision
+    if chosen is None:
+        return
     yield (
         f"{one.request_id}: {one.prompt_tokens} tokens in, {one.output_tokens} out "
-        f"({one.expected_output_tokens:.0f} expected), {one.outcome} {_ago(one.ended_s_ago)} ago"
+        f"({chosen.expected_output_tokens:.0f} expected), {one.outcome} {ago_text(one.ended_s_ago)} ago"
     )
-    why = f"policy {one.policy!r}, {REASONS.get(one.reason, one.reason)}"
-    yield f"  {_workers(one)}: {'; '.join([why, *_history(one)])}"
+    why = f"policy {chosen.policy!r}, {REASONS.get(chosen.reason, chosen.reason)}"
+    yield f"  {_workers(chosen)}: {'; '.join([why, *_history(one, chosen)])}"
     yield "  " + "; ".join(
         (
-            _latency("TTFT", one.predicted_ttft_s, one.ttft_s, one.ttft_limit_s, is_whole=one.placements == 1),
-            _latency("TPOT", one.predicted_tpot_s, one.tpot_s, one.tpot_limit_s, is_whole=one.placements == 1),
+            _latency("TTFT", chosen.predicted_ttft_s, one.ttft_s, one.ttft_limit_s, is_whole=one.placements == 1),
+            _latency("TPOT", chosen.predicted_tpot_s, one.tpot_s, one.tpot_limit_s, is_whole=one.placements == 1),
         )
     )
 
 
-def _history(one: Explanation) -> Iterator[str]:
+def _history(one: EndedRequest, chosen: ChosenWorkers) -> Iterator[str]:
     """Yield what had happened before the choice, and what it relied on."""
-    yield f"placed {duration_text(one.placed_after_s)} after arrival"
-    if one.held_s >= LEAST_HELD_S:
-        yield f"waited {duration_text(one.held_s)} for a worker that had enough prompts already"
-    if one.cached_tokens:
-        yield f"{one.cached_tokens} tokens of the prompt expected in the worker's cache"
+    yield f"placed {duration_text(chosen.placed_after_s)} after arrival"
+    if chosen.held_s >= LEAST_HELD_S:
+        yield f"waited {duration_text(chosen.held_s)} for a worker that had enough prompts already"
+    if chosen.cached_tokens:
+        yield f"{chosen.cached_tokens} tokens of the prompt expected in the worker's cache"
     if one.placements > 1:
         yield f"placement {one.placements}, after it was taken from a worker that was lost or drained"
 
@@ -75,13 +78,14 @@ def _latency(name: str, predicted_s: float, seen_s: float | None, limit_s: float
     return f"{name} {predicted}{seen}, {limit}"
 
 
-def _workers(one: Explanation) -> str:
-    if one.prompt_worker == one.decode_worker:
-        return f"{one.prompt_worker} alone"
-    return f"{one.prompt_worker} -> {one.decode_worker}"
+def _workers(chosen: ChosenWorkers) -> str:
+    if chosen.prompt_worker == chosen.decode_worker:
+        return f"{chosen.prompt_worker} alone"
+    return f"{chosen.prompt_worker} -> {chosen.decode_worker}"
 
 
-def _ago(seconds: float) -> str:
+def ago_text(seconds: float) -> str:
+    """Format for how long something is over."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:.0f} h"
@@ -93,6 +97,6 @@ def _why_none(mode: str) -> str:
     return "this router has ended no request yet that it placed by prediction: a worker's model needs some steps first"
 
 
-def _printable(line: str) -> str:
+def printable(line: str) -> str:
     """Return a line without what would change the terminal, since a client may have chosen a part of it."""
     return "".join(character if character.isprintable() else "?" for character in line)

@@ -65,14 +65,14 @@ async def compare_command(
     planned, unit, workers = _known_before(config, plan)
     servers = running_servers(plan, unit)
     for server in servers:
-        notes = (*notes, *await server.check(plan))
+        notes = (*notes, *_say(await server.check(plan), console))
     refuse_unequal((*planned, *servers), plan)
     make_folder(out)
     cards = {server.mode: server.card for server in servers if server.card is not None}
     async with _own(config, plan, console) as (own, card):
         if card is not None:
             cards = {plan.modes[0]: card} | cards
-        notes = (*notes, *note_models(cards))
+        notes = (*notes, *_say(note_models(cards), console))
         if plan.tokenizer is None and not plan.sends_text:  # all variants get the same tokens
             root = next((each.root for each in cards.values() if each.root), None)
             plan = plan.model_copy(update={"tokenizer": root}) if servers else plan
@@ -119,6 +119,7 @@ async def _own(
     from ridgeline.cluster.commands.own_variants import own_variants
 
     async with own_variants(config, plan.modes, console) as (url, variants), open_http(url) as http:
+        console.print(f"watch it at {url}/", highlight=False, markup=False)
         yield variants, await first_model(http, plan.served_model_name)
 
 
@@ -135,6 +136,12 @@ def _known_before(
 
     unit = devices_of(config, plan.modes[0]).unit
     return planned_variants(config, plan.modes), unit, split_workers(config, plan.modes)
+
+
+def _say(notes: tuple[str, ...], console: Console) -> tuple[str, ...]:
+    for note in notes:
+        console.print(note, highlight=False, markup=False)
+    return notes
 
 
 async def _notes_of_other_work(console: Console) -> tuple[str, ...]:

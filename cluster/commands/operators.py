@@ -259,7 +259,7 @@ def wanted_workers(words: list[str]) -> dict[str, int]:
                 f"{word!r} is no pool with its number of workers: say prefill=2, decode=1, colocated=3 or adaptive=3"
             )
         if pool in wanted:
-            raise ValueError(f"{pool} is given twice")
+            raise ValueError(f"{pool} is given twice: leave one out")
         wanted[pool] = int(number)
     return wanted
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import shutil
 from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 from rich.console import Console
 
-from ridgeline.cluster.commands.serve import say_with_time, started
+from ridgeline.cluster.commands.serve import ready_state_of, say_with_time, started, state_of
 from ridgeline.cluster.commands.setup import versions
 from ridgeline.cluster.config.api_keys import first_admin_key
 from ridgeline.cluster.config.autoscale import AutoscaleConfig
 from ridgeline.cluster.config.models import PoolConfig, RidgelineConfig
+from ridgeline.cluster.deployments.names import DeploymentFolder
 from ridgeline.cluster.doctor.checks import refuse_unfit_machine, resolve_dtype
 from ridgeline.cluster.runtime.ray_start import ray_runtime
 from ridgeline.contracts.section import MIB
@@ -50,9 +52,16 @@ def planned_variants(config: RidgelineConfig, modes: tuple[Mode, ...]) -> tuple[
 async def _serving(config: RidgelineConfig, console: Console, mode: Mode) -> AsyncIterator[str]:
     """Run the deployment in this mode, and yield its URL."""
     name = f"compare-{os.getpid()}-{secrets.token_hex(2)}"  # on a joined cluster there may be others
-    fixed = {"mode": mode, "name": name, "autoscale": AutoscaleConfig()}
-    async with started(config.model_copy(update=fixed), console) as deployment:
-        watching = asyncio.create_task(deployment.watch(partial(say_with_time, console)))
+    config = config.model_copy(update={"mode": mode, "name": name, "autoscale": AutoscaleConfig()})
+    place = DeploymentFolder(name)
+    async with AsyncExitStack() as stack:
+        stack.callback(shutil.rmtree, place.folder, ignore_errors=True)  # nobody will ask for this name again
+        held = stack.enter_context(place.held(**state_of(config)))
+        deployment = await stack.enter_async_context(started(config, console, place))
+        held.tell(**ready_state_of(deployment))
+        watching = asyncio.create_task(
+            deployment.watch(partial(say_with_time, console), lambda away: held.tell(away=dict(away)))
+        )
         try:
             yield deployment.url
         finally:

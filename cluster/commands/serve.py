@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import logging
 import os
 import signal
 import sys
@@ -28,8 +30,11 @@ from ridgeline.cluster.doctor.gpus import halved
 from ridgeline.cluster.runtime.deployment import Deployment, deploy
 from ridgeline.cluster.runtime.environment import ray_variables, server_variables
 from ridgeline.cluster.runtime.plan import make_plan
-from ridgeline.cluster.runtime.ray_start import ray_runtime
+from ridgeline.cluster.runtime.ray_start import logs_folder, ray_runtime
+from ridgeline.contracts.log_lines import configure
 from ridgeline.router.fleet.pairing import KvPair
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -76,13 +81,24 @@ class _Lossy:
             self._output.flush()
 
 
+class _Logged(io.TextIOBase):
+    """An output whose lines are logged, for those who collect logs as JSON."""
+
+    def write(self, text: str) -> int:
+        for line in filter(None, map(str.strip, text.splitlines())):
+            logger.info("%s", line)
+        return len(text)
+
+
 async def serve(config: RidgelineConfig, console: Console, *, detached: bool = False) -> None:
     """Serve until Ctrl-C, SIGTERM or the end of the terminal, then drain; a second one cuts the drain short.
 
     Raises ServingError.
     """
-    console = Console(file=cast(IO[str], _Lossy(console.file)), width=console.width)
-    with DeploymentFolder(config.name).held(detached=detached) as held:
+    configure(config.logging_of("serve"))
+    output = _Logged() if config.logging.format == "json" else _Lossy(console.file)
+    console = Console(file=cast(IO[str], output), width=console.width)
+    with DeploymentFolder(config.name).held(detached=detached, **state_of(config)) as held:
         refuse_unfit_machine(config)
         await _serve(config, console, held)
 
@@ -118,19 +134,33 @@ def how_kv_goes(pairs: Sequence[KvPair]) -> list[str]:
     ]
 
 
+def state_of(config: RidgelineConfig) -> dict[str, Any]:
+    """Return what `ridgeline status` shows of a deployment that starts."""
+    return {"mode": config.mode, "ready_deadline_s": config.router.ready_deadline_s}
+
+
+def ready_state_of(deployment: Deployment) -> dict[str, Any]:
+    """Return what it shows, beside that, of one that is ready."""
+    kv = how_kv_goes(deployment.kv_pairs)
+    return {"phase": "ready", "url": deployment.url, "warnings": deployment.warnings, "kv": kv}
+
+
 async def _run(
     config: RidgelineConfig, console: Console, ready: asyncio.Event, signals: StopSignals, held: HeldName
 ) -> None:
-    async with started(config, console) as deployment:
+    async with started(config, console, DeploymentFolder(config.name)) as deployment:
         ready.set()
-        console.print(what_runs_where(deployment))
-        kv = how_kv_goes(deployment.kv_pairs)
-        for sentence in kv:
+        if config.logging.format == "text":
+            console.print(what_runs_where(deployment))
+        for row in deployment.rows if config.logging.format == "json" else ():
+            facts = {"worker": row.name, "pool": row.pool, "node": row.node, "address": row.address}
+            logger.info("serves", extra=facts)
+        for sentence in how_kv_goes(deployment.kv_pairs):
             console.print(sentence, highlight=False, markup=False)
         for warning in deployment.warnings:
             console.print(f"[yellow]{escape(warning)}[/]", highlight=False)
         console.print(f"[bold green]ready[/]: {deployment.url}/v1   metrics: {deployment.url}/metrics   Ctrl-C stops")
-        held.tell(phase="ready", url=deployment.url, warnings=deployment.warnings, kv=kv)
+        held.tell(**ready_state_of(deployment))
         watching = asyncio.create_task(
             deployment.watch(partial(say_with_time, console), lambda away: held.tell(away=dict(away)))
         )
@@ -168,9 +198,16 @@ async def _drain(deployment: Deployment, timeout_s: float, console: Console, hur
 
 
 @asynccontextmanager
-async def started(config: RidgelineConfig, console: Console) -> AsyncIterator[Deployment]:
-    """Deploy on the Ray that is running and yield the ready deployment; print how its start goes on."""
+async def started(
+    config: RidgelineConfig, console: Console, place: DeploymentFolder | None = None
+) -> AsyncIterator[Deployment]:
+    """Deploy on the Ray that is running and yield the ready deployment; print how its start goes on.
+
+    `place`, whose name the caller holds, notes where the logs of its workers are.
+    """
     plan = await asyncio.to_thread(make_plan, config)
+    if place is not None:
+        place.logs_are_in(logs_folder())
     names = ", ".join(worker.title for worker in plan.workers)
     console.print(f"starting [bold]{config.mode}[/]: {names}; {plan.served_model_name} in {plan.dtype}")
     if ignored := server_variables() + (ray_variables() if config.ray.address is None else []):

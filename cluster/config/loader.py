@@ -132,7 +132,7 @@ _SECTIONS = {path: section for path, section in _fields(RidgelineConfig) if sect
 _LEAVES = [path for path, section in _fields(RidgelineConfig) if section is None]
 
 
-_TABLE_NAMES = ("resources", "engine_args", "server_args", "options", "adaptive")
+_TABLE_NAMES = ("resources", "engine_args", "server_args", "options", "adaptive", "levels")
 _TABLES = [path for path in _LEAVES if path.rpartition(".")[2] in _TABLE_NAMES]
 
 

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from ridgeline.cluster.config.autoscale import AutoscaleConfig, PoolBounds
 from ridgeline.cluster.node_address import network_of
+from ridgeline.contracts.log_lines import LoggingConfig, ProcessLogging
 from ridgeline.contracts.rpc.tls import TlsFiles
 from ridgeline.contracts.section import GIB, MIB, Bytes, Resources, Section
 from ridgeline.contracts.vocabulary import Mode, Pool
@@ -325,6 +326,7 @@ class RidgelineConfig(Section):
     supervision: SupervisionConfig = SupervisionConfig()
     autoscale: AutoscaleConfig = AutoscaleConfig()
     security: SecurityConfig = SecurityConfig()
+    logging: LoggingConfig = LoggingConfig()
     engine_args: dict[str, Any] = Field(
         default_factory=dict,
         description="vLLM engine arguments of all pools, and of the router where they describe the model: "
@@ -334,6 +336,10 @@ class RidgelineConfig(Section):
         default_factory=dict,
         description="vLLM arguments of the HTTP server: tool_call_parser, chat_template ...",
     )
+
+    def logging_of(self, process: str) -> ProcessLogging:
+        """Return how this process logs."""
+        return ProcessLogging(**self.logging.model_dump(), process=process)
 
     def active_pools(self) -> dict[Pool, PoolConfig]:
         """Return the pools that run in this mode, in the order in which they are placed."""

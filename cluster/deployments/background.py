@@ -8,19 +8,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import msgspec
 from rich.console import Console
 from rich.table import Column, Table
 
-from ridgeline.cluster.deployments.names import AlreadyRunning, DeploymentFolder, running, taken
+from ridgeline.cluster.deployments.names import AlreadyRunning, DeploymentFolder, State, running, taken
 from ridgeline.cluster.errors import ServingError
 from ridgeline.cluster.runtime.environment import search_path
 from ridgeline.contracts.handoff import UNREADABLE
 
 LOOK_EVERY_S = 0.2
 SAY_EVERY_S = 10.0
+CONNECT_WITHIN_S = 1.0
+BEYOND_PROBE_S = 5.0
+"""After a probe that failed, a router asks its workers how they are: two requests of 2 s each
+(`ridgeline.router.fleet.worker`)."""
 DETACHED = "--detached-child"
 """Hidden option of `serve`: the process that `--detach` has started, whose output goes to the log."""
 
@@ -29,10 +34,25 @@ class NotRunning(ServingError):
     """There is no such deployment on this machine, or it ended before it was ready."""
 
 
+class _Pool(msgspec.Struct, frozen=True):
+    ready: bool
+    why: str = ""
+
+
 class _Ready(msgspec.Struct, frozen=True):
     """The part of GET /ready that `status` shows."""
 
+    ready: bool = False
+    mode: str = "?"
+    why: str = ""
+    pools: dict[str, _Pool] = {}
     router: str = ""
+
+    @property
+    def sentences(self) -> list[str]:
+        """Say why it is not ready, and whether a router is the bottleneck."""
+        pools = [f"{name} is not ready: {pool.why}" for name, pool in self.pools.items() if not pool.ready]
+        return [sentence for sentence in (self.why, *pools, self.router) if sentence]
 
 
 def detach(name: str, arguments: Sequence[str], console: Console) -> None:
@@ -86,28 +106,36 @@ def status(console: Console) -> None:
     if not found:
         console.print("no deployment runs on this machine")
         return
-    whole = (Column(title, no_wrap=True) for title in ("name", "state", "URL", "process"))
+    with ThreadPoolExecutor() as threads:  # one that hangs keeps no other's answer back
+        answers = dict(zip(found, threads.map(_asked, found.values()), strict=True))
+    whole = (Column(title, no_wrap=True) for title in ("name", "state", "mode", "URL", "process"))
     table = Table(*whole, "since", Column("output", overflow="fold"))  # a path or URL that is cut off cannot be used
     for name, state in found.items():
         output = str(DeploymentFolder(name).log) if state.detached else "its terminal"
-        table.add_row(name, state.phase, state.url, str(state.pid), state.began, output)
+        answer, phase, mode = answers[name], str(state.phase), state.mode if state.phase == "starting" else "?"
+        if answer is not None:
+            mode = answer.mode
+        if phase == "ready" and (answer is None or not answer.ready):
+            phase = "no answer" if answer is None else "not ready"
+        table.add_row(name, phase, mode, state.url, str(state.pid), state.began, output)
     console.print(table)
     for name, state in found.items():
         for sentence in (*state.kv, *state.warnings):
             console.print(f"{name}: {sentence}", highlight=False)
         for worker, how in state.away.items():
             console.print(f"{name}: {worker} is {how}", highlight=False)
-        if late := _late(state.url):
-            console.print(f"{name}: {late}", highlight=False)
+        for sentence in () if (answer := answers[name]) is None else answer.sentences:
+            console.print(f"{name}: {sentence}", highlight=False)
 
 
-def _late(url: str) -> str:
-    """Return what a router says of itself if it is the bottleneck; nothing if it does not answer in a second."""
+def _asked(state: State) -> _Ready | None:
+    """Return what a router says of itself, None without an answer; if it is idle, it makes two tokens for that."""
+    within = httpx.Timeout(CONNECT_WITHIN_S, read=state.ready_deadline_s + BEYOND_PROBE_S)
     try:
-        answer = httpx.get(f"{url}/ready", timeout=1.0, trust_env=False).content if url else b"{}"
-        return msgspec.json.decode(answer, type=_Ready).router
+        answer = httpx.get(f"{state.url}/ready", timeout=within, trust_env=False).content if state.url else b""
+        return msgspec.json.decode(answer, type=_Ready)
     except (httpx.HTTPError, *UNREADABLE):
-        return ""
+        return None
 
 
 def stop(name: str, *, now: bool, console: Console) -> None:
@@ -133,24 +161,41 @@ def stop(name: str, *, now: bool, console: Console) -> None:
     console.print(f"{name} has ended", highlight=False)
 
 
-def logs(name: str, *, follow: bool, console: Console) -> None:
-    """Print what a detached deployment has printed, and with `follow` what it prints, until it ends.
+def logs(name: str, *, follow: bool, console: Console, worker: str = "") -> None:
+    """Print what a detached deployment has printed, or a worker of any; with `follow` what it prints, until it ends.
 
     Raises NotRunning if there is nothing to print, NoFolder if it cannot be read.
     """
     place = DeploymentFolder(name)
     state = place.state()
-    if state is not None and not state.detached:
-        raise NotRunning(f"{name} was not detached: its output is in its terminal (process {state.pid})")
-    if not place.log.exists():
+    if worker and not place.worker_log(worker).exists():
+        raise NotRunning(_no_log(place, worker))
+    if not worker and state is not None and not state.detached:
+        raise NotRunning(
+            f"{name} was not detached: its output is in its terminal (process {state.pid}); `ridgeline logs --name "
+            f"{name} --worker router` has the router's, --worker worker-0 a worker's"
+        )
+    if not worker and not place.log.exists():
         raise NotRunning(f"no deployment named {name!r} has been detached on this machine{_others()}")
-    with place.open_log("r") as lines:
+    with place.open_log("r", worker) as lines:
         while True:
             alive = follow and place.state() is not None
             console.out(lines.read(), highlight=False, end="")
             if not alive:
                 return
             time.sleep(LOOK_EVERY_S)
+
+
+def _no_log(place: DeploymentFolder, worker: str) -> str:
+    name = place.worker_log(worker).name
+    prefix, folder = place.worker_log("").stem, place.worker_log("").parent
+    logs = sorted(path.stem for path in folder.iterdir()) if folder.is_dir() else []
+    here = [log.removeprefix(prefix) for log in logs if log.startswith(prefix)]
+    return (
+        f"{place.name} has no log of {worker!r} on this machine, but of {', '.join(here) or 'nobody'}{_others()}. A "
+        f"worker of another machine has it there: `ray logs {name} --node-ip ADDRESS`, with the address that GET "
+        "/ridgeline/workers has of it"
+    )
 
 
 def _others() -> str:

@@ -19,11 +19,11 @@ from typing import IO, Any, Literal
 import msgspec
 
 from ridgeline.cluster.errors import ServingError
-from ridgeline.cluster.folders import state_folder
+from ridgeline.cluster.folders import log_name, state_folder
 from ridgeline.contracts.handoff import UNREADABLE
 
 Phase = Literal["starting", "ready", "draining"]
-_LOCK, _DETACHING, _STATE, _LOG = "lock", "detaching", "state.json", "serve.log"
+_LOCK, _DETACHING, _STATE, _LOG, _LOGS = "lock", "detaching", "state.json", "serve.log", "logs"
 READ_WITHIN_S = 1.0
 READ_AGAIN_S = 0.02
 logger = logging.getLogger(__name__)
@@ -44,8 +44,12 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     began: str
     """The date and time of its start, with the zone."""
     phase: Phase = "starting"
+    mode: str = ""
+    """The mode in which it starts; while it serves, the router knows the present one."""
     url: str = ""
     """Where it serves, once it is ready."""
+    ready_deadline_s: float = 0.0
+    """Seconds within which its router knows whether it is ready: router.ready_deadline_s."""
     detached: bool = False
     """Whether its output goes to the log instead of to a terminal."""
     away: dict[str, str] = {}
@@ -72,9 +76,23 @@ class DeploymentFolder:
         """The file with the output of the last one that was detached."""
         return self.folder / _LOG
 
-    def open_log(self, mode: Literal["r", "w"]) -> IO[str]:
-        """Open the log; what is no text in it is replaced. Raises NoFolder."""
-        return self._opened(self.log, mode)
+    def worker_log(self, process: str) -> Path:
+        """The file with the output of a worker, router or dispatcher of this machine."""
+        return self.folder / _LOGS / log_name(self.name, process)
+
+    def logs_are_in(self, folder: Path) -> None:
+        """Note where Ray has these files. Raises NoFolder."""
+        link = self.folder / _LOGS
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            link.unlink(missing_ok=True)
+            link.symlink_to(folder)
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    def open_log(self, mode: Literal["r", "w"], process: str = "") -> IO[str]:
+        """Open the log, or that of a worker; what is no text in it is replaced. Raises NoFolder."""
+        return self._opened(self.worker_log(process) if process else self.log, mode)
 
     def _opened(self, path: Path, mode: Literal["r", "w", "a"]) -> IO[str]:
         try:
@@ -107,12 +125,15 @@ class DeploymentFolder:
             yield
 
     @contextmanager
-    def held(self, *, detached: bool = False) -> Iterator[HeldName]:
-        """Hold the name while the block runs. Raises AlreadyRunning if another process holds it, or NoFolder."""
+    def held(self, **facts: Any) -> Iterator[HeldName]:
+        """Hold the name while the block runs, with these fields of `State`.
+
+        Raises AlreadyRunning if another process holds it, or NoFolder.
+        """
         with self._opened(self.folder / _LOCK, "a") as lock:
             self._take(lock)
             began = time.strftime("%Y-%m-%d %H:%M:%S %z")
-            held = HeldName(self.folder / _STATE, State(pid=os.getpid(), began=began, detached=detached))
+            held = HeldName(self.folder / _STATE, State(pid=os.getpid(), began=began, **facts))
             try:
                 held.write()
             except OSError as error:

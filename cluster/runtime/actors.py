@@ -63,7 +63,8 @@ def engine_environment(
     env = {
         "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(start_timeout_s)),
         "GRPC_VERBOSITY": "ERROR",
-        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_LEVEL": "WARNING",  # for what vLLM decides by it; its lines are written as ours are
+        "VLLM_CONFIGURE_LOGGING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
         "PYTHONUTF8": "1",  # PyTorch reads templates of its own in the locale's encoding, and they are no ASCII
@@ -94,12 +95,16 @@ def engine_environment(
 
 
 class ServiceActor:
-    """The actor of one service; `service` is its class, `module:Class`, and `title` what `ps` shows."""
+    """The actor of one service; `service` is its class, `module:Class`, and `title` what `ps` shows.
 
-    def __init__(self, service: str, title: str) -> None:
+    The service's output goes to the file `log` beside Ray's own, also when it is started again here.
+    """
+
+    def __init__(self, service: str, title: str, log: str = "") -> None:
         forget_server_variables()
         self._service = service
         self._title = title
+        self._log = log
         self._client: ServiceClient | None = None
         self._collecting: asyncio.Task[None] | None = None
 
@@ -109,7 +114,7 @@ class ServiceActor:
 
     async def begin(self) -> ProcessId:
         """Start the service's process and return which it is."""
-        self._client = await start_service(self._service, self._title, on_gone=self._forget)
+        self._client = await start_service(self._service, self._title, on_gone=self._forget, log=self._log)
         on_sigterm(self._pass_sigterm_on)
         return self._client.process
 

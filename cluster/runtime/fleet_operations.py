@@ -21,7 +21,7 @@ from ridgeline.cluster.runtime.handles.routing import RouterHandle, RoutingHandl
 from ridgeline.cluster.runtime.handles.worker import WorkerHandle
 from ridgeline.cluster.runtime.plan import PlacementError
 from ridgeline.cluster.runtime.supervisor import Say, Supervisor
-from ridgeline.contracts.vocabulary import Pool
+from ridgeline.contracts.vocabulary import Mode, Pool
 from ridgeline.router.front.operations import Operation, OperationState, Progress
 from ridgeline.router.observe.fleet_use import Member, Members
 
@@ -64,6 +64,8 @@ class OperationRunner:
         self._given: asyncio.Queue[Operation] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
         self._say: Say = lambda _: None
+        self._mode: Mode | None = None
+        """The mode of which the first router told last."""
 
     @property
     def under_way(self) -> bool:
@@ -100,6 +102,10 @@ class OperationRunner:
                 news.set()
                 await asyncio.sleep(RETRY_S)
                 continue
+            if router is self._routers[0][0] and asked.mode != self._mode:  # the others follow, some a moment later
+                if self._mode is not None:
+                    self._say(f"the mode is {asked.mode} now, and was {self._mode}")
+                self._mode = asked.mode
             cancelling = asked.cancels
             if self._task is not None and self._is_running(cancelling) and not self._task.cancelling():
                 self._task.cancel()  # what it began is cleaned up once, without haste

@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ridgeline.contracts.handoff import TransferResult
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,8 @@ class CompletionBoard:
             self._results[request_id] = result
             self._totals[result.reason or result.outcome] += 1
             self._bytes_received_total += result.num_bytes
+        how = {"bytes": result.num_bytes, "transport": result.transport}
+        log.debug("KV fetch: %s", result.reason or result.outcome, extra={"request": request_id, **how})
         self.wake()
 
     def finish_all(self, result: TransferResult) -> None:

@@ -12,6 +12,7 @@ import ctypes
 import faulthandler
 import functools
 import gc
+import logging
 import multiprocessing
 import os
 import platform
@@ -28,15 +29,15 @@ import vllm.renderers.hf
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
-from vllm.logger import init_logger
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.utils import CoreEngineProcManager
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
+from ridgeline.contracts.log_lines import configure_as_told
 from ridgeline.engine.root_cause import CauseFile
 
-logger = init_logger(f"vllm.{__name__}")
+logger = logging.getLogger(__name__)
 _run_engine_core = EngineCoreProc.run_engine_core
 _run_rank = WorkerProc.worker_main
 _make_rank = WorkerProc.__init__
@@ -99,6 +100,7 @@ def end_process(cause: CauseFile) -> Callable[[BaseException], None]:
 
 
 def _prepare() -> None:
+    configure_as_told()  # a process that is not forked knows nothing of it
     if not ask_for_tiles() and "amx_tile" in _cpu_flags():
         logger.warning(
             "the kernel allows no AMX tiles here: in bfloat16 the engine may be ended by SIGILL: set model.dtype to "

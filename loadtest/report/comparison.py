@@ -149,13 +149,13 @@ def summarise_comparison(
                 **_rate_figures(held[label], devices[side], mean_output_tokens, plan.price_per_hour),
                 "curve": _curve(curves[label], curves.values()),
                 "points": _points(measured, side),
-                **_served(measured, side, mode),
+                **_served(measured, side, mode, facts[label].max_num_seqs),
             }
             for (side, label), mode in zip(labels.items(), plan.kinds, strict=True)
         },
         "facts": {label: msgspec.to_builtins(each) for label, each in facts.items()},
         "unknown": unknown(facts),
-        "map": _map(measured, plan, load, devices),
+        "map": _map(measured, plan, load),
         "rounds": [round_summary(each, rates[each.pair], labels[each.side], plan.slos) for each in rounds],
         "slo": plan.slos.model_dump(),
         "load": load.as_summary(plan.slos),
@@ -224,7 +224,7 @@ def _points(measured: _Measured, side: Side) -> list[dict[str, Any]]:
     return points
 
 
-def _served(measured: _Measured, side: Side, mode: str) -> dict[str, Any]:
+def _served(measured: _Measured, side: Side, mode: str, max_num_seqs: str) -> dict[str, Any]:
     """Return what the server of a variant said of itself over all its valid rounds; little if it counts nothing."""
     results = [result for _, result in measured.kept(side)]
     under_load = measured.under_load(side)
@@ -237,7 +237,7 @@ def _served(measured: _Measured, side: Side, mode: str) -> dict[str, Any]:
         "stage_seconds": stage_seconds(delta),
         "latency_parts": latency_parts(delta, _seconds(figures["mean_ttft_ms"]), _seconds(figures["mean_e2el_ms"])),
         "recomputes": recomputes(delta),
-        "bottleneck": _bottleneck(under_load, measured.slo),
+        "bottleneck": _bottleneck(under_load, measured.slo, max_num_seqs),
         "router": _router(under_load),
         "split_fraction": split_fraction(_by_url(results)),
         "engines": engines_sentence(_by_url(results)),
@@ -254,13 +254,14 @@ def _by_url(results: Sequence[ReplayResult]) -> dict[str, MetricsDelta]:
     return {url: add_up(result.deltas[url] for result in results if url in result.deltas) for url in urls}
 
 
-def _bottleneck(results: Sequence[ReplayResult], slo: Slo) -> dict[str, Any]:
-    """Name what was short, by the rule of `ridgeline.roofline.bottleneck`."""
+def _bottleneck(results: Sequence[ReplayResult], slo: Slo, max_num_seqs: str) -> dict[str, Any]:
+    """Name what was short, by the rule of `ridgeline.roofline.bottleneck`; engines that differ have no one number."""
     ttft_s, tpot_s, gap_s = slo.in_seconds()
     records = [record for result in results for record in result.counted_records]
     in_time = sum(record.meets(ttft_s, NO_LIMIT_S, NO_LIMIT_S) for record in records) / len(records)
     steady = sum(record.meets(NO_LIMIT_S, tpot_s, gap_s) for record in records) / len(records)
-    found: dict[str, Any] = msgspec.to_builtins(bottleneck(fleet_state(_by_url(results), in_time, steady)))
+    places = int(max_num_seqs) if max_num_seqs.isdecimal() else None
+    found: dict[str, Any] = msgspec.to_builtins(bottleneck(fleet_state(_by_url(results), in_time, steady, places)))
     return found
 
 
@@ -294,23 +295,16 @@ def _pauses(measured: _Measured, held: Mapping[VariantLabel, MaxGoodputRate]) ->
     return Pauses(max(below), found) if all(found.values()) else None
 
 
-def _map(
-    measured: _Measured, plan: ComparePlan, load: Load, devices: Mapping[Side, Devices | None]
-) -> dict[str, Any] | None:
-    """Return the map over SLOs, per device where the devices of all variants are known; None without SLOs to show."""
+def _map(measured: _Measured, plan: ComparePlan, load: Load) -> dict[str, Any] | None:
+    """Return the map over SLOs, in requests/s as the verdict is; None without SLOs to show."""
     kept = measured.kept()
     grid = grid_of([record for _, result in kept for record in result.counted_records], load.unloaded, plan.slos)
     if grid is None:
         return None
-    owned = {side: one for side in measured.labels if (one := devices.get(side)) is not None}
-    units = {one.unit for one in owned.values()}
-    is_per_device = len(owned) == len(measured.labels) and len(units) == 1
-    unit = f"requests/s per {units.pop()}" if is_per_device else "requests/s"
     at_rates: dict[str, list[tuple[float, Sequence[RequestRecord]]]] = {side: [] for side in measured.labels}
     for each, result in measured.judged():
-        share = owned[each.side].count if is_per_device else 1
-        at_rates[each.side].append((measured.rates[each.pair] / share, result.counted_records))
+        at_rates[each.side].append((measured.rates[each.pair], result.counted_records))
     labels: dict[str, str] = {str(side): label for side, label in measured.labels.items()}
     undisturbed = len(undisturbed_pairs(measured.rounds))
-    found = rate_map(at_rates, labels, grid, plan.attainment, plan.deadline_s, unit, undisturbed)
+    found = rate_map(at_rates, labels, grid, plan.attainment, plan.deadline_s, undisturbed)
     return dict(msgspec.to_builtins(found))

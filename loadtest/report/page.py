@@ -29,7 +29,7 @@ from ridgeline.loadtest.report.wording import loaded_rates, rate_text, shares_at
 from ridgeline.loadtest.statistics.attainment_curve import MaxGoodputRate, RoundCount
 
 TEMPLATE_FILE = Path(__file__).parents[1] / "data" / "report.html.template"
-WINNER_COLORS = {"alike": "#0b8a6b", "unclear": "#b8c0cc", "unreachable": "#1b2330", "not measured": "#ffffff"}
+WINNER_COLORS = {"alike": "#0b8a6b", "unclear": "#b8c0cc", "unreachable": "#64748b", "not measured": "var(--line)"}
 POINT_HEADER = (
     "requests/s",
     "variant",

@@ -15,7 +15,7 @@ STAGE_COLORS = {
     "wire": "#c2410c",
     "decode_queue": "#8fa3bf",
     "decode": "#7a4fd0",
-    "elsewhere": "#1b2330",
+    "elsewhere": "#64748b",
 }
 INK, GRID, MUTED = "#1b2330", "#e8ecf1", "#5f6b7a"
 STEP_TEXT_POSITIONS = {
@@ -111,7 +111,8 @@ def against_rate(
     if not any(len(trace.x) for trace in figure.data):
         return None
     if limit is not None:
-        figure.add_hline(y=limit, line={"color": MUTED, "dash": "dot"}, annotation_text="SLO")
+        line = {"color": MUTED, "dash": "dot"}
+        figure.add_hline(y=limit, line=line, annotation_text="SLO", annotation_position="top left")
     style_figure(figure, title, "requests/s", unit)
     _rate_axis(figure, rates)
     figure.update_yaxes(rangemode="tozero")
@@ -172,7 +173,7 @@ def roofline(variants: Mapping[str, Mapping[str, Any]]) -> go.Figure | None:
     figure = go.Figure()
     kinds = [kind for *_, pool in pools for kind in pool["step_kinds"].values()]
     around = [kind["arithmetic_intensity"] for kind in kinds] + [pool["ridge"] for *_, pool in pools]
-    span = np.geomspace(min(around) / 12, max(around) * 12, 120)
+    span = np.geomspace(min(around) / 12, max(around) * 30, 120)  # texts stand right of their dots
     most_busy_s = max(kind["busy_seconds"] for kind in kinds)
     for peak_flops, peak_bytes in dict.fromkeys((p["peak_flops"], p["peak_bytes_per_second"]) for *_, p in pools):
         roof = np.minimum(peak_flops, span * peak_bytes)
@@ -181,7 +182,7 @@ def roofline(variants: Mapping[str, Mapping[str, Any]]) -> go.Figure | None:
         ridge = peak_flops / peak_bytes
         figure.add_vline(x=ridge, line={"color": MUTED, "dash": "dot"})
         named = {"text": f"ridge {ridge:.1f}", "showarrow": False, "xanchor": "left", "xshift": 4}
-        figure.add_annotation(x=float(np.log10(ridge)), y=1, yref="paper", **named)  # the logarithm, other than a line
+        figure.add_annotation(x=float(np.log10(ridge)), y=0, yref="paper", **named)  # the logarithm, other than a line
     sources = dict.fromkeys(source for *_, pool in pools if (source := pool.get("peaks_source")))
     in_legend: set[str] = set()
     texts = _step_texts([pool["step_kinds"] for *_, pool in pools])
@@ -200,6 +201,7 @@ def roofline(variants: Mapping[str, Mapping[str, Any]]) -> go.Figure | None:
             text=[text for text, _ in shown],
             textposition=[position for _, position in shown],
             textfont={"color": MUTED},
+            cliponaxis=False,
             name=label,
             showlegend=label not in in_legend,
             customdata=[[kind["busy_seconds"], kind["mfu"], kind["mbu"]] for kind in found],
@@ -220,7 +222,7 @@ def roofline(variants: Mapping[str, Mapping[str, Any]]) -> go.Figure | None:
     style_figure(
         figure,
         "Kinds of step under the roof of one worker",
-        "arithmetic intensity, FLOP/byte",
+        "intensity, FLOP/byte",
         "FLOP/s in steps",
         note="Area: busy time. Text: kind of step and what binds it (a peak used to 50 % or more, or neither). "
         "Bar: the roof of a pool's mixture of steps." + "".join(f" Peaks: {source}." for source in sources),

@@ -10,7 +10,7 @@ from typing import Any
 
 from ridgeline.loadtest.run.quantities import counted
 from ridgeline.loadtest.run.server_metrics import MetricsDelta
-from ridgeline.roofline.bottleneck import BOUND_FROM, FleetState, PoolState
+from ridgeline.roofline.bottleneck import EVENTS_PER_S, FleetState, PoolState, bound
 
 STEP_KINDS = ("prefill", "decode", "mixed")
 BYTE_KINDS = ("weights", "kv_read", "kv_write")
@@ -136,15 +136,6 @@ def _steps(delta: MetricsDelta, peaks: tuple[float | None, float | None], **labe
     }
 
 
-def bound(mfu: float | None, mbu: float | None) -> str | None:
-    """Return what limits steps: being left of the ridge does not make them memory-bound, nearness to the roof does."""
-    if mfu is None or mbu is None:
-        return None
-    if max(mfu, mbu) < BOUND_FROM:
-        return "neither"
-    return "compute" if mfu >= mbu else "memory"
-
-
 def _sum(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) if known else None
@@ -163,6 +154,8 @@ class _Engine:
     waiting: tuple[str, dict[str, str]]
     kv_used: str
     preemptions: str
+    tells_each_step: bool
+    """Whether `running` is set after every step; then it is above 0 as long as the engine is in steps."""
 
 
 _ENGINES = (
@@ -171,12 +164,14 @@ _ENGINES = (
         ("vllm:num_requests_waiting_by_reason", {"reason": "capacity"}),  # the others wait for KV transfers
         "vllm:kv_cache_usage_perc",
         "vllm:num_preemptions_total",
+        tells_each_step=True,  # `PrometheusStatLogger.record`
     ),
     _Engine(
         "sglang:num_running_reqs",
         ("sglang:num_queue_reqs", {}),
         "sglang:token_usage",
         "sglang:num_retracted_requests_total",
+        tells_each_step=False,  # once in `decode_log_interval` steps
     ),
 )
 _PREFIX_TOKENS = (
@@ -190,16 +185,20 @@ _BY_SOURCE = "vllm:prompt_tokens_by_source_total"
 
 
 def fleet_state(
-    deltas: Mapping[str, MetricsDelta], ttft_attainment: float | None = None, tpot_attainment: float | None = None
+    deltas: Mapping[str, MetricsDelta],
+    ttft_attainment: float | None = None,
+    tpot_attainment: float | None = None,
+    places: int | None = None,
 ) -> FleetState:
     """Return what `ridgeline.roofline.bottleneck.bottleneck` judges, from what the servers at these URLs counted.
 
     It knows the pools of a Ridgeline server, and engines of vLLM and SGLang; levels only if they were read meanwhile.
+    `places` is max_num_seqs of such engines, which publish it elsewhere.
     """
     own = next((delta for delta in deltas.values() if delta.label_values("ridgeline_busy_seconds_total", "pool")), None)
     if own is None:
         finished = [delta.total(name) for delta in deltas.values() for name in _FINISHED if delta.has(name)]
-        pools = tuple(_foreign_pools(deltas))
+        pools = tuple(_foreign_pools(deltas, places))
         return FleetState(pools, sum(finished) if finished else None, ttft_attainment, tpot_attainment)
     stages, receivers = stage_seconds(own), own.level("ridgeline_workers", pool="decode")
     events, tokens = own.total("ridgeline_text_events_total"), own.total("ridgeline_text_tokens_total")
@@ -248,8 +247,12 @@ def _mean(delta: MetricsDelta, name: str, **labels: str) -> float | None:
     return _sum(level.mean for level in delta.levels_of(name, **labels))
 
 
-def _foreign_pools(deltas: Mapping[str, MetricsDelta]) -> Iterable[PoolState]:
-    """Yield a pool for each role of the engines. How busy they are is not known: one sequence keeps one running."""
+def _foreign_pools(deltas: Mapping[str, MetricsDelta], places: int | None = None) -> Iterable[PoolState]:
+    """Yield a pool for each role of the engines.
+
+    A vLLM engine is busy in the share of readings in which something runs. That of one that prefills is not known: its
+    requests end in the step that began them, after which none runs.
+    """
     roles: dict[str, list[MetricsDelta]] = {}
     for url, role in roles_of(deltas).items():
         roles.setdefault(role, []).append(deltas[url])
@@ -259,12 +262,15 @@ def _foreign_pools(deltas: Mapping[str, MetricsDelta]) -> Iterable[PoolState]:
             if not running:
                 continue
             name, labels = engine.waiting
+            tells = engine.tells_each_step and role != "prefill"
             used = [level.mean for delta in found for level in delta.levels_of(engine.kv_used)]
             yield PoolState(
                 role,
                 len(running),
+                busy=ratio(sum(level.above_zero for level in running), len(running)) if tells else None,
                 kv_used=sum(used) / len(used) if used else None,
                 running=sum(level.mean for level in running) / len(running),
+                places=places,
                 waiting=_sum(level.mean for delta in found for level in delta.levels_of(name, **labels)),
                 preemptions=sum(delta.total(engine.preemptions) for delta in found),
             )
@@ -354,8 +360,6 @@ class RouterShare:
 
 NOTICED = 0.1
 """The share from which the router's part is much: no tuning of engines could win it back."""
-EVENTS_PER_S = 100
-"""With fewer, tokens come together in an event for another reason than a late router (`router/front/text_turns.py`)."""
 
 
 def router_share(delta: MetricsDelta, mean_ttft_s: float | None, mean_latency_s: float | None) -> RouterShare:

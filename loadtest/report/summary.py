@@ -10,7 +10,7 @@ import numpy as np
 from ridgeline.loadtest.plan import Slo
 from ridgeline.loadtest.run.records import RequestRecord
 
-SCHEMA = "urn:ridgeline:summary:3"
+SCHEMA = "urn:ridgeline:summary:4"
 """The `$id` of docs/reference/summary.schema.json. A field removed or of another meaning makes it :4."""
 PERCENTILES = (50, 90, 99)
 FORMULAS = {

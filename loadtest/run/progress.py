@@ -75,6 +75,7 @@ async def _show(console: Console, progress: ReplayProgress) -> None:
         try:
             while True:
                 await asyncio.sleep(every_s)
-                show()
+                if console.is_terminal or progress.finished < progress.total:  # the last line comes at the end
+                    show()
         finally:
             show()

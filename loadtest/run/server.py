@@ -117,12 +117,15 @@ def with_metrics_key(request: httpx.Request) -> httpx.Request:
     return request
 
 
-async def first_model(http: httpx.AsyncClient, name: str | None = None, key_variable: str = KEY_VARIABLE) -> ModelCard:
-    """Return the first served model, or the one called `name`. Raises ServerError if there is none."""
+async def first_model(http: httpx.AsyncClient, name: str | None = None, key_variables: str = KEY_VARIABLE) -> ModelCard:
+    """Return the first served model, or the one called `name`. Raises ServerError if there is none.
+
+    `key_variables` are those that may hold the key, as a sentence names them.
+    """
     try:
         response = await http.get("/v1/models", timeout=30.0)
         if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-            raise ServerError(f"{http.base_url} asks for an API key: set {key_variable} to one that it knows")
+            raise ServerError(f"{http.base_url} asks for an API key: set {key_variables} to one that it knows")
         response.raise_for_status()
         cards = msgspec.json.decode(response.content, type=_ModelList).data
     except (httpx.HTTPError, ValueError) as error:

@@ -97,6 +97,7 @@ class HandoffJournal:
 
     def note(self, handoff_id: str, event: str) -> None:
         """Record an event of this hand-off, with the time."""
+        log.debug("hand-off: %s", event, extra={"handoff": shown_id(handoff_id)})
         life = self._lives.setdefault(handoff_id, [])
         if len(life) >= LONGEST_LIFE_EVENTS:
             life.pop()

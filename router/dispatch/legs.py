@@ -17,9 +17,9 @@ import msgspec
 from ridgeline.contracts.errors import HandoffLost
 from ridgeline.contracts.handoff import KvHandoff
 from ridgeline.contracts.tasks import GenerateTask, TokenDelta
-from ridgeline.contracts.vocabulary import Pool
 from ridgeline.router.dispatch.request import RequestProgress
 from ridgeline.router.fleet.fleet import Worker
+from ridgeline.router.observe.timeline import LegWorker
 from ridgeline.router.placement.places import Place, Placement
 from ridgeline.worker_runtime.client import OnDelta, WorkerClient
 
@@ -58,17 +58,18 @@ class Legs:
         async with self._placement.place(progress.demand()) as place:
             timeline.router_queue_s += timeline.clock() - began_s
             timeline.path, timeline.assignment = place.route.path, place.assignment
+            workers = (place.prompt_worker, place.decode_worker)
+            timeline.placed(*(LegWorker(one.pool, one.worker_id) for one in workers if one is not None))
             progress.assignment = place.assignment
-            progress.advance("prefilling")
+            decode = place.decode_worker.worker_id if place.decode_worker else None
+            progress.advance("prefilling", worker=place.prompt_worker.worker_id, decode_worker=decode)
             yield place
 
     async def _whole(self, progress: RequestProgress, place: Place) -> None:
         """Run the whole request on one worker, with the reason why prefill did not compute the prompt."""
         task = progress.whole_task(place.route.recompute_reason)
         leg = partial(place.prompt_worker.client.run_task, task)
-        await self._stream(
-            leg, place.prompt_worker.pool, progress, lambda delta: place.prompt_done(_cached_tokens(delta))
-        )
+        await self._stream(leg, place.prompt_worker, progress, lambda delta: _prompt_done(place, progress, delta))
 
     async def _split(self, progress: RequestProgress, place: Place, decode: Worker) -> None:
         """Compute the prompt on a prefill worker, send its first token on, and get the rest from a decode worker."""
@@ -79,6 +80,7 @@ class Legs:
             if not self._overlap or not decode.has_room_to_overlap(partial.num_blocks):
                 progress.metrics.overlapped.labels("no_room" if self._overlap else "off").inc()
                 return
+            progress.timeline.overlap_began_s = progress.timeline.clock()
             early = OverlappedLeg(decode.client, progress.decode_task(partial))
 
         try:
@@ -87,8 +89,9 @@ class Legs:
             if handoff is None:
                 progress.send(first, pool)  # the whole answer was one token
                 return
-            progress.advance("handoff")
+            progress.advance("handoff", worker=decode.worker_id)
             wanted = progress.request.sampling
+            progress.timeline.resampled = wanted.first_token == "resample"
             progress.metrics.first_token.labels(wanted.first_token, wanted.resample_reason or "").inc()
             fetched, release_after_s = False, 0.0
             try:
@@ -114,8 +117,8 @@ class Legs:
                 begin_early(delta.handoff)
                 return False
             made.append(delta)
-            progress.timeline.prefill_timing = delta.timing
-            place.prompt_done(_cached_tokens(delta))
+            progress.timeline.prompt_reported(delta.timing)
+            _prompt_done(place, progress, delta)
             return True
 
         try:
@@ -133,42 +136,46 @@ class Legs:
         if early is not None:
             try:
                 progress.timeline.overlapped = True
-                fetched = await self._stream(early.pass_on, decode.pool, progress, lambda _: place.decode_began())
+                fetched = await self._stream(early.pass_on, decode, progress, lambda _: place.decode_began())
                 progress.metrics.overlapped.labels("ok").inc()
                 return fetched
             except HandoffLost as lost:
                 progress.timeline.overlapped = False
                 progress.metrics.overlapped.labels(lost.reason).inc()
         leg = partial(decode.client.run_task, task)
-        return await self._stream(leg, decode.pool, progress, lambda _: place.decode_began())
+        return await self._stream(leg, decode, progress, lambda _: place.decode_began())
 
     async def _stream(
         self,
         leg: Callable[[OnDelta], Awaitable[None]],
-        pool: Pool,
+        worker: Worker,
         progress: RequestProgress,
         on_first: Callable[[TokenDelta], None],
     ) -> bool:
-        """Stream one decode leg on a worker of `pool`. Returns whether it made a token, and so has the KV."""
+        """Stream one decode leg on this worker. Returns whether it made a token, and so has the KV."""
         produced = False
 
         def send(delta: TokenDelta) -> bool:
             nonlocal produced
             if not produced:
                 produced = True
-                progress.advance("decoding")
+                progress.advance("decoding", worker=worker.worker_id)
                 on_first(delta)
             if delta.timing is not None:
                 progress.timeline.decode_reported(delta.timing)
-            return progress.send(delta, pool)
+            return progress.send(delta, worker.pool)
 
         await leg(send)
         return produced
 
 
-def _cached_tokens(delta: TokenDelta) -> int | None:
-    """Return what the engine had of the prompt in its prefix cache; None if it did not look there."""
-    return delta.num_cached_tokens if delta.prompt_logprobs is None else None
+def _prompt_done(place: Place, progress: RequestProgress, delta: TokenDelta) -> None:
+    """Note what the engine had of the prompt in its prefix cache; None if it did not look there."""
+    cached_tokens = delta.num_cached_tokens if delta.prompt_logprobs is None else None
+    place.prompt_done(cached_tokens)
+    if cached_tokens is not None:
+        prompt_tokens = progress.timeline.num_prompt_tokens + len(progress.token_ids)
+        progress.metrics.looked_up(place.prompt_worker.pool, prompt_tokens, cached_tokens)
 
 
 class OverlappedLeg:

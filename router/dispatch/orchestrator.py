@@ -7,6 +7,8 @@ that the client already has (request migration). `failure_table.py` lists what h
 from __future__ import annotations
 
 import asyncio
+import logging
+import sys
 import time
 
 from ridgeline.contracts.errors import EngineError, EngineFailed, TaskRejected, WorkerDraining, WorkerLost
@@ -18,6 +20,7 @@ from ridgeline.router.observe.timeline import Outcome, RequestTimeline
 from ridgeline.router.placement.places import Placement
 from ridgeline.router.settings import RouterSettings
 
+logger = logging.getLogger(__name__)
 MAX_FRUITLESS_RETRIES = 3
 """Give up after more attempts in a row than this without a new token: such a request may be what kills its workers."""
 MAX_LOSSES = 4
@@ -80,6 +83,8 @@ class Orchestrator:
             head_read_s=request.head_read_s,
             observe=metrics.observe,
             client_request_id=request.client_request_id,
+            http_request_id=request.http_request_id,
+            trace_headers=request.trace_headers,
             ttft_limit_s=demand.ttft_limit_s,
             tpot_limit_s=demand.tpot_limit_s,
         )
@@ -102,8 +107,14 @@ class Orchestrator:
                 "router.request_timeout_s and the client's x-ridgeline-timeout-s"
             ) from error
         finally:
+            failure = sys.exception()
             metrics.in_flight.dec()
+            timeline.error = type(failure).__name__ if outcome == "failed" else ""
             metrics.close(timeline, outcome)
+            if outcome == "failed":
+                logger.info(outcome, extra=timeline.ids | {"why": str(failure)})
+            else:
+                logger.debug(outcome, extra=timeline.ids)
 
     async def _until_answered(self, request: SequenceRequest, progress: RequestProgress) -> None:
         """Make attempts until the answer is complete; each continues where the last one ended (request migration)."""
@@ -122,7 +133,7 @@ class Orchestrator:
                     raise
                 self._check_continuable(request, progress, error)
                 progress.metrics.retries.labels(progress.state, CAUSES[type(error)]).inc()
-            progress.migrate()
+                progress.migrate(str(error))
             # A worker that failed is not tried again before it has reported to be well, see `Worker.load`.
             await asyncio.sleep(RETRY_PAUSE_S * fruitless)
 

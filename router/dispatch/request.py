@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec.structs import replace
@@ -20,6 +21,7 @@ from ridgeline.router.observe.timeline import RequestState, RequestTimeline
 from ridgeline.router.placement.placement_events import Answer
 from ridgeline.router.scheduler.features import Assignment
 
+logger = logging.getLogger(__name__)
 Emit = Callable[[TokenDelta], bool]
 """Sends a delta to the client; returns True if no more is wanted, because a stop string was found."""
 
@@ -54,6 +56,10 @@ class SequenceRequest:
     """Only requests with the same salt share prefix caches."""
     client_request_id: str = ""
     """The id that its client knows; of n sequences each has its number appended."""
+    http_request_id: str = ""
+    """The header x-request-id of its answer; empty for a health probe."""
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
+    """The headers by which its client named its own span (W3C trace context), for the spans of this one."""
     client: str = ANONYMOUS
     """The client whose share its prompt tokens count against."""
     probe: bool = False
@@ -130,16 +136,21 @@ class RequestProgress:
         """The current state."""
         return self._state
 
-    def advance(self, to: RequestState) -> None:
-        """Enter this state. Raises IllegalTransition if `TRANSITIONS` does not allow it."""
+    def advance(self, to: RequestState, **facts: str | None) -> None:
+        """Enter this state, which the log tells with these facts; one that takes it back to the queue is rare.
+
+        Raises IllegalTransition if `TRANSITIONS` does not allow it.
+        """
         if to not in TRANSITIONS[self._state]:
             raise IllegalTransition(f"a request that is {self._state!r} cannot become {to!r}")
         self._state = to
+        level = logging.INFO if to == "queued" else logging.DEBUG
+        logger.log(level, to, extra={**self.timeline.ids, **facts})
 
-    def migrate(self) -> None:
+    def migrate(self, why: str = "") -> None:
         """Queue the request again, to continue elsewhere after the tokens that its client has (request migration)."""
         self.timeline.interrupted(self._state)
-        self.advance("queued")
+        self.advance("queued", why=why)
         self.assignment = None
         self._attempt += 1
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ from ridgeline.contracts.vocabulary import Phase, Pool
 from ridgeline.contracts.workers import MIN_FITTED_STEPS, Role, StepModel, WorkerDescription, WorkerStatus
 from ridgeline.worker_runtime.client import STATUS_DEADLINE_S, WorkerClient
 
+logger = logging.getLogger(__name__)
 STATUS_INTERVAL_S = 0.5
 IDLE_INTERVALS = 2
 """Factor on the interval for a worker without work, which reports a change of its health itself. One that hangs is
@@ -87,6 +89,8 @@ class Worker:
         self._counted: dict[Pool, dict[str, float]] = {}
         self._counted_until: Mapping[str, float] = {}
         """The worker's counters at its last answer."""
+        self._told = ""
+        """The state that was logged last."""
         self.answers = True
         """Whether it answers status requests; one that hangs gets no new work."""
         self.leaves = False
@@ -255,6 +259,10 @@ class Worker:
             self._unreached_until_s = time.monotonic()
             if self._unreached_since_s is None:
                 self._unreached_since_s = self._unreached_until_s
+        if (state := state_of(self)) != self._told:
+            self._told = state
+            facts = {"worker": self.worker_id, "pool": self.pool, "incarnation": self.description.incarnation}
+            logger.info("worker is %s", state, extra=facts)
         self._on_news()
 
     def reserve(
@@ -289,6 +297,15 @@ class Worker:
         """No longer count the prompt, for `Reservation`."""
         self.prompts.end(prompt)
         self.outstanding.prompt_tokens -= prompt.prompt_tokens
+
+
+def state_of(worker: Worker) -> str:
+    """Return "usable", or the first reason why the worker is not."""
+    if not worker.client.connected:
+        return "detached"
+    if not worker.healthy:
+        return "failed"
+    return "draining" if worker.drains else "usable"
 
 
 class PendingPrompts:

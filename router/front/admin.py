@@ -1,9 +1,7 @@
-"""The operator's paths: list the workers, drain one, change the mode, explain and record decisions, scale, restart.
-
-Part of the HTTP app.
+"""The operator's paths, a part of the HTTP app: workers, drain, mode, requests, decisions, record, scale, restart.
 
 `ridgeline.router.front.middleware.admin_access` decides who may use them; without its permission nobody may. `ridgeline
-drain`, `mode`, `decisions`, `record`, `scale` and `restart` are clients.
+drain`, `mode`, `trace`, `decisions`, `record`, `scale` and `restart` are clients.
 """
 
 from __future__ import annotations
@@ -29,11 +27,13 @@ from ridgeline.router.fleet.fleet import Fleet, Worker
 from ridgeline.router.fleet.pairing import PairingRefused
 from ridgeline.router.fleet.request_route import pools_of
 from ridgeline.router.fleet.roles import ModeImpossible
-from ridgeline.router.front.http.context import current
+from ridgeline.router.front.http.context import MAX_REQUEST_ID_CHARACTERS, current
 from ridgeline.router.front.middleware.admin_access import ADMIN_PATH
 from ridgeline.router.front.operations import NotTaken, Operation, OperationRuns, Operations, Progress, new_operation
 from ridgeline.router.front.single_flight import SingleFlight
-from ridgeline.router.observe.explanations import KEPT, SHOWN_BY_DEFAULT, Explanations
+from ridgeline.router.live.state import OperationNow
+from ridgeline.router.live.view import LiveView
+from ridgeline.router.observe.ended_requests import KEPT, SHOWN_BY_DEFAULT, EndedRequests
 from ridgeline.router.scheduler.recorded_events import Stopped, line_of
 from ridgeline.router.shared.link import NoDispatcher
 from ridgeline.router.watching.recording import Wanted
@@ -48,6 +48,8 @@ _WITHOUT: dict[Pool, str] = {
 """What follows when the last worker of a pool leaves."""
 DRAIN_TIMEOUT_S = 30.0
 MOST_WORKERS = 1000
+MOST_WATCHERS = 32
+"""Pages that watch at a time."""
 MOST_RECORDERS = 4
 """Recordings at a time."""
 RECORDED_S, MOST_RECORDED_S = 3600.0, 86_400.0
@@ -75,6 +77,8 @@ class ModeBody(_Body):
     """The body of POST /ridgeline/mode."""
 
     mode: Mode
+    why: str = Field(default="", max_length=200)
+    """What it is for, which the live page shows."""
 
 
 class ScaleBody(_Body):
@@ -97,7 +101,8 @@ def admin_routes(
     fleet: Fleet,
     modes: Modes,
     operations: Operations,
-    explanations: Explanations,
+    ended: EndedRequests,
+    live: LiveView,
     record: Callable[[Wanted], AsyncGenerator[bytes, None]],
     stopping: asyncio.Event,
     on_forgotten: Callable[[], None] = lambda: None,
@@ -136,13 +141,24 @@ def admin_routes(
             change = await modes.change(body.mode)
         except (ModeImpossible, PairingRefused) as error:
             raise HTTPException(HTTPStatus.CONFLICT, f"the mode cannot become {body.mode}: {error}") from error
+        live.mode_is_for = body.why
+        operations.wake()
         return {"mode": change.mode, "rerouted_prompts": change.rerouted_prompts, "took_s": round(change.took_s, 3)}
 
     @routes.get("/decisions")
     async def decisions(last: Annotated[int, Query(ge=1, le=KEPT)] = SHOWN_BY_DEFAULT) -> Response:
         """Explain the latest decisions of this router, newest first."""
-        return _json({"mode": modes.mode, "decisions": explanations.latest(last)})
+        return _json({"mode": modes.mode, "decisions": ended.decisions(last)})
 
+    @routes.get("/requests")
+    async def requests(
+        last: Annotated[int, Query(ge=1, le=KEPT)] = SHOWN_BY_DEFAULT,
+        request_id: Annotated[str, Query(alias="id", max_length=MAX_REQUEST_ID_CHARACTERS)] = "",
+    ) -> Response:
+        """Return the latest sequences of this router, or those of one request, newest first."""
+        return _json(ended.answer(last, request_id))
+
+    routes.include_router(_live_routes(live, stopping))
     routes.include_router(_record_route(record, stopping))
 
     @routes.post("/forget_prefixes")
@@ -156,6 +172,31 @@ def admin_routes(
     return routes
 
 
+def _live_routes(live: LiveView, stopping: asyncio.Event) -> APIRouter:
+    routes, watchers = APIRouter(), asyncio.Semaphore(MOST_WATCHERS)
+
+    @routes.get("/state")
+    async def state() -> Response:
+        """Return what the live page shows."""
+        return _json(live.state())
+
+    @routes.get("/state/stream")
+    async def stream() -> StreamingResponse:
+        """Send it as server-sent events, one each period, without what has not changed since the first."""
+        if watchers.locked():
+            raise HTTPException(HTTPStatus.CONFLICT, f"{MOST_WATCHERS} pages watch already: close one first")
+        events = _until_stopped(_events(live), watchers, stopping, b"")
+        return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
+
+    return routes
+
+
+async def _events(live: LiveView) -> AsyncGenerator[bytes, None]:
+    async with aclosing(live.stream()) as states:
+        async for state in states:
+            yield b"data: %b\n\n" % msgspec.json.encode(state)
+
+
 def _record_route(record: Callable[[Wanted], AsyncGenerator[bytes, None]], stopping: asyncio.Event) -> APIRouter:
     routes, recorders = APIRouter(), asyncio.Semaphore(MOST_RECORDERS)
 
@@ -167,17 +208,18 @@ def _record_route(record: Callable[[Wanted], AsyncGenerator[bytes, None]], stopp
         """Stream what happens to the scheduler as lines of JSON, without any text of prompts or answers."""
         if recorders.locked():
             raise HTTPException(HTTPStatus.CONFLICT, f"{MOST_RECORDERS} recordings are running already: end one first")
-        lines = _until_stopped(record(Wanted(seconds, most_bytes)), recorders, stopping)
+        stopped = line_of(Stopped(time.monotonic(), "the server stops"))
+        lines = _until_stopped(record(Wanted(seconds, most_bytes)), recorders, stopping, stopped)
         return StreamingResponse(lines, media_type="application/x-ndjson")
 
     return routes
 
 
 async def _until_stopped(
-    lines: AsyncGenerator[bytes, None], recorders: asyncio.Semaphore, stopping: asyncio.Event
+    lines: AsyncGenerator[bytes, None], readers: asyncio.Semaphore, stopping: asyncio.Event, last_words: bytes
 ) -> AsyncGenerator[bytes, None]:
     """Yield the lines; the last one says so if the server stops or the dispatcher is lost."""
-    async with recorders, aclosing(lines):
+    async with readers, aclosing(lines):
         stops = asyncio.ensure_future(stopping.wait())
         following: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         try:
@@ -185,7 +227,8 @@ async def _until_stopped(
                 following = asyncio.ensure_future(anext(lines, b""))
                 await asyncio.wait({following, stops}, return_when=asyncio.FIRST_COMPLETED)
                 if not following.done():
-                    yield line_of(Stopped(time.monotonic(), "the server stops"))
+                    if last_words:
+                        yield last_words
                     return
                 if not (some := following.result()):
                     return
@@ -242,6 +285,17 @@ def _operation_routes(modes: Modes, operations: Operations) -> APIRouter:
         return _progress_row(operations.last)
 
     return routes
+
+
+def shown_operation(progress: Progress | None) -> OperationNow | None:
+    """Return it for the live page."""
+    if progress is None:
+        return None
+    operation = progress.operation
+    wanted = " ".join(f"{pool}={number}" for pool, number in operation.workers.items())
+    title = " ".join(filter(None, (operation.kind, wanted)))
+    text = f"{title}: {progress.state}" + (f"; {progress.sentences[-1]}" if progress.sentences else "")
+    return OperationNow(operation.kind, progress.state, list(progress.sentences), progress.is_open, text)
 
 
 def _refuse_change_during(operations: Operations, mode: Mode) -> None:

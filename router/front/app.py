@@ -19,6 +19,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.version import __version__ as vllm_version
 
 from ridgeline.engine.passed_args import words
 from ridgeline.engine.vllm_arguments import refusing
@@ -45,6 +46,7 @@ from ridgeline.router.front.vllm_workarounds import (
 )
 from ridgeline.router.settings import RouterSettings
 
+VLLM_VERSION = vllm_version
 Layer = Callable[[Asgi], Asgi]
 
 

@@ -170,6 +170,7 @@ class RouterEngineClient(EngineClient):
             ask = _ask(request, self.model_config.get_vocab_size(), context.list_so_far)
             ticket = self._admission.admit(client, ask)
         context.list_so_far = ticket.list_so_far
+        context.trace_headers = trace_headers or {}
         context.taken_in()
         return self._serve(request, wanted, request_id, prompt_text, client, ticket)
 
@@ -253,6 +254,8 @@ class RouterEngineClient(EngineClient):
             reasoning_parser_kwargs=request.reasoning_parser_kwargs,
             cache_salt=request.cache_salt,
             client_request_id=client_request_id,
+            http_request_id=current().request_id,
+            trace_headers=current().trace_headers,
             timeout_s=current().timeout_s,
             ttft_limit_s=current().ttft_limit_s,
             tpot_limit_s=current().tpot_limit_s,

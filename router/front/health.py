@@ -69,6 +69,8 @@ class Readiness:
         """Workers that are lost again and again, and how they are tried again."""
         self.late = late
         """Says that the router is the bottleneck, if it is."""
+        self.mode: Callable[[], str] = str
+        """Returns the mode in which new requests are served."""
         self._pools = pools
         self._probe = probe
         self._refresh = refresh
@@ -188,20 +190,23 @@ def probe_prompt_tokens(block_size: int) -> int:
 def ready_endpoint(readiness: Readiness, draining: Callable[[], bool]) -> Callable[[Request], Awaitable[JSONResponse]]:
     """Return the endpoint: 200, or 503 naming the pool and the time since its last token, or the shutdown.
 
-    Workers that are lost again and again are named either way, and a router that is the bottleneck.
+    The mode, workers that are lost again and again and a router that is the bottleneck are named either way.
     """
+
+    def told() -> dict[str, str]:
+        return {"mode": readiness.mode()} if readiness.mode() else {}
 
     async def ready(request: Request) -> JSONResponse:
         if draining():
             why = "the server is shutting down and accepts nothing new"
-            return JSONResponse({"ready": False, "why": why}, HTTPStatus.SERVICE_UNAVAILABLE)
+            return JSONResponse({"ready": False, **told(), "why": why}, HTTPStatus.SERVICE_UNAVAILABLE)
         verdict = await readiness.check()
         all_ready = all(pool.ready for pool in verdict.values())
         status = HTTPStatus.OK if all_ready else HTTPStatus.SERVICE_UNAVAILABLE
         pools = {name: _json(pool) for name, pool in verdict.items()}
         away = {"away": dict(readiness.away())} if readiness.away() else {}
         late = {"router": readiness.late()} if readiness.late() else {}
-        return JSONResponse({"ready": all_ready, "pools": pools, **away, **late}, status)
+        return JSONResponse({"ready": all_ready, **told(), "pools": pools, **away, **late}, status)
 
     return ready
 

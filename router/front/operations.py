@@ -89,6 +89,8 @@ class Asked:
     operation: Operation | None = None
     cancels: str = ""
     """The id of an operation that nobody wants any more."""
+    mode: Mode | None = None
+    """The mode in which the router serves now."""
 
 
 class Operations:
@@ -98,6 +100,7 @@ class Operations:
         self.last: Progress | None = None
         self._given: tuple[Operation, asyncio.Future[Progress]] | None = None
         self._cancels = ""
+        self._woken = False
         self._changed = asyncio.Event()
 
     @property
@@ -131,6 +134,11 @@ class Operations:
         self._cancels = operation.operation_id
         self._changed.set()
 
+    def wake(self) -> None:
+        """Have the driver hear at once that the mode has changed: what waits in `take` returns."""
+        self._woken = True
+        self._changed.set()
+
     async def take(self, within_s: float, cancelling: str = "") -> Asked:
         """Return what the driver is asked for; if there is nothing, wait for it, up to this many seconds.
 
@@ -139,9 +147,10 @@ class Operations:
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
-                while not (self._unanswered or self._cancels not in ("", cancelling)):
+                while not (self._unanswered or self._cancels not in ("", cancelling) or self._woken):
                     self._changed.clear()
                     await self._changed.wait()
+        self._woken = False
         return Asked(self._unanswered, self._cancels)
 
     def report(self, progress: Progress) -> None:

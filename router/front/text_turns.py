@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from ridgeline.router.live.samples import Text
+
 SLICE_S = 0.002
 """After so long the loop reads what workers and clients have sent. A message of 256 tokens is read in about 1 ms."""
 LOOK_EVERY_S = 10.0
@@ -63,6 +65,10 @@ class TextTurns(Collector):
     def behind_s(self) -> float:
         """How long the oldest token has waited."""
         return self._clock() - next(iter(self._waiting.values())) if self._waiting else 0.0
+
+    def sent(self) -> Text:
+        """Return what this router has sent so far."""
+        return Text(self._tokens, self._events, self.behind_s)
 
     def _take_turns(self) -> None:
         ends_s = self._clock() + SLICE_S

@@ -1,9 +1,11 @@
 """What operators see of the router.
 
-timeline.py      one record per request
-metrics.py       Prometheus series about requests
-collectors.py    Prometheus series about workers, pools and queues
-explanations.py  the latest decisions of mode adaptive, and what came of them
-loop_lag.py      the series about delays of the event loop
-fleet_use.py     how much of the workers is in use, for whoever scales the pools
+timeline.py        one record per request
+metrics.py         Prometheus series about requests
+collectors.py      Prometheus series about workers, pools and queues
+recent.py          the sequences of the last minute, for exact latencies and attainment
+ended_requests.py  the latest sequences: stages, hand-off, and the decision that placed each
+tracing.py         their spans, for a collector of OpenTelemetry
+loop_lag.py        the series about delays of the event loop
+fleet_use.py       how much of the workers is in use, for whoever scales the pools
 """

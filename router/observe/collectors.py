@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from importlib.metadata import version
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ridgeline.contracts.vocabulary import Mode, Pool
 from ridgeline.router.fleet.pairing import KvPair
-from ridgeline.router.fleet.worker import Worker
+from ridgeline.router.fleet.worker import Worker, state_of
 from ridgeline.router.settings import PoolHardware
 
 # counter name's first part -> (series, help, names of the labels its other parts give)
@@ -103,6 +104,22 @@ def _gauge(
 _AFFINITY = "1 for each worker of mode adaptive that is kept for one phase, labelled with it; none while all do both"
 
 
+class BuildInfo(Collector):
+    """Tells versions and model, for queries to join with."""
+
+    def __init__(self, vllm: str, model: str) -> None:
+        self._labels = {"version": version("ridgeline"), "vllm": vllm, "model": model}
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the one series; called by prometheus-client at each scrape."""
+        yield _gauge(
+            "ridgeline_build_info",
+            "Always 1: the versions of Ridgeline and of the router's vLLM, and the model's served name",
+            list(self._labels),
+            [(list(self._labels.values()), 1)],
+        )
+
+
 class WorkerCollector(Collector):
     """Publishes the workers' last status as series; registered once."""
 
@@ -167,7 +184,7 @@ class WorkerCollector(Collector):
     def _pools(self, workers: list[Worker]) -> Iterator[Metric]:
         hardware = self._hardware()
         pools = sorted({worker.pool for worker in workers} | hardware.keys())
-        states = {pool: Counts(_state(one) for one in workers if one.pool == pool) for pool in pools}
+        states = {pool: Counts(state_of(one) for one in workers if one.pool == pool) for pool in pools}
         known = {pool: hardware[pool] for pool in pools if pool in hardware}
         yield _gauge(
             "ridgeline_workers",
@@ -274,15 +291,6 @@ def _step_models(workers: list[Worker]) -> Iterator[GaugeMetricFamily]:
         ["pool", "worker", "part"],
         parts,
     )
-
-
-def _state(worker: Worker) -> str:
-    """Return "usable", or the first reason why the worker is not."""
-    if not worker.client.connected:
-        return "detached"
-    if not worker.healthy:
-        return "failed"
-    return "draining" if worker.drains else "usable"
 
 
 def _total(workers: Iterable[Worker], pool: Pool, prefix: str) -> float:

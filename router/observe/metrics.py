@@ -6,6 +6,9 @@ absent, never zero.
 
 from __future__ import annotations
 
+import asyncio
+import math
+import time
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -13,7 +16,8 @@ from typing import Literal
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
 from ridgeline.contracts.vocabulary import Pool
-from ridgeline.router.observe.explanations import Explanations
+from ridgeline.router.observe.ended_requests import EndedRequests
+from ridgeline.router.observe.recent import RecentSequences
 from ridgeline.router.observe.timeline import Latency, Outcome, RequestTimeline
 
 LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
@@ -22,6 +26,12 @@ ERROR_BUCKETS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
 LINK_BUCKETS = (1e7, 3e7, 1e8, 3e8, 1e9, 3e9, 1e10, 3e10, 1e11)
 """Bytes per second, from a slow network to NVLink."""
 STAGE_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+
+CPU_EVERY_S = 1.0
+"""How often a router counts its CPU time: well below any interval of scrapes."""
+LINK_PEAK_BYTES = 8 << 20
+"""Hand-offs from this size on, four frames, tell how fast a link can be. Transfers are timed from their first frame,
+which may have travelled before, so that the rate is a third too high at most."""
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a series for each series, which nobody asks for
 
@@ -42,7 +52,9 @@ class Within:
 class RequestMetrics:
     """The series about requests."""
 
-    def __init__(self, registry: CollectorRegistry | None, namespace: str = "") -> None:
+    def __init__(
+        self, registry: CollectorRegistry | None, namespace: str = "", ended: EndedRequests | None = None
+    ) -> None:
         """Register the series; without a registry they are counted but not published.
 
         `namespace` tells them from others of this process, for `ridgeline.router.shared.node_metrics`.
@@ -84,10 +96,40 @@ class RequestMetrics:
             pool,
             buckets=TOKEN_BUCKETS,
         )
+        self.e2e = histogram(
+            "ridgeline_e2e_seconds",
+            "Time from the head of the HTTP request being read to the last token of a finished sequence",
+            pool,
+            buckets=(*LATENCY_BUCKETS, 128.0, 256.0, 512.0),
+        )
+        self.output_tokens = counter("ridgeline_output_tokens", "Tokens of sequences that ended", pool)
+        self.slo = counter(
+            "ridgeline_slo_sequences",
+            "Finished sequences that have an SLO, and whether they met it: ttft, tpot (of two tokens or more), or all "
+            "that they have; goodput is the rate of slo=all, met=yes. Failed sequences count in "
+            "ridgeline_requests_total alone",
+            ("slo", "met"),
+        )
+        self.queue = histogram(
+            "ridgeline_queue_seconds",
+            "Time that each leg of a finished sequence waited, by the pool of its worker and where: router (for a "
+            "worker) or engine (for its first step, without the time that the hand-off took)",
+            ("pool", "where"),
+            buckets=STAGE_BUCKETS,
+        )
+        self.prefix_queries = counter(
+            "ridgeline_prefix_cache_query_tokens",
+            "Prompt tokens that workers looked for in their prefix caches, once per attempt",
+            pool,
+        )
+        self.prefix_hits = counter(
+            "ridgeline_prefix_cache_hit_tokens", "Prompt tokens that workers had in their prefix caches", pool
+        )
         self.stage = histogram(
             "ridgeline_stage_seconds",
             "Time that a finished sequence spent in each stage: preprocess (reading and tokenising the request, "
-            "admission), queue (router, then engine), prefill, handoff_wait (from the decode worker asking for the KV "
+            "admission), queue (router, then engine), dispatch (what is left of TTFT: messages, threads, the rest of a "
+            "running step), prefill, handoff_wait (from the decode worker asking for the KV "
             "to the first byte), wire (moving the KV), decode_queue, decode",
             ("stage",),
             buckets=STAGE_BUCKETS,
@@ -124,6 +166,16 @@ class RequestMetrics:
             link,
             buckets=LINK_BUCKETS,
         )
+        self.link_fastest = Gauge(
+            "ridgeline_link_fastest_bytes_per_second",
+            "Transfer rate of the fastest KV hand-off of 8 MiB or more so far that was not fetched during prefill: a "
+            "peak that was seen, not the link's capacity",
+            link,
+            registry=registry,
+            namespace=namespace,
+            multiprocess_mode="max",
+        )
+        self._fastest: dict[str, float] = {}
         self.overlapped = counter(
             "ridgeline_overlapped_handoffs",
             "Prompts that prefill announced before it had computed them: ok if decode admitted them meanwhile and got "
@@ -169,10 +221,13 @@ class RequestMetrics:
             ("latency",),
             buckets=ERROR_BUCKETS,
         )
+        self.cpu = counter("ridgeline_router_cpu_seconds", "CPU time of a router process, user and system", ("router",))
         self._latencies: dict[tuple[Latency, Pool], Histogram] = {}
         """The children, cached because `labels` costs more than `observe`, and both run for each token."""
-        self.explanations = Explanations()
-        """The latest decisions, which no series can tell."""
+        self.ended = EndedRequests() if ended is None else ended
+        """The latest sequences one by one, which no series can tell."""
+        self.recent = RecentSequences()
+        """The latencies of the last minute, which buckets can tell only roughly."""
 
     def observe(self, latency: Latency, pool: Pool, seconds: float) -> None:
         """Record the latency of a token that a worker of `pool` made and that has gone to its client."""
@@ -181,6 +236,20 @@ class RequestMetrics:
             series = {"ttft": self.ttft, "second_token": self.second_token, "itl": self.itl}[latency]
             child = self._latencies[latency, pool] = series.labels(pool)
         child.observe(seconds)
+
+    async def count_cpu(self, router: str) -> None:
+        """Count the CPU time of this process, which is the router of this name, until cancelled."""
+        counted_s, child = 0.0, self.cpu.labels(router)
+        while True:
+            used_s = time.process_time()
+            child.inc(used_s - counted_s)
+            counted_s = used_s
+            await asyncio.sleep(CPU_EVERY_S)
+
+    def looked_up(self, pool: Pool, prompt_tokens: int, cached_tokens: int) -> None:
+        """Record how many tokens of a prompt a worker of `pool` had in its prefix cache."""
+        self.prefix_queries.labels(pool).inc(prompt_tokens)
+        self.prefix_hits.labels(pool).inc(cached_tokens)
 
     def within(self, latency: LimitedLatency, limit_s: float) -> Within:
         """Count the sequences of all pools that have kept a limit.
@@ -197,17 +266,35 @@ class RequestMetrics:
     def close(self, timeline: RequestTimeline, outcome: Outcome) -> None:
         """Record a sequence that has ended."""
         self.requests.labels(timeline.path, outcome).inc()
-        self.explanations.add(timeline, outcome)
+        self.ended.add(timeline, outcome)
+        self.recent.add(timeline, outcome)
         for state, pause_s in timeline.pauses_s:
             self.pause.labels(state).observe(pause_s)
+        if timeline.last_pool is not None:
+            self.output_tokens.labels(timeline.last_pool).inc(timeline.num_output_tokens)
         if outcome != "finished":
             return
+        if timeline.e2e_s is not None:
+            self.e2e.labels(timeline.last_pool).observe(timeline.e2e_s)
         if timeline.tpot_s is not None:
             self.tpot.labels(timeline.last_pool).observe(timeline.tpot_s)
         for stage, seconds in timeline.stages_s().items():
             self.stage.labels(stage).observe(seconds)
+        for pool, where, seconds in timeline.waits_s():
+            self.queue.labels(pool, where).observe(seconds)
+        self._count_slos(timeline)
         self._count_link(timeline)
         self._count_decision(timeline)
+
+    def _count_slos(self, timeline: RequestTimeline) -> None:
+        """Count the SLOs that a finished sequence has; as in `ridgeline.loadtest`, one token has no TPOT to miss."""
+        latencies = (("ttft", timeline.ttft_s, timeline.ttft_limit_s), ("tpot", timeline.tpot_s, timeline.tpot_limit_s))
+        met = {slo: seen_s is None or seen_s <= limit_s for slo, seen_s, limit_s in latencies if math.isfinite(limit_s)}
+        if not met:
+            return
+        for slo, is_met in (*met.items(), ("all", all(met.values()))):
+            if slo != "tpot" or timeline.tpot_s is not None:
+                self.slo.labels(slo, "yes" if is_met else "no").inc()
 
     def _count_link(self, timeline: RequestTimeline) -> None:
         num_bytes, wire_s = timeline.moved
@@ -215,7 +302,11 @@ class RequestMetrics:
             self.link_bytes.labels(timeline.transport).inc(num_bytes)
             self.link_seconds.labels(timeline.transport).inc(wire_s)
             if wire_s:
-                self.link_rate.labels(timeline.transport).observe(num_bytes / wire_s)
+                rate = num_bytes / wire_s
+                self.link_rate.labels(timeline.transport).observe(rate)
+                if num_bytes >= LINK_PEAK_BYTES and rate > self._fastest.get(timeline.transport, 0.0):
+                    self._fastest[timeline.transport] = rate
+                    self.link_fastest.labels(timeline.transport).set(rate)
 
     def _count_decision(self, timeline: RequestTimeline) -> None:
         """Count the choice of a finished sequence that lost no worker, and the error of its prediction."""

@@ -2,15 +2,18 @@
 
 Nothing is decided by it: the request's state and what follows from it are in `router/dispatch/request.py`.
 
-All times are durations, each on one clock: the router's for what a client sees, the worker's for its stages.
+Workers report durations, since clocks differ between hosts. `RequestTimeline.ended` lays them end to end on the
+router's clock, so that the stages of a sequence add up to what its client waited.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal, NamedTuple
+
+import msgspec
 
 from ridgeline.contracts.tasks import LegTiming
 from ridgeline.contracts.vocabulary import Pool
@@ -22,8 +25,46 @@ RequestState = Literal["queued", "prefilling", "handoff", "decoding"]
 """The state of a request. `handoff`: its first token was sent, and decode has not produced one yet."""
 Latency = Literal["ttft", "second_token", "itl"]
 """From arrival to the first delta with tokens; from the first to the second; from each delta to the next."""
+StageName = Literal[
+    "preprocess",
+    "queue",
+    "dispatch",
+    "engine_queue",
+    "prefill",
+    "handoff_wait",
+    "wire",
+    "decode_queue",
+    "decode",
+    "unreported",
+    "lost",
+]
+"""A part of a sequence's latency, as `ridgeline_stage_seconds` has them, except that `queue` is the wait in the router,
+and `engine_queue` that in an engine. `dispatch`: seconds of each leg that its worker does not count, which are messages
+both ways, threads, and the rest of the step that ran. `unreported`: a leg that ended before its worker told its times.
+`lost`: from its placement to the loss of its worker."""
+LEAST_STAGE_S: Final = 1e-6
+"""A shorter stage is a rounding error, and joins the next one."""
 Observe = Callable[[Latency, Pool, float], None]
 """Receives a latency, the pool that made the token at its end, and its seconds."""
+
+
+class LegWorker(NamedTuple):
+    """A worker of a sequence, in the pool that it had at that time."""
+
+    pool: Pool
+    worker_id: str
+
+
+class Stage(msgspec.Struct, frozen=True, gc=False):
+    """A part of a sequence's latency on the router's clock. Each begins where the one before it ends."""
+
+    name: StageName
+    start_s: float
+    """Seconds from its arrival."""
+    duration_s: float
+    pool: Pool | None = None
+    """The pool of the worker that was busy with it, or waited for; None: it was in the router."""
+    worker: str = ""
 
 
 def _nobody(_latency: Latency, _pool: Pool, _seconds: float) -> None: ...
@@ -43,6 +84,10 @@ class RequestTimeline:
     """Receives each latency as soon as it is known."""
     client_request_id: str = ""
     """The id that its client knows; empty for a health probe."""
+    http_request_id: str = ""
+    """The header x-request-id of its answer."""
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
+    """The headers by which its client named its own span."""
     ttft_limit_s: float = math.inf
     tpot_limit_s: float = math.inf
     router_queue_s: float = 0.0
@@ -63,6 +108,14 @@ class RequestTimeline:
     """How many times it was taken from a worker to go on elsewhere."""
     last_pool: Pool | None = None
     """The pool that made the last token so far."""
+    overlap_began_s: float | None = None
+    """When its decode leg was begun during prefill, whether it was of use or not."""
+    prompt_pool: Pool | None = None
+    """The pool of the worker that computes the prompt, once it has one."""
+    resampled: bool = False
+    """Decode samples the first token, so that TTFT includes the hand-off."""
+    error: str = ""
+    """The class of the error that it failed with, `WorkerLost` for example; empty unless it failed."""
     arrived_s: float = field(init=False)
     preprocess_s: float | None = field(init=False)
     """Seconds from the head to the orchestrator: body, template, tokenising, admission."""
@@ -70,11 +123,29 @@ class RequestTimeline:
     _last_token_s: float = 0.0
     _num_deltas: int = 0
     _interrupted: RequestState | None = None
+    _workers: tuple[LegWorker, ...] = ()
+    """Those of this attempt: one for the whole request, or prefill's and decode's."""
+    _prompt_done_s: float | None = None
+    _stages: list[Stage] = field(default_factory=list)
+    _until_s: float = field(init=False)
+    """Where the last of the stages ends."""
 
     def __post_init__(self) -> None:
         now_s = self.clock()
         self.arrived_s = now_s if self.head_read_s is None else self.head_read_s
         self.preprocess_s = None if self.head_read_s is None else now_s - self.head_read_s
+        self._until_s = self.arrived_s
+        self._stage("preprocess", now_s)
+
+    def placed(self, *workers: LegWorker) -> None:
+        """Record that it has got these workers: one, or one for prefill and one for decode."""
+        self._stage("queue", self.clock())
+        self._workers, self.prompt_pool = workers, workers[0].pool
+
+    @property
+    def ids(self) -> dict[str, str]:
+        """Its ids for the log: that between router and workers, and that which its client knows."""
+        return {"request": self.request_id, "client_request": self.client_request_id}
 
     def tokens(self, count: int, pool: Pool) -> None:
         """Record that `count` tokens made by a worker of `pool` go to the client now."""
@@ -96,6 +167,10 @@ class RequestTimeline:
             self.observe("second_token", pool, now_s - before_s)
         self.observe("itl", pool, now_s - before_s)
 
+    def prompt_reported(self, timing: LegTiming | None) -> None:
+        """Record the end and the timing of the leg that computed the prompt for another worker."""
+        self.prefill_timing, self._prompt_done_s = timing, self.clock()
+
     def decode_reported(self, timing: LegTiming | None) -> None:
         """Record the timing of the leg that decodes.
 
@@ -110,8 +185,53 @@ class RequestTimeline:
         """Record that the request was taken from its worker in this state and goes on elsewhere."""
         self._interrupted = state
         self.interruptions += 1
-        self.overlapped = False
-        self.prefill_timing = self.decode_timing = None
+        if self._workers:
+            self._stage("lost", self.clock(), self._after_prefill())
+        self.overlapped, self._workers = False, ()
+        self.prefill_timing = self.decode_timing = self._prompt_done_s = self.link = self.overlap_began_s = None
+
+    def ended(self, outcome: Outcome) -> tuple[Stage, ...]:
+        """Return the stages up to its last token, or up to now if it did not finish. Call it once, at the end."""
+        until_s = self._last_token_s if outcome == "finished" and self._num_deltas else self.clock()
+        if not self._workers:
+            self._stage("queue", until_s)
+        elif len(self._workers) == 1:
+            self._leg(self._workers[0], until_s, self._whole_leg_s())
+        elif (worker := self._after_prefill()) == self._workers[0]:
+            self._leg(worker, until_s, self._prefill_leg_s())
+        else:
+            self._leg(worker, until_s, self._decode_leg_s())
+        return tuple(self._stages)
+
+    def _after_prefill(self) -> LegWorker:
+        """Add the stages of the leg that computed the prompt for another worker, if it was handed over.
+
+        Return the worker that then has the sequence.
+        """
+        if self.link is None or self._prompt_done_s is None:
+            return self._workers[0]
+        self._leg(self._workers[0], self._prompt_done_s, self._prefill_leg_s())
+        return self._workers[1]
+
+    def _stage(self, name: StageName, until_s: float, worker: LegWorker | tuple[()] = ()) -> None:
+        """Add a stage that ends at this time of the router's clock, unless an earlier one has lasted until then."""
+        if (duration_s := until_s - self._until_s) >= LEAST_STAGE_S:
+            self._stages.append(Stage(name, self._until_s - self.arrived_s, duration_s, *worker))
+            self._until_s = until_s
+
+    def _leg(self, worker: LegWorker, until_s: float, durations_s: dict[StageName, float] | None) -> None:
+        """Add the stages of a leg, as its worker reported them, so that the last one ends at `until_s`.
+
+        If the leg began before the stages so far ended (overlap), only the rest of it delayed anything.
+        """
+        if durations_s is None:
+            self._stage("unreported", until_s, worker)
+            return
+        end_s = until_s - sum(durations_s.values())
+        self._stage("dispatch", end_s, worker)
+        for name, duration_s in durations_s.items():
+            end_s += duration_s
+            self._stage(name, end_s, worker)
 
     @property
     def tpot_s(self) -> float | None:
@@ -124,6 +244,11 @@ class RequestTimeline:
     def ttft_s(self) -> float | None:
         """Seconds from its arrival to its first token; None without any."""
         return self._first_token_s - self.arrived_s if self._num_deltas else None
+
+    @property
+    def e2e_s(self) -> float | None:
+        """Seconds from its arrival to its latest token; None without any."""
+        return self._last_token_s - self.arrived_s if self._num_deltas else None
 
     @property
     def overhead_s(self) -> float | None:
@@ -140,6 +265,18 @@ class RequestTimeline:
         return max(0.0, ttft_s - request.waited_s - timing.queue_s - timing.first_token_s)
 
     @property
+    def dispatch_s(self) -> float | None:
+        """Seconds of TTFT that belong to no other stage: messages, threads, the rest of a step that ran.
+
+        None if not known: a worker was lost, or TTFT includes the hand-off.
+        """
+        timing = self.prefill_timing or self.decode_timing
+        if timing is None or self.ttft_s is None or self.preprocess_s is None or self.pauses_s or self.resampled:
+            return None
+        others_s = self.preprocess_s + self.router_queue_s + timing.queue_s + timing.first_token_s
+        return max(0.0, self.ttft_s - others_s)
+
+    @property
     def moved(self) -> tuple[int, float]:
         """Bytes and seconds of its whole hand-off; zeros if there was none, or only its last segment was timed."""
         result = None if self.decode_timing is None else self.decode_timing.transfer_result
@@ -153,31 +290,64 @@ class RequestTimeline:
         result = None if self.decode_timing is None else self.decode_timing.transfer_result
         return "" if result is None else result.transport
 
-    def stages_s(self) -> dict[str, float]:
+    def stages_s(self) -> dict[StageName, float]:
         """Return the seconds in each stage; a stage that did not happen is absent, not zero."""
-        stages = self._split_stages_s() if self.path == "disaggregated" else self._whole_stages_s()
-        return {"preprocess": self.preprocess_s} | stages if self.preprocess_s is not None else stages
-
-    def _split_stages_s(self) -> dict[str, float]:
-        stages: dict[str, float] = {}
-        if self.prefill_timing is not None:
-            stages["queue"] = self.router_queue_s + self.prefill_timing.queue_s
-            stages["prefill"] = self.prefill_timing.compute_s
-        if self.decode_timing is not None:
-            result = self.decode_timing.transfer_result
-            wait_s, wire_s = (result.wait_s, result.wire_s) if result else (0.0, 0.0)
-            stages["handoff_wait"] = 0.0 if self.overlapped else wait_s
-            stages["wire"] = wire_s
-            stages["decode_queue"] = max(0.0, self.decode_timing.queue_s - wait_s - wire_s)
-            stages["decode"] = self.decode_timing.compute_s
+        stages: dict[StageName, float] = {}
+        if self.preprocess_s is not None:
+            stages["preprocess"] = self.preprocess_s
+        if self.dispatch_s is not None:
+            stages["dispatch"] = self.dispatch_s
+        split = self.path == "disaggregated"
+        if first := self._prefill_leg_s() if split else self._whole_leg_s():
+            stages["queue"] = self.router_queue_s + first.pop("engine_queue")
+            stages |= first
+        if split and (second := self._decode_leg_s()):
+            stages |= second
+            if self.overlapped:
+                stages["handoff_wait"] = 0.0
         return stages
 
-    def _whole_stages_s(self) -> dict[str, float]:
+    def waits_s(self) -> Iterator[tuple[Pool, Literal["router", "engine"], float]]:
+        """Yield where its legs waited, by the pool of their worker, and the seconds."""
+        if self.prompt_pool is None:
+            return
+        yield self.prompt_pool, "router", self.router_queue_s
+        if self.prefill_timing is not None:
+            yield self.prompt_pool, "engine", self.prefill_timing.queue_s
+        if self.decode_timing is not None and self.last_pool is not None:
+            yield self.last_pool, "engine", self._decode_queue_s(self.decode_timing)
+
+    @staticmethod
+    def _decode_queue_s(timing: LegTiming) -> float:
+        """Return the seconds in the engine's queue, without those of a hand-off."""
+        result = timing.transfer_result
+        return timing.queue_s if result is None else max(0.0, timing.queue_s - result.wait_s - result.wire_s)
+
+    def _whole_leg_s(self) -> dict[StageName, float] | None:
+        """Return the stages of a leg that computes the prompt and decodes; None if they are not known."""
         timing = self.decode_timing
         if timing is None:
-            return {}
+            return None
+        decode_s = timing.compute_s - timing.first_token_s
+        return {"engine_queue": timing.queue_s, "prefill": timing.first_token_s, "decode": decode_s}
+
+    def _prefill_leg_s(self) -> dict[StageName, float] | None:
+        """Return the stages of a leg that computes the prompt for another worker; None if they are not known."""
+        timing = self.prefill_timing
+        return None if timing is None else {"engine_queue": timing.queue_s, "prefill": timing.compute_s}
+
+    def _decode_leg_s(self) -> dict[StageName, float] | None:
+        """Return the stages of a leg that fetches KV and decodes, or computes the prompt if the fetch failed."""
+        timing = self.decode_timing
+        if timing is None:
+            return None
+        result = timing.transfer_result
+        wait_s, wire_s = (result.wait_s, result.wire_s) if result else (0.0, 0.0)
+        prefill_s = timing.first_token_s if result and result.outcome != "ok" else 0.0
         return {
-            "queue": self.router_queue_s + timing.queue_s,
-            "prefill": timing.first_token_s,
-            "decode": timing.compute_s - timing.first_token_s,
+            "handoff_wait": wait_s,
+            "wire": wire_s,
+            "decode_queue": self._decode_queue_s(timing),
+            **({"prefill": prefill_s} if prefill_s else {}),
+            "decode": timing.compute_s - prefill_s,
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -40,6 +41,11 @@ class Example:
 
     async def environment(self, name: str) -> str | None:
         return os.environ.get(name)
+
+    async def say(self, change: str) -> None:
+        """Log it, and print as a library does."""
+        logging.getLogger("ridgeline.worker_runtime.host").info(change, extra={"worker": "worker-0"})
+        print("a library says", flush=True)  # noqa: T201 - that is what it is about
 
     async def fork(self) -> int:
         """Make a child that waits for a signal, as an engine that still loads; returns its pid."""

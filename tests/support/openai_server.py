@@ -212,7 +212,7 @@ class Ready:
     def __init__(self, url: str, mode: str = "colocated", at_round: Callable[[int], None] = lambda _: None) -> None:
         self.mode, self._url, self._at_round, self._rounds = mode, url, at_round, 0
 
-    async def ready(self) -> Reached:
+    async def ready(self, why: str = "") -> Reached:
         self._rounds += 1
         self._at_round(self._rounds)
         return Reached(self._url, is_fresh=False)

@@ -15,7 +15,7 @@ from ridgeline.contracts.workers import MIN_FITTED_STEPS, StepModel, WorkerStatu
 from ridgeline.router.fleet.pairing import KvPair
 from ridgeline.router.flow.fair_queue import Waiting
 from ridgeline.router.front.text_turns import TextTurns
-from ridgeline.router.observe.collectors import _WORKER_COUNTERS, _WORKER_GAUGES, WorkerCollector
+from ridgeline.router.observe.collectors import _WORKER_COUNTERS, _WORKER_GAUGES, BuildInfo, WorkerCollector
 from ridgeline.router.observe.loop_lag import LoopLag
 from ridgeline.router.observe.metrics import RequestMetrics
 from ridgeline.router.placement.pool_queue import QueueCollector, QueueNow
@@ -79,6 +79,7 @@ def metric_rows() -> list[tuple[str, str, str, str]]:
     for family in (
         *collector.collect(),
         *QueueCollector(lambda: {"prefill": queue}).collect(),
+        *BuildInfo("any", "any").collect(),
         *LoopLag().collect(),
         *TextTurns().collect(),
     ):

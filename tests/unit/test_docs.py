@@ -70,6 +70,10 @@ def problem_of(command: list[str]) -> str | None:
     found: Any = typer.main.get_command(app)
     name = "ridgeline"
     while hasattr(found, "commands"):  # a group, such as `ridgeline bench`
+        if words and words[0] in {option for parameter in found.params for option in parameter.opts}:
+            break  # an option of all commands
+        if words and words[0] not in found.commands and hasattr(found, "unnamed"):  # `ridgeline trace ID`
+            words = [found.unnamed, *words]
         if not words or words[0] not in found.commands:
             return f"no command {' '.join([name, *words[:1]])}"
         name = f"{name} {words[0]}"

@@ -16,18 +16,18 @@ PRODUCT = (
 )
 MOST_MODULES = 12
 MOST_LINES = {
-    "cluster": 9_500,
-    "contracts": 950,
+    "cluster": 9_850,
+    "contracts": 1_050,
     "decode_worker": 1_600,
     "engine": 4_850,
     "kv_transfer": 4_400,
     "loadtest": 8_900,
     "prefill_worker": 950,
     "roofline": 1_700,
-    "router": 14_100,
+    "router": 16_200,
     "worker_runtime": 950,
-    "tests": 50_800,
-    "tools": 5_800,
+    "tests": 53_000,
+    "tools": 6_100,
 }
 """Of Python, by package. A commit that raises one says what the lines are worth; one that deletes lines lowers it."""
 MAP_LINE = re.compile(r"([\w.-]+/?) {2,}\S")

@@ -43,7 +43,8 @@ class Running:
 @asynccontextmanager
 async def running(settings: Sequence[str], config: Path) -> AsyncIterator[Running]:
     """Run `ridgeline serve` on this configuration with these `--set` values until the block ends."""
-    arguments = ["-c", str(config), *(word for setting in settings for word in ("--set", setting))]
+    last = {setting.partition("=")[0]: setting for setting in settings}  # a caller's own overrides the tool's
+    arguments = ["-c", str(config), *(word for setting in last.values() for word in ("--set", setting))]
     with serving(*arguments) as serve:
         url = await asyncio.to_thread(serve.wait_ready)
         async with open_http(url) as http:

@@ -245,8 +245,11 @@ class Judge:
         return ""
 
     def _top(self, ours: Mapping[str, float], theirs: Mapping[str, float]) -> str:
-        """Compare top tokens; the last of them may change places with the next one."""
-        if len(ours) != len(theirs):
+        """Compare top tokens; the last of them may change places with the next one.
+
+        The sampled token is listed too, so there is one more if it is not among the most likely ones.
+        """
+        if abs(len(ours) - len(theirs)) > 1:
             return f"{ours} for {theirs}"
         for token in ours.keys() & theirs.keys():
             if not self._near(ours[token], theirs[token]):
@@ -254,6 +257,8 @@ class Judge:
         alone = [ours[token] for token in ours.keys() - theirs.keys()] + [
             theirs[t] for t in theirs.keys() - ours.keys()
         ]
+        if len(ours) != len(theirs):
+            alone.append(min(min(ours, theirs, key=len).values(), default=-math.inf))
         return "" if not alone or self._near(min(alone), max(alone)) else f"{ours} for {theirs}"
 
     def _prompt_logprobs(self, ours: Any, theirs: Any) -> str:

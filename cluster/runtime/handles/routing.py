@@ -13,6 +13,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ridgeline.cluster.config.models import RidgelineConfig
+from ridgeline.cluster.folders import log_name
 from ridgeline.cluster.runtime.actors import ServiceActor, engine_environment
 from ridgeline.cluster.runtime.environment import forwarded_variables
 from ridgeline.cluster.runtime.handles.actor import ANSWER_WITHIN_S, LOOPBACK, ActorHandle, DeploymentFailed
@@ -49,12 +50,12 @@ def _routing_actor(plan: Plan, service: str, name: str, resources: dict[str, flo
         name=f"{plan.config.name}/{name}",
         num_cpus=0,
         resources=resources,
-        runtime_env={"env_vars": _routing_environment(plan.config)},
+        runtime_env={"env_vars": _routing_environment(plan.config) | plan.config.logging_of(name).variables()},
         max_restarts=-1,
         **_beside_this_process(plan.config, resources),
     )
     try:
-        return options.remote(service, f"ridgeline::{name}")
+        return options.remote(service, f"ridgeline::{name}", log_name(plan.config.name, name))
     except ValueError as error:
         if "already taken" not in str(error):
             raise

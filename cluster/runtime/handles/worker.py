@@ -12,6 +12,7 @@ from ray.exceptions import RayError
 
 from ridgeline.cluster.config.models import PoolConfig, RidgelineConfig
 from ridgeline.cluster.doctor.checks import resolve_dtype
+from ridgeline.cluster.folders import log_name
 from ridgeline.cluster.runtime.actors import ServiceActor, engine_environment
 from ridgeline.cluster.runtime.environment import forwarded_variables
 from ridgeline.cluster.runtime.handles.actor import ANSWER_WITHIN_S, LOOPBACK, ActorHandle, DeploymentFailed
@@ -45,11 +46,13 @@ def worker_actor(planned: PlannedWorker, config: RidgelineConfig) -> Any:
             num_cpus=settings.cores_per_worker,
             num_gpus=config.gpus_of(settings),
             resources=settings.resources,
-            runtime_env={"env_vars": worker_environment(settings, config)},
+            runtime_env={
+                "env_vars": worker_environment(settings, config) | config.logging_of(planned.worker_id).variables()
+            },
             max_concurrency=16,
             max_restarts=-1,
         )
-        .remote(WORKER_SERVICE, f"ridgeline::worker {planned.worker_id}")
+        .remote(WORKER_SERVICE, f"ridgeline::worker {planned.worker_id}", log_name(config.name, planned.worker_id))
     )
 
 

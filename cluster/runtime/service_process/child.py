@@ -29,6 +29,7 @@ from setproctitle import setproctitle
 from ridgeline.cluster.folders import own_folder
 from ridgeline.cluster.runtime.processes import this_process
 from ridgeline.cluster.runtime.service_process.calls import CallServer, Service, readable
+from ridgeline.contracts.log_lines import configure_as_told
 
 PR_SET_PDEATHSIG = 1
 """Of prctl(2): the signal that a process gets when its parent ends."""
@@ -117,6 +118,7 @@ def _take_over(start: ServiceStart, log_files: Sequence[int]) -> None:
     setproctitle(start.title)  # before the environment moves, beside which the title is
     os.environ.clear()
     os.environ.update(start.environment)
+    configure_as_told()
     os.nice(max(0, start.niceness - os.nice(0)))
     with suppress(OSError):  # lowering it takes a privilege
         Path("/proc/self/oom_score_adj").write_text(str(start.oom_score_adj), encoding="utf-8")

@@ -30,38 +30,51 @@ PRELOADED_WITHIN_S = 120.0
 END_WITHIN_S = 5.0
 PYTHON = (sys.executable, "-P")
 """The current folder may hold modules of the same names as ours, or as Python's own."""
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
-async def start_service(service: str, title: str, on_gone: Callable[[], None]) -> ServiceClient:
+async def start_service(service: str, title: str, on_gone: Callable[[], None], log: str = "") -> ServiceClient:
     """Start `module:Class` in a process of its own with this process's environment, output and standing.
 
-    `on_gone` is called when that process has ended. Raises ServiceGone if it ends at once, and what its class raises if
-    it cannot be made. The caller sets the deadline.
+    Its output goes to the file `log` beside this process's own, if that is a file. `on_gone` is called when that
+    process has ended. Raises ServiceGone if it ends at once, and what its class raises if it cannot be made. The caller
+    sets the deadline.
     """
     path = os.environ.get(PRELOADED)
     if path is not None:
         try:
             async with asyncio.timeout(PRELOADED_WITHIN_S):
-                return await _started(_forked(path), _collected_by_its_parent, service, title, on_gone)
+                return await _started(_forked(path), _collected_by_its_parent, service, title, on_gone, log)
         except (OSError, ServiceGone) as error:  # TimeoutError is an OSError
             why = str(error) or type(error).__name__
-            log.warning("the preloaded parent at %s forks nothing (%s): this start takes longer", path, why)
+            logger.warning("the preloaded parent at %s forks nothing (%s): this start takes longer", path, why)
     sock, child = _fresh()
-    return await _started(sock, partial(asyncio.to_thread, _collect, child), service, title, on_gone)
+    return await _started(sock, partial(asyncio.to_thread, _collect, child), service, title, on_gone, log)
 
 
 async def _started(
-    sock: socket.socket, collect: Collect, service: str, title: str, on_gone: Callable[[], None]
+    sock: socket.socket, collect: Collect, service: str, title: str, on_gone: Callable[[], None], log: str
 ) -> ServiceClient:
     environment = {name: value for name, value in os.environ.items() if name != PRELOADED}
     try:
-        socket.send_fds(sock, [b"."], [1, 2])
+        with _output(log) as files:
+            socket.send_fds(sock, [b"."], files)
         sock.sendall(encode(ServiceStart(service, title, environment, os.nice(0), _oom_score_adj())))
         return await ServiceClient.open(sock, on_gone, collect)
     except BaseException:
         sock.close()
         raise
+
+
+@contextmanager
+def _output(log: str) -> Iterator[list[int]]:
+    """Yield the files for output and errors: those of this process, or one for both beside them."""
+    own = Path(os.readlink("/proc/self/fd/2"))
+    if not log or not own.is_file():  # a terminal, a pipe
+        yield [1, 2]
+        return
+    with own.with_name(log).open("ab") as file:
+        yield [file.fileno()] * 2
 
 
 def _oom_score_adj() -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -60,6 +60,8 @@ class RequestContext:
     """Seconds until the first token that the client, or else `router.slo`, wants at most."""
     tpot_limit_s: float | None = None
     """The same for the mean time from one token to the next."""
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
+    """Its headers of W3C trace context, `traceparent` and perhaps `tracestate`."""
     retry_after_s: int = 1
     """Seconds after which a refusal says that another try may succeed."""
     taken_in: Callable[[], None] = lambda: None

@@ -74,6 +74,15 @@ def test_an_unknown_option_is_refused_by_name_and_help_lists_every_command(run_r
     assert command in run_ridgeline("--help")[1]
 
 
+def test_version_tells_ours_and_that_of_the_engine_and_help_says_so(run_ridgeline):
+    status, output, _ = run_ridgeline("--version")
+    told = dict(word.split(" ", 1) for word in output.strip().split(", "))
+    assert status == 0
+    assert told == {name: value for name, value in versions().items() if value}
+    assert {"ridgeline", "python", "vllm"} <= told.keys()
+    assert "--version" in run_ridgeline("--help")[1]
+
+
 @pytest.mark.parametrize("command", [["serve"], ["doctor"], ["compare", "--out", "x"]], ids=lambda words: words[0])
 @pytest.mark.parametrize(
     ("setting", "part"),
@@ -119,6 +128,12 @@ OUT = "OUT"
             2,
             ["server.prot", "pools.decode.workers"],
             id="every_problem",
+        ),
+        pytest.param(
+            ["serve", "--set", "server.port=1", "--set", "server.port=2"],
+            2,
+            ["--set server.port is given twice"],
+            id="twice",
         ),
         pytest.param(["roofline", "--model", "llama-3.1-8b", "--hardware", "h1000"], 1, ["h1000"], id="hardware"),
         pytest.param([*ROOFLINE, "--dtype", "bf17"], 1, ["bf17"], id="dtype"),

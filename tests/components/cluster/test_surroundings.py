@@ -110,6 +110,9 @@ def test_a_ray_of_our_own_starts_anywhere_asks_for_its_token_and_takes_away_what
             seen = json.loads(looked.stdout.splitlines()[-1])
             assert seen["actor"] == "127.0.0.1"
             assert seen["stranger"].startswith("ray.exceptions.AuthenticationError")
+            line, library = seen["log"].splitlines()
+            assert line.endswith(' info worker-0 ridgeline.worker_runtime.host: begins worker="worker-0"')
+            assert library == "a library says"
         sessions = [path for path in Path(folder, "ray").glob("session_*") if not path.is_symlink()]
         assert [path.name for path in sessions] == [seen["session"]]
         assert not Path(folder, ".ray").exists()

@@ -208,6 +208,41 @@ async def test_another_token_is_a_tie_where_plain_vllm_says_it_after_a_nudge_tha
     assert all(body.items() <= asked.items() for asked in plain.asked), "asked with all of the request's own wishes"
 
 
+class Listing(Undecided):
+    """A server that answers with one token, and lists these as the likeliest ones."""
+
+    def __init__(self, top: dict[str, float]) -> None:
+        super().__init__(1.0)
+        listed = {"tokens": ["token_id:5"], "token_logprobs": [top["token_id:5"]], "top_logprobs": [top]}
+        self.choice = {"index": 0, "text": "", "token_ids": [5], "prompt_token_ids": [1], "logprobs": listed}
+
+    async def post(self, path: str, json: dict[str, Any]) -> httpx.Response:
+        return httpx.Response(200, json={"choices": [self.choice]})
+
+
+@pytest.mark.parametrize(
+    ("ours", "same"),
+    [
+        ({"token_id:5": -2.0, "token_id:6": -1.0}, True),
+        ({"token_id:5": -2.0, "token_id:6": -1.0, "token_id:7": -1.99}, True),
+        ({"token_id:5": -2.0, "token_id:6": -1.0, "token_id:7": -1.5}, False),
+        ({"token_id:5": -2.0, "token_id:6": -1.0, "token_id:7": -1.99, "token_id:8": -1.99}, False),
+        ({"token_id:5": -2.0, "token_id:7": -1.0}, True),
+        ({"token_id:5": -2.0, "token_id:7": -0.5}, False),
+        ({"token_id:5": -2.1, "token_id:6": -1.0}, False),
+    ],
+)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_sampled_token_that_is_almost_among_the_likeliest_is_listed_beside_them_or_not(
+    ours: dict[str, float], same: bool
+):
+    theirs = Listing({"token_id:5": -2.0, "token_id:6": -1.0})
+    judge = Judge(Listing(ours), theirs, "m", "bfloat16")  # type: ignore[arg-type]
+    judge.tolerance_nat = 0.05
+    verdict = await judge.verdict(Case(0, "/v1/completions", {"prompt": [1], "logprobs": 1}, again=False))
+    assert (verdict.difference == "") == same, verdict.difference
+
+
 class Fickle(Undecided):
     """A server that says another token each time."""
 

@@ -60,6 +60,8 @@ async def test_a_running_deployment_is_switched_and_only_if_it_must_be():
     assert not (await a.ready()).is_fresh
     assert [asked for asked in server.asked if asked[0] == "POST"] == [("POST", "disaggregated"), ("POST", "colocated")]
     assert a.start_s == 0
+    await a.ready("compare: pair 2")
+    assert server.asked[-1] == ("POST", "colocated"), "also in the mode that it has, since the round is another one"
 
 
 async def test_a_mode_that_a_deployment_cannot_serve_is_told_with_its_reason():

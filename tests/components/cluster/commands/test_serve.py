@@ -3,19 +3,24 @@
 import asyncio
 import contextlib
 import io
+import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 from rich.console import Console
 
+from ridgeline.cluster.commands.own_variants import own_variants
 from ridgeline.cluster.commands.serve import StopSignals, _drain, _run, serve
 from ridgeline.cluster.config.models import RidgelineConfig
 from ridgeline.cluster.deployments.names import DeploymentFolder, State
-from ridgeline.cluster.runtime.deployment import DRAIN_ANSWER_S, Deployment, limits_too_short
+from ridgeline.cluster.runtime.deployment import DRAIN_ANSWER_S, Deployment, Row, limits_too_short
 from ridgeline.cluster.runtime.handles.actor import ActorGone, DeploymentFailed
+from ridgeline.contracts.log_lines import LoggingConfig
 from ridgeline.router.fleet.pairing import KvPair
 from ridgeline.router.settings import SloConfig
 from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
@@ -90,7 +95,7 @@ async def test_limits_that_cannot_be_kept_are_printed_before_ready_and_kept_for_
     deployment.watch = lambda say, on_away: asyncio.Event().wait()
 
     @contextlib.asynccontextmanager
-    async def started(config, console):
+    async def started(*_):
         yield deployment
 
     monkeypatch.setattr("ridgeline.cluster.commands.serve.started", started)
@@ -119,15 +124,17 @@ def a_pipe_that_nobody_reads():
     return os.fdopen(writes, "w")
 
 
-@pytest.mark.parametrize("output", [a_full_disk, a_pipe_that_nobody_reads])
-async def test_what_cannot_be_printed_ends_no_deployment_and_no_drain(monkeypatch, tmp_path, output):
+@pytest.fixture
+def nothing_starts(monkeypatch, tmp_path):
+    """A deployment that is none, in a home of its own; `watch` says that a worker is gone."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    deployment, router = a_deployment(0)
-    says_on = asyncio.Event()
+    deployment, _ = a_deployment(0)
+    deployment.url, deployment.says_on = "http://127.0.0.1:1", asyncio.Event()
+    deployment.rows = [Row("worker-0", "decode", "10.0.0.1", "0", "1", "2", "10.0.0.1:5", "9", "1 s")]
 
     async def watch(say, on_away):
         say("worker-0 is gone (its process ended); restarting")
-        says_on.set()
+        deployment.says_on.set()
         await asyncio.Event().wait()
 
     @contextlib.asynccontextmanager
@@ -135,9 +142,16 @@ async def test_what_cannot_be_printed_ends_no_deployment_and_no_drain(monkeypatc
         yield deployment
 
     deployment.watch = watch
-    monkeypatch.setattr("ridgeline.cluster.commands.serve.refuse_unfit_machine", lambda config: None)
-    monkeypatch.setattr("ridgeline.cluster.commands.serve.ray_runtime", there)
-    monkeypatch.setattr("ridgeline.cluster.commands.serve.started", there)
+    for module in ("serve", "own_variants"):
+        monkeypatch.setattr(f"ridgeline.cluster.commands.{module}.refuse_unfit_machine", lambda config: None)
+        monkeypatch.setattr(f"ridgeline.cluster.commands.{module}.ray_runtime", there)
+        monkeypatch.setattr(f"ridgeline.cluster.commands.{module}.started", there)
+    return deployment
+
+
+@pytest.mark.parametrize("output", [a_full_disk, a_pipe_that_nobody_reads])
+async def test_what_cannot_be_printed_ends_no_deployment_and_no_drain(nothing_starts, output):
+    says_on, (router,) = nothing_starts.says_on, nothing_starts.routers
     file = output()
     try:
         serving = asyncio.create_task(serve(RidgelineConfig(name="quiet"), Console(file=file)))
@@ -167,3 +181,29 @@ async def test_an_idle_server_is_measured_only_for_limits_and_that_it_fails_ends
     heard = []
     assert await limits_too_short(SloConfig(**limits), Router(answer), heard.append) == warnings
     assert [part in sentence for part, sentence in zip(said, heard, strict=True)] == [True] * len(said)
+
+
+async def test_as_json_every_line_that_serve_prints_is_an_object(nothing_starts, capsys):
+    config = RidgelineConfig(name="machine-read", logging=LoggingConfig(format="json"))
+    serving = asyncio.create_task(serve(config, Console(file=io.StringIO())))
+    await asyncio.wait_for(nothing_starts.says_on.wait(), PATIENCE_S)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await serving
+    told = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert {(line["process"], line["level"]) for line in told} == {("serve", "info")}
+    assert any(line["message"].endswith("worker-0 is gone (its process ended); restarting") for line in told)
+    assert [line["message"] for line in told if line.get("worker") == "worker-0"] == ["serves"]
+    assert told[-1]["message"] == "stopped"
+
+
+async def test_status_lists_what_compare_has_started_while_it_runs_and_nothing_is_left_of_it(nothing_starts, tmp_path):
+    console = Console(file=io.StringIO(), width=200)
+    async with own_variants(RidgelineConfig(), ("colocated",), console) as (url, _):
+        command = [sys.executable, "-P", "-m", "ridgeline.cluster.cli", "status"]
+        status = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=True)
+        row = next(line for line in status.stdout.splitlines() if url in line)
+        (name,) = os.listdir(tmp_path / "ridgeline")
+        assert name.startswith("compare-")
+        assert f"no answer \u2502 ?    \u2502 {url}" in row
+        assert name in row
+    assert os.listdir(tmp_path / "ridgeline") == []

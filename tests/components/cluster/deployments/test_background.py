@@ -1,10 +1,13 @@
 """Deployments without a terminal: what is said of one that ends early, of none, and of one that was not detached."""
 
+import contextlib
+import http.server
 import io
 import os
 import subprocess
 import sys
 import threading
+import time
 
 import httpx
 import pytest
@@ -21,11 +24,15 @@ from ridgeline.cluster.deployments.names import DeploymentFolder
 name, detached = sys.argv[1], sys.argv[2] == "detached"
 signals = []  # an Event's lock may be held by the very wait that the handler interrupts
 signal.signal(signal.SIGTERM, lambda *_: signals.append(1))
-with DeploymentFolder(name).held(detached=detached) as held:
+url = sys.argv[4]
+with DeploymentFolder(name).held(detached=detached, mode="adaptive", ready_deadline_s=0.1) as held:
+    if name == "begins":
+        print("ready", flush=True)
+        while not signals: time.sleep(0.02)
     away = {"worker-2": "in restart back-off: next try after 30 s"} if name == "limping" else {}
     warnings = ["router.slo.tpot_ms is 1, which nothing can keep here"] if name == "limping" else []
     kv = ["KV goes by grpc for 1 pair of workers (not cuda-ipc: no)"] if name == "limping" else []
-    held.tell(phase="ready", url="http://127.0.0.1:1", warnings=warnings, kv=kv)
+    held.tell(phase="ready", url=url, warnings=warnings, kv=kv)
     held.tell(phase="ready", away=away)
     print("ready", flush=True)
     while not signals: time.sleep(0.02)
@@ -57,12 +64,12 @@ def serves():
     """Start a process that behaves like `ridgeline serve`, with its output in the log."""
     started = []
 
-    def start(name, detached="detached", end="quick"):
+    def start(name, detached="detached", end="quick", url="http://127.0.0.1:1"):
         place = DeploymentFolder(name)
         place.folder.mkdir(parents=True)
         with place.log.open("w") as log:
             process = subprocess.Popen(
-                [sys.executable, "-c", SERVES, name, detached, end], stdout=log, env=os.environ.copy()
+                [sys.executable, "-c", SERVES, name, detached, end, url], stdout=log, env=os.environ.copy()
             )
         started.append(process)
         while "ready" not in place.log.read_text():
@@ -117,9 +124,63 @@ def test_status_lists_what_runs_and_says_so_if_nothing_does(ridgeline, serves):
     serves("one")
     serves("two", "terminal")
     _, output, _ = ridgeline("status")
-    assert "ready" in output
     assert "its terminal" in output
     assert output.index("one") < output.index("two")
+
+
+@contextlib.contextmanager
+def router(status, answer, wait_s=0.0):
+    """A server with this answer to GET /ready, after so long; yields its URL."""
+
+    class Answers(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            time.sleep(wait_s)
+            self.send_response(status if self.path == "/ready" else 404)
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+
+
+READY = b'{"ready": true, "mode": "colocated", "pools": {"colocated": {"ready": true, "last_token_s_ago": 0.1}}}'
+STUCK = b'{"ready": false, "mode": "disaggregated", "pools": {"decode": {"ready": false, "why": "no token for 9 s"}}}'
+LEAVES = b'{"ready": false, "mode": "adaptive", "why": "the server is shutting down"}'
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "wait_s", "columns", "sentence"),
+    [
+        (200, READY, 0.0, ["ready", "colocated"], None),
+        (200, READY, 1.2, ["ready", "colocated"], None),
+        (503, STUCK, 0.0, ["not ready", "disaggregated"], "one: decode is not ready: no token for 9 s"),
+        (503, LEAVES, 0.0, ["not ready", "adaptive"], "one: the server is shutting down"),
+        (502, b"<html>", 0.0, ["no answer", "?"], None),
+    ],
+    ids=["ready", "slowly", "stuck", "leaves", "a proxy"],
+)
+def test_status_tells_mode_and_readiness_as_the_router_does_now(
+    ridgeline, serves, status, answer, wait_s, columns, sentence
+):
+    with router(status, answer, wait_s) as url:
+        serves("one", url=url)
+        output = ridgeline("status")[1]
+    row = next(line for line in output.splitlines() if url in line)
+    assert [cell.strip() for cell in row.split("\u2502")[1:4]] == ["one", *columns]
+    assert [line for line in output.splitlines() if line.startswith("one: ")] == ([sentence] if sentence else [])
+
+
+def test_status_of_one_that_starts_has_the_mode_it_is_to_have(ridgeline, serves):
+    serves("begins")
+    (row,) = (line for line in ridgeline("status")[1].splitlines() if "starting" in line)
+    assert [cell.strip() for cell in row.split("\u2502")[1:4]] == ["begins", "starting", "adaptive"]
 
 
 ANSWERS = [b'["a"]', b'"ready"', b"null", b'{"router": "busy"}', b"[]", b'"\xff"', b'{"router": 1}', b"<html>"]
@@ -162,6 +223,31 @@ def test_logs_prints_also_what_is_no_text(ridgeline, serves):
     with DeploymentFolder("ridgeline").log.open("ab") as log:
         log.write(b"a library says \xff\n" + "\u250f".encode()[:2])
     assert ridgeline("logs")[:2] == (0, "ready\na library says \ufffd\n\ufffd")
+
+
+@pytest.mark.parametrize("detached", ["detached", "terminal"])
+def test_logs_of_a_worker_are_those_beside_rays_own_and_followed_to_the_end(ridgeline, serves, tmp_path, detached):
+    process, place = serves("ridgeline", detached), DeploymentFolder("ridgeline")
+    (rays := tmp_path / "session" / "logs").mkdir(parents=True)
+    for name in ("ridgeline-ridgeline-worker-0", "ridgeline-ridgeline-router", "ridgeline-mine-worker-1", "raylet"):
+        (rays / f"{name}.log").write_text(f"{name} began\n")
+    place.logs_are_in(tmp_path)
+    place.logs_are_in(rays)
+    assert ridgeline("logs", "--worker", "worker-0")[1] == "ridgeline-ridgeline-worker-0 began\n"
+    status, _, error = ridgeline("logs", "--worker", "worker-1")
+    assert (status, "but of router, worker-0" in error) == (1, True)
+    assert "ray logs ridgeline-ridgeline-worker-1.log --node-ip" in error
+    stopping = threading.Timer(0.3, process.terminate)
+    stopping.start()
+    assert ridgeline("logs", "--worker", "router", "--follow")[1] == "ridgeline-ridgeline-router began\n"
+    stopping.join()
+    assert ridgeline("logs", "--worker", "router")[1] == "ridgeline-ridgeline-router began\n", "also after its end"
+
+
+def test_logs_of_a_worker_of_no_deployment_say_what_there_is(ridgeline, serves):
+    serves("one")
+    status, _, error = ridgeline("logs", "--name", "two", "--worker", "worker-0")
+    assert (status, "but of nobody; these do: one" in error) == (1, True)
 
 
 @pytest.mark.parametrize("command", [("logs",), ("serve", "--detach")])

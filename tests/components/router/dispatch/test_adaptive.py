@@ -131,8 +131,8 @@ async def test_requests_are_split_while_a_policy_serves_that_divides_the_workers
         await serving.step_until(ending)
         assert sent == expected(120)
         assert serving.decisions() == {("split", "in_shape"): 1}
-        [told] = serving.metrics.explanations.latest(10)
-        assert (told.policy, told.outcome, told.ttft_limit_s) == ("1 of 2 for prefill", "finished", 10.0)
+        [told] = serving.metrics.ended.latest(10)
+        assert (told.decision.policy, told.outcome, told.ttft_limit_s) == ("1 of 2 for prefill", "finished", 10.0)
         assert (told.prompt_tokens, told.output_tokens, told.placements) == (len(PROMPT), 120, 1)
         assert all(worker.outstanding == type(worker.outstanding)() for worker in fleet.workers), "nothing stays held"
 
@@ -387,7 +387,7 @@ async def test_what_passes_outside_of_the_engine_is_learned_and_predicted_for_th
             engine.timing = in_engine
         for _ in range(5):
             await serving.answer(3)
-        *seen, last = reversed(serving.metrics.explanations.latest(5))
-        overhead_s = [one.ttft_s - one.placed_after_s - in_engine.first_token_s for one in seen]
+        *seen, last = reversed(serving.metrics.ended.latest(5))
+        overhead_s = [one.ttft_s - one.decision.placed_after_s - in_engine.first_token_s for one in seen]
         assert serving.learned.overhead_s == pytest.approx(median([*overhead_s, overhead_s[0]]), abs=max(overhead_s))
-        assert last.predicted_ttft_s > last.placed_after_s + min(overhead_s)
+        assert last.decision.predicted_ttft_s > last.decision.placed_after_s + min(overhead_s)

@@ -98,7 +98,7 @@ class Bench:
         self.settings = router_settings(
             mode=mode, request_timeout_s=deadline_s, min_remote_prefill_tokens=min_remote, recovery_timeout_s=0.0
         )
-        metrics = RequestMetrics(self.registry)
+        metrics = self.metrics = RequestMetrics(self.registry)
         self.state = ClusterState(self.fleet, self.settings)
         self.queues = self.state.queues
         placement = own_placement(self.state, self.fleet, self.settings)
@@ -253,6 +253,29 @@ async def test_a_colocated_replica_does_it_all():
     assert (task.leg, task.handoff, task.recompute_reason) == ("decode", None, "")
     assert bench.count(path="colocated", outcome="finished") == 1
     bench.assert_idle()
+
+
+async def test_what_workers_had_of_prompts_is_counted_once_per_attempt_where_they_looked():
+    cached = msgspec.structs.replace
+    bench = split(prefill=[cached(FIRST, num_cached_tokens=32)], decode=[cached(LAST, num_cached_tokens=70)])
+    await bench.run()
+    await bench.run()
+    colocated = Bench("colocated", colocated=[cached(SECOND, num_cached_tokens=0), cached(LAST, num_cached_tokens=0)])
+    await colocated.run()
+    blind = Bench("colocated", colocated=[LAST])
+    await blind.run()
+    for one, pool, counts in (
+        (bench, "prefill", (140, 64)),
+        (bench, "decode", (None, None)),
+        (colocated, "colocated", (70, 0)),
+        (blind, "colocated", (None, None)),
+    ):
+        kinds = ("query", "hit")
+        found = (
+            one.registry.get_sample_value(f"ridgeline_prefix_cache_{kind}_tokens_total", {"pool": pool})
+            for kind in kinds
+        )
+        assert tuple(found) == counts
 
 
 async def test_a_short_prompt_is_computed_on_decode_which_is_told_why():
@@ -479,6 +502,9 @@ async def test_the_next_attempt_is_told_what_the_client_has_and_the_pause_is_cou
     labels = {"state": "decoding", "cause": "worker_lost"}
     assert bench.registry.get_sample_value("ridgeline_retries_total", labels) == 1
     assert bench.registry.get_sample_value("ridgeline_continuation_pause_seconds_count", {"state": "decoding"}) == 1
+    [record] = bench.metrics.ended.latest(1)
+    assert [stage.worker for stage in record.stages if stage.name == "lost"] == ["decode-0"]
+    assert (record.placements, record.error) == (2, "")
     bench.assert_idle()
 
 
@@ -526,6 +552,9 @@ async def test_a_request_past_its_deadline_fails_naming_the_setting_and_leaves_n
     assert bench.released == released
     assert bench.client(next(iter(scripts))).closed_early == 1
     assert bench.count(path="disaggregated", outcome="failed") == 1
+    [record] = bench.metrics.ended.latest(1)
+    assert (record.outcome, record.error) == ("failed", "DeadlineExceeded")
+    assert sum(stage.duration_s for stage in record.stages) == pytest.approx(record.latency_s)
     bench.assert_idle()
 
 

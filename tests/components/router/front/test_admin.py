@@ -5,8 +5,10 @@ import contextlib
 import io
 import json
 import pickle
+from types import SimpleNamespace
 
 import httpx
+import msgspec
 import pytest
 from fastapi import FastAPI
 from rich.console import Console
@@ -40,8 +42,9 @@ from ridgeline.router.front.http.errors import HttpRefusal
 from ridgeline.router.front.middleware.admin_access import AdminAccess
 from ridgeline.router.front.middleware.auth import Access, KeyGuard
 from ridgeline.router.front.operations import Operations, Progress, new_operation
-from ridgeline.router.observe.explanations import Explanations
+from ridgeline.router.observe.ended_requests import KEPT, EndedRequests, RequestsAnswer
 from ridgeline.router.scheduler.recorded_events import Stopped, line_of
+from tests.support.ended_requests import ended
 from tests.support.fake_engine import make_task as a_task
 from tests.support.http_server import listening
 from tests.support.patience import PATIENCE_S, eventually
@@ -79,11 +82,11 @@ async def admin(caller="127.0.0.1", access=LOCAL, roles=SPLIT_FOR_EVER, **layout
         a_fleet([host.address for host in started], roles) as fleet,
     ):
         app = FastAPI()
-        book = Operations()
-        stopping = asyncio.Event()
-        app.include_router(admin_routes(fleet, OwnModes(fleet, lambda: 0), book, Explanations(), recorder, stopping))
+        book, ended_ones = Operations(), EndedRequests()
+        stopping, live = asyncio.Event(), SimpleNamespace(mode_is_for="")
+        app.include_router(admin_routes(fleet, OwnModes(fleet, lambda: 0), book, ended_ones, live, recorder, stopping))
         app = WithContext(KeyGuard(app, Access(admin=access)))
-        app.book, app.stopping = book, stopping
+        app.book, app.ended, app.stopping, app.live = book, ended_ones, stopping, live
         transport = httpx.ASGITransport(app, client=(caller, 5))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             yield http, started, fleet, app
@@ -134,12 +137,34 @@ async def test_recordings_are_written_until_their_reader_leaves_or_the_server_st
             await recording("0.jsonl")
 
 
-async def test_an_impossible_number_of_decisions_is_refused():
+@pytest.mark.parametrize(
+    ("path", "none"),
+    [
+        ("/ridgeline/decisions", {"mode": "disaggregated", "decisions": []}),
+        ("/ridgeline/requests", {"routers": 1, "kept": 0, "most": KEPT, "requests": []}),
+    ],
+)
+async def test_an_impossible_number_of_decisions_or_requests_is_refused(path, none):
     async with admin() as (http, _, _, _):
-        for last in ("0", "-1", "257", "all", "1e3", ""):
-            assert (await http.get("/ridgeline/decisions", params={"last": last})).status_code == 422, last
-        told = (await http.get("/ridgeline/decisions")).json()
-        assert told == {"mode": "disaggregated", "decisions": []}
+        for last in ("0", "-1", str(KEPT + 1), "all", "1e3", ""):
+            assert (await http.get(path, params={"last": last})).status_code == 422, last
+        assert (await http.get(path)).json() == none
+
+
+async def test_the_latest_requests_or_those_with_an_id_are_told():
+    async with admin() as (http, _, _, app):
+        for number in range(3):
+            app.ended.add(ended(request_id=f"cmpl-{number}"), "finished")
+
+        async def ids(**params):
+            got = await http.get("/ridgeline/requests", params=params)
+            answer = msgspec.json.decode(got.content, type=RequestsAnswer)
+            assert answer.kept == 3
+            return [one.request_id for one in answer.requests]
+
+        assert await ids(last=2) == ["cmpl-2", "cmpl-1"]
+        assert await ids(id="cmpl-0") == ["cmpl-0"]
+        assert await ids(id="cmpl-3") == []
 
 
 ALL = {"prefill": LAYOUT, "decode": LAYOUT}
@@ -276,7 +301,10 @@ async def test_the_mode_does_not_change_while_pools_are_scaled(kind):
         assert fleet.mode == "disaggregated"
         assert (await http.post("/ridgeline/mode", json={"mode": "disaggregated"})).status_code == 200  # no change
         app.book.report(Progress(operation, "done"))
-        assert (await http.post("/ridgeline/mode", json={"mode": "colocated"})).status_code == 200
+        noted = {"mode": "colocated", "why": "compare: pair 2"}
+        assert (await http.post("/ridgeline/mode", json=noted)).status_code == 200
+        assert app.live.mode_is_for == "compare: pair 2"
+        assert (await http.post("/ridgeline/mode", json=noted | {"why": "x" * 201})).status_code == 422
 
 
 async def test_the_commands_follow_an_operation_and_cancel_it():
@@ -435,7 +463,9 @@ async def test_the_paths_let_nobody_in_whom_no_guard_has_let_in():
     async with a_fleet([]) as fleet:
         app = FastAPI()
         app.include_router(
-            admin_routes(fleet, OwnModes(fleet, lambda: 0), Operations(), Explanations(), recorder, asyncio.Event())
+            admin_routes(
+                fleet, OwnModes(fleet, lambda: 0), Operations(), EndedRequests(), None, recorder, asyncio.Event()
+            )
         )
         transport = httpx.ASGITransport(app, client=("127.0.0.1", 5))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:

@@ -327,3 +327,17 @@ async def test_a_router_whose_inside_has_failed_says_that_it_has_ended(own, monk
         await http.get("/health")
     with pytest.raises(ExceptionGroup):
         await router.stop()
+
+
+async def test_the_live_pages_state_comes_whole_and_as_a_stream_that_ends_with_the_server(model):
+    async with serving(model) as (http, router, *_):
+        state = (await http.get("/ridgeline/state")).json()
+        assert [bar["id"] for bar in state["resources"]] == ["router", "prefill", "link", "kv", "bandwidth"]
+        assert [worker["id"] for pool in state["pools"] for worker in pool["workers"]] == ["prefill-0", "decode-0"]
+        async with http.stream("GET", "/ridgeline/state/stream") as events:
+            assert events.headers["content-type"].startswith("text/event-stream")
+            lines = events.aiter_lines()
+            first = json.loads((await anext(lines)).removeprefix("data: "))
+            assert first["schema"] == state["schema"]
+            await router.stop()
+            assert all(line == "" or line.startswith("data: ") for line in [line async for line in lines])

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 
 import pytest
 
@@ -22,6 +23,7 @@ class Router:
     def __init__(self):
         self.book = Operations()
         self.away = False
+        self.mode, self.told = "disaggregated", None
         self._ends = asyncio.Event()
         self.lost_answers = 0
         """So many answers to `take_operation` that have something, and to reports of an end, do not arrive."""
@@ -35,7 +37,8 @@ class Router:
             if ends.done():
                 raise ActorGone("router ended")
             self._lose(taking.result().operation is not None or taking.result().cancels not in ("", cancelling))
-            return taking.result()
+            self.told = self.mode
+            return dataclasses.replace(taking.result(), mode=self.told)
         finally:
             ends.cancel()
             taking.cancel()
@@ -104,6 +107,24 @@ async def ended(router, operation):
 async def done(router, asked, timeout_s=30.0):
     """Begin it, and how it ended."""
     return await ended(router, await begun(router, asked, timeout_s))
+
+
+async def test_a_change_of_mode_is_said_once_by_whichever_router_it_was_asked_for_and_not_at_the_start():
+    routers, said = [Router(), Router()], []
+    running = asyncio.create_task(desk_of(routers, OperatedFleet()).run(said.append))
+    try:
+        for mode in ("disaggregated", "colocated", "colocated", "disaggregated"):
+            for router in routers:
+                router.mode = mode
+                router.book.wake()
+            await eventually(lambda mode=mode: all(router.told == mode for router in routers))
+    finally:
+        running.cancel()
+        await asyncio.wait((running,))
+    assert said == [
+        "the mode is colocated now, and was disaggregated",
+        "the mode is disaggregated now, and was colocated",
+    ]
 
 
 def all_said(progress, parts):

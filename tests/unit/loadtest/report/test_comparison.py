@@ -1,6 +1,7 @@
 """summary.json, the terminal and the page of a comparison, made from simulated records."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from io import StringIO
 from typing import Any
@@ -15,6 +16,8 @@ from ridgeline.loadtest.report.rounds import Round, Side, labels_of
 from ridgeline.loadtest.run.calibration import Load
 from ridgeline.loadtest.run.machine import Disturbance
 from ridgeline.loadtest.run.replay import ReplayResult
+from ridgeline.loadtest.run.server_facts import ServerFacts
+from ridgeline.loadtest.run.server_metrics import Level, MetricsDelta
 from ridgeline.loadtest.trace.trace import Trace, TraceRow
 from ridgeline.loadtest.variants import Devices, SwitchedVariant
 from tests.support.load_records import a_record
@@ -103,6 +106,21 @@ def test_an_slo_on_the_largest_gap_holds_in_the_counts_and_in_every_cell_of_the_
         assert "largest gap" in text
 
 
+@pytest.mark.parametrize(("places", "resource"), [("8", "places"), ("8 and 16", "time"), ("unknown", "time")])
+def test_the_places_that_a_server_tells_apart_from_its_counters_say_what_is_short(places: str, resource: str):
+    waiting = "vllm:num_requests_waiting_by_reason", frozenset({("reason", "capacity")})
+    levels = {("vllm:num_requests_running", frozenset[tuple[str, str]]()): Level(8, 8, 1), waiting: Level(4, 4, 1)}
+    rounds = [
+        a_round(side, 0, replace(replayed(0.1, 0.04), deltas={"http://engine": MetricsDelta({}, {}, 20.0, levels)}))
+        for side in QUEUES
+    ]
+    facts = ServerFacts(max_num_seqs=places)
+    variants = {side: SwitchedVariant("http://unused", "colocated", facts=facts) for side in QUEUES}
+    load = Load(1.0, "as given", "as given")
+    summary = summarise_comparison([1.0], rounds, labels_of("one", "other"), PLAN, load, variants, 60.0)
+    assert [summary["variants"][side]["bottleneck"]["resource"] for side in QUEUES] == [resource] * 2
+
+
 def judged(rounds: list[Round], rate: float = 1.0) -> dict[str, Any]:
     """The verdict on rounds at one rate."""
     pairs = 1 + max(each.pair for each in rounds)
@@ -139,7 +157,8 @@ def test_figures_per_device_and_cost_are_shown_if_the_devices_are_known(tmp_path
     found, rate = summary["variants"]["b"]["per_device"], summary["variants"]["b"]["max_goodput_rate"]["rate"]
     assert found["rate_per_device"] == pytest.approx(rate / 4)
     assert found["cost_per_million_output_tokens"] == pytest.approx(0.05 * 4 / (rate * 11 * 3600) * 1e6)
-    assert summary["map"]["unit"] == "requests/s per core"
+    own = next(one for one in summary["map"]["cells"] if (one["ttft_ms"], one["tpot_ms"]) == (400.0, 60.0))
+    assert own["max_goodput_rates"]["b"]["rate"] == rate, "the map has the unit of the verdict"
     for text in (shown(summary), write_report(tmp_path / "report.html", summary).read_text()):
         assert "requests/s per core" in text
         assert "cost of 1M output tokens" in text
@@ -149,7 +168,6 @@ def test_what_is_not_known_of_devices_is_none_and_not_zero():
     summary = comparison_summary(PLAN.model_copy(update={"price_per_hour": None}), b=CORES)
     assert summary["variants"]["a"]["per_device"] is None
     assert summary["variants"]["b"]["per_device"]["cost_per_million_output_tokens"] is None
-    assert summary["map"]["unit"] == "requests/s", "one of two variants has no devices to divide by"
     assert "cost" not in shown(summary)
 
 

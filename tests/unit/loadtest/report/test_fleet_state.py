@@ -109,13 +109,35 @@ def vllm_level(running, capacity, used):
     """
 
 
-def test_how_busy_vllms_engines_are_is_not_known():
+def test_vllms_engines_are_busy_while_something_runs():
     levels = [vllm_level(*each) for each in ((8, 0, 0.3), (8, 4, 0.5), (0, 0, 0.0), (0, 0, 0.0))]
     state = fleet_state({URL: seen(VLLM, levels=levels), OTHER: seen(VLLM, levels=levels)}, 1.0, 1.0)
     (engine,) = state.pools
-    assert (engine.pool, engine.workers, engine.busy, engine.running, engine.waiting) == ("engine", 2, None, 4, 2)
+    assert (engine.pool, engine.workers, engine.busy, engine.running, engine.waiting) == ("engine", 2, 0.5, 4, 2)
     assert (engine.kv_used, engine.preemptions, engine.mfu, state.requests) == (pytest.approx(0.2), 0, None, 20)
-    assert bottleneck(state).resource == "unknown"
+    assert bottleneck(state).resource == "queue"
+
+
+@pytest.mark.parametrize(
+    ("running", "tpot", "sentence"),
+    [
+        (8, 1.0, "Engine is short of places: 8 of 8 run, 4 wait: raise max_num_seqs."),
+        (4, 0.5, "Engine is short of workers: busy 100%: add one engine worker."),
+    ],
+)
+def test_what_vllms_engines_are_short_of_is_named_by_their_places_and_by_what_runs(running, tpot, sentence):
+    delta = seen(VLLM, levels=[vllm_level(running, 4, 0.5)])
+    assert bottleneck(fleet_state({URL: delta}, 1.0, tpot, places=8)).sentence == sentence
+
+
+def test_how_busy_an_engine_is_that_prefills_is_not_known_but_its_queue_is():
+    prefill = replace(vllm_pd(10, 5000, 0), levels=seen(VLLM, levels=[vllm_level(1, 3, 0.02)]).levels)
+    decode = replace(vllm_pd(640, 500, 4500), levels=seen(VLLM, levels=[vllm_level(9, 0, 0.1)]).levels)
+    state = fleet_state({URL: prefill, OTHER: decode}, 0.5, 1.0, places=72)
+    assert [pool.busy for pool in state.pools] == [None, 1.0]
+    assert bottleneck(state).sentence == (
+        "Cannot be told: prefill publishes no busy time; 3 wait, 2% of KV blocks in use, 1% of places."
+    )
 
 
 def test_sglangs_engines_say_their_role():

@@ -2,7 +2,10 @@
 
 from typing import Any
 
-from ridgeline.loadtest.report.plots import roofline
+import pytest
+
+from ridgeline.loadtest.report.page import WINNER_COLORS
+from ridgeline.loadtest.report.plots import STAGE_COLORS, VARIANT_COLORS, roofline
 
 
 def _pool(**busy_s: float) -> dict[str, Any]:
@@ -30,3 +33,19 @@ def test_the_roofline_names_each_kind_of_step_once_at_its_largest_dot():
         ("colocated", "decode: memory"),
         ("disaggregated", "prefill: compute"),
     ]
+
+
+def _luminance(color: str) -> float:
+    """Of `#rrggbb`, as https://www.w3.org/TR/WCAG22/#dfn-relative-luminance has it."""
+    channels = [int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    linear = [each / 12.92 if each <= 0.04045 else ((each + 0.055) / 1.055) ** 2.4 for each in channels]
+    return sum(weight * each for weight, each in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+@pytest.mark.parametrize("card", ["#ffffff", "#171e27"])
+def test_every_color_can_be_seen_on_a_light_and_on_a_dark_page(card: str):
+    colors = (*VARIANT_COLORS, *STAGE_COLORS.values(), *WINNER_COLORS.values())
+    for color in colors:
+        if color.startswith("#"):  # others follow the page
+            light, dark = sorted((_luminance(color), _luminance(card)), reverse=True)
+            assert (light + 0.05) / (dark + 0.05) > 1.2, color

@@ -1,5 +1,9 @@
 """Every series with its labels, and none where there is no data."""
 
+import asyncio
+import math
+import time
+from importlib.metadata import version
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +16,7 @@ from ridgeline.contracts.tasks import LegTiming
 from ridgeline.contracts.workers import WorkerStatus
 from ridgeline.router.fleet.pairing import KvPair
 from ridgeline.router.flow.fair_queue import Waiting
-from ridgeline.router.observe.collectors import WorkerCollector
+from ridgeline.router.observe.collectors import BuildInfo, WorkerCollector
 from ridgeline.router.observe.metrics import LATENCY_BUCKETS, TOKEN_BUCKETS, RequestMetrics, Within
 from ridgeline.router.observe.timeline import RequestTimeline
 from ridgeline.router.placement.pool_queue import QueueCollector, QueueNow
@@ -85,6 +89,8 @@ def test_a_disaggregated_request_credits_each_token_to_the_pool_that_made_it(reg
     assert value(registry, "ridgeline_ttft_seconds_sum", pool="prefill") == 0.25
     assert value(registry, "ridgeline_tpot_seconds_sum", pool="decode") == 0.25
     assert value(registry, "ridgeline_itl_seconds_count", pool="decode") == 2
+    assert value(registry, "ridgeline_e2e_seconds_sum", pool="decode") == 0.75
+    assert value(registry, "ridgeline_output_tokens_total", pool="decode") == 3
     assert value(registry, "ridgeline_second_token_seconds_count", pool="decode") == 1
     assert value(registry, "ridgeline_requests_total", path="disaggregated", outcome="finished") == 1
     for stage, seconds in {"queue": 0.25, "prefill": 0.5, "handoff_wait": 0.0625, "wire": 0.125, "decode": 1}.items():
@@ -261,6 +267,106 @@ def test_a_limit_in_milliseconds_at_a_bound_is_that_bound(registry, latency, buc
     for bound_s in buckets:
         limit_ms = float(f"{bound_s * 1000:g}")
         assert metrics.within(latency, limit_ms / 1000).bound_s == bound_s
+
+
+def finished(registry, **changes):
+    """A sequence that has finished, with `changes`: 0.5 s to its first token, then 0.1 s to each of two more."""
+    clock, metrics = FakeClock(), RequestMetrics(registry)
+    timeline = RequestTimeline(clock, "r", 70, path="colocated", head_read_s=clock.now_s - 0.1, prompt_pool="colocated")
+    for pause_s in (0.4, 0.1, 0.1):
+        clock.now_s += pause_s
+        timeline.tokens(1, "colocated")
+    timeline.decode_timing = LegTiming(queue_s=0.15, first_token_s=0.2, compute_s=0.4)
+    for name, changed in changes.items():
+        setattr(timeline, name, changed)
+    metrics.close(timeline, "finished")
+
+
+@pytest.mark.parametrize(
+    ("ttft_limit_s", "tpot_limit_s", "counted"),
+    [
+        pytest.param(math.inf, math.inf, {}, id="no SLO, no series"),
+        (0.6, math.inf, {"ttft": "yes", "all": "yes"}),
+        (math.inf, 0.05, {"tpot": "no", "all": "no"}),
+        (0.6, 0.05, {"ttft": "yes", "tpot": "no", "all": "no"}),
+        (0.6, 0.2, {"ttft": "yes", "tpot": "yes", "all": "yes"}),
+        (0.4, 0.2, {"ttft": "no", "tpot": "yes", "all": "no"}),
+    ],
+)
+def test_a_finished_sequence_counts_for_each_slo_that_it_has(registry, ttft_limit_s, tpot_limit_s, counted):
+    finished(registry, ttft_limit_s=ttft_limit_s, tpot_limit_s=tpot_limit_s)
+    found = {labels: count for (name, labels), count in samples(registry).items() if "slo_sequences" in name}
+    assert found == {(("met", met), ("slo", slo)): 1 for slo, met in counted.items()}
+
+
+def test_one_token_has_no_tpot_to_miss(registry):
+    finished(registry, tpot_limit_s=0.01, num_output_tokens=1)
+    assert value(registry, "ridgeline_slo_sequences_total", slo="all", met="yes") == 1
+    assert value(registry, "ridgeline_slo_sequences_total", slo="tpot", met="yes") is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "dispatch_s"),
+    [
+        ({}, 0.5 - 0.1 - 0.15 - 0.2),
+        ({"router_queue_s": 0.025}, 0.5 - 0.1 - 0.025 - 0.15 - 0.2),
+        pytest.param({"resampled": True}, None, id="TTFT includes the hand-off"),
+        pytest.param({"pauses_s": [("queued", 1.0)]}, None, id="a worker was lost"),
+    ],
+)
+def test_what_is_left_of_ttft_is_the_stage_dispatch(registry, changes, dispatch_s):
+    finished(registry, **changes)
+    found = value(registry, "ridgeline_stage_seconds_sum", stage="dispatch")
+    assert found == (None if dispatch_s is None else pytest.approx(dispatch_s))
+
+
+HANDED_OVER = {
+    "prompt_pool": "prefill",
+    "last_pool": "decode",
+    "prefill_timing": LegTiming(queue_s=0.25, first_token_s=0.5, compute_s=0.5),
+    "decode_timing": LegTiming(
+        queue_s=0.5,
+        first_token_s=0.5,
+        compute_s=1.0,
+        transfer_result=TransferResult(outcome="ok", wait_s=0.0625, wire_s=0.125),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "waits"),
+    [
+        ({"router_queue_s": 0.5}, {("colocated", "router"): 0.5, ("colocated", "engine"): 0.15}),
+        (HANDED_OVER, {("prefill", "router"): 0, ("prefill", "engine"): 0.25, ("decode", "engine"): 0.3125}),
+        pytest.param({"prompt_pool": None}, {}, id="it never had a place"),
+    ],
+)
+def test_each_leg_waits_in_the_queue_of_its_pool(registry, changes, waits):
+    finished(registry, **changes)
+    sums = {labels: s for (name, labels), s in samples(registry).items() if name == "ridgeline_queue_seconds_sum"}
+    assert sums == {(("pool", pool), ("where", where)): seconds for (pool, where), seconds in waits.items()}
+
+
+def test_the_fastest_large_hand_off_is_the_peak_that_was_seen(registry):
+    metrics = RequestMetrics(registry)
+    for num_bytes, wire_s in ((16 << 20, 0.5), (32 << 20, 0.25), (16 << 20, 0.25), (4096, 1e-6)):
+        timeline = RequestTimeline(FakeClock(), "r", 70, path="disaggregated", link=("prefill-0", "decode-0"))
+        result = TransferResult(outcome="ok", num_bytes=num_bytes, wire_s=wire_s, transport="shm")
+        timeline.decode_timing = LegTiming(queue_s=0.5, first_token_s=0.5, compute_s=1.0, transfer_result=result)
+        metrics.close(timeline, "finished")
+    assert value(registry, "ridgeline_link_fastest_bytes_per_second", transport="shm") == 128 << 20
+
+
+async def test_a_router_counts_its_cpu_time(registry):
+    counting = asyncio.create_task(RequestMetrics(registry).count_cpu("router-0"))
+    await asyncio.sleep(0)
+    counting.cancel()
+    assert 0 < value(registry, "ridgeline_router_cpu_seconds_total", router="router-0") <= time.process_time()
+
+
+def test_the_versions_and_the_model_are_one_series(registry):
+    registry.register(BuildInfo("0.32.0", "llama"))
+    assert value(registry, "ridgeline_build_info", version=version("ridgeline"), vllm="0.32.0", model="llama") == 1
 
 
 def test_a_worker_that_is_kept_for_one_phase_says_which(registry):

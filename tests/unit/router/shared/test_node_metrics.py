@@ -25,6 +25,9 @@ for line in sys.stdin:
                 metrics.ttft.labels("prefill").observe(0.3)
                 for other in (probes.requests.labels("colocated", "finished"), probes.in_flight, library):
                     other.inc()
+        case ["moved", rate]:
+            metrics.link_fastest.labels("shm").set(float(rate))
+            metrics.cpu.labels(sys.argv[1]).inc()
         case ["begins"]:
             metrics.in_flight.inc()
         case ["page"]:
@@ -108,3 +111,14 @@ def test_any_router_shows_the_sum_also_of_one_that_died_and_of_its_next_process(
     two.tell("ends")
     again.tell("ends")
     assert not list(tmp_path.iterdir())
+
+
+def test_the_fastest_hand_off_is_that_of_any_router_and_cpu_time_that_of_each(router):
+    one, two = router("router-0"), router("router-1")
+    one.tell("moved 7")
+    two.tell("moved 5")
+    assert counts(two.tell("page")) == {
+        'ridgeline_link_fastest_bytes_per_second{transport="shm"}': 7,
+        'ridgeline_router_cpu_seconds_total{router="router-0"}': 1,
+        'ridgeline_router_cpu_seconds_total{router="router-1"}': 1,
+    }

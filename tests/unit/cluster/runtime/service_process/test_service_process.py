@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import IO
 
 import psutil
 import pytest
@@ -22,6 +24,7 @@ from ridgeline.cluster.runtime.processes import this_process
 from ridgeline.cluster.runtime.service_process import launch
 from ridgeline.cluster.runtime.service_process.calls import CallServer, ServiceClient, ServiceError, ServiceGone
 from ridgeline.cluster.runtime.service_process.launch import PRELOADED, preloaded_parent, start_service
+from ridgeline.contracts.log_lines import ProcessLogging
 from tests.support.example_service import Example
 from tests.support.patience import PATIENCE_S
 
@@ -230,16 +233,34 @@ async def test_a_killed_driver_leaves_neither_the_parent_nor_its_folder():
         assert os.listdir(folder) == ["messages"]
 
 
+@pytest.mark.parametrize("preloaded", [True, False])
+def test_what_a_service_and_its_libraries_say_is_in_its_log_beside_its_actors_also_the_second_time(tmp_path, preloaded):
+    told = ProcessLogging(format="json", process="worker-0").variables()
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder, (tmp_path / "actor.err").open("w") as errors:
+        for _ in range(2):
+            with caller("worker-0.log", preloaded=preloaded, tmpdir=Path(folder), stderr=errors, **told):
+                pass
+    lines = (tmp_path / "worker-0.log").read_text().splitlines()
+    assert lines[1::2] == ["a library says"] * 2
+    assert [(line["process"], line["worker"], line["message"]) for line in map(json.loads, lines[::2])] == [
+        ("worker-0", "worker-0", "begins")
+    ] * 2
+
+
 @contextmanager
-def caller(*, preloaded: bool, tmpdir: Path = Path("/tmp")) -> Iterator[tuple[psutil.Popen, list[int]]]:
+def caller(
+    *arguments: str, preloaded: bool, tmpdir: Path = Path("/tmp"), stderr: IO[str] | None = None, **environment: str
+) -> Iterator[tuple[psutil.Popen, list[int]]]:
     """Start a process that has a service with a child, as a driver and an actor in one; yields their pids too."""
     command = [
         sys.executable,
         "-m",
         "tests.unit.cluster.runtime.service_process.service_caller",
         *(["preloaded"] if preloaded else []),
+        *arguments,
     ]
-    with psutil.Popen(command, env={**os.environ, "TMPDIR": str(tmpdir)}, stdout=subprocess.PIPE) as process:
+    variables = {**os.environ, "TMPDIR": str(tmpdir), **environment}
+    with psutil.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=stderr) as process:
         try:
             yield process, [int(pid) for pid in process.stdout.readline().split()]
         finally:

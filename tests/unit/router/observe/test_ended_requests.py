@@ -1,4 +1,4 @@
-"""What operators are told of a decision of mode adaptive, and of what came of it."""
+"""What operators are told of sequences that have ended, and of the decisions of mode adaptive."""
 
 import json
 import math
@@ -7,10 +7,10 @@ import msgspec
 import pytest
 
 from ridgeline.cluster.commands.decisions import sentences
-from ridgeline.router.observe.explanations import KEPT, MOST_ID_CHARACTERS, Explanation, Explanations
-from ridgeline.router.observe.timeline import RequestTimeline
+from ridgeline.router.observe.ended_requests import KEPT, EndedRequest, EndedRequests, Handoff
 from ridgeline.router.scheduler.features import Assignment, RequestFeatures
 from tests.support.clock import FakeClock
+from tests.support.ended_requests import ended, handed_over
 
 
 def an_assignment(prompt_worker="w0", decode_worker="w1", reason="in_shape", **values):
@@ -19,32 +19,20 @@ def an_assignment(prompt_worker="w0", decode_worker="w1", reason="in_shape", **v
     return Assignment(prompt_worker, decode_worker, reason, policy="1 of 2", request=request, **predicted, **values)
 
 
-def ended(assignment, *gaps_s, request_id="cmpl-1", limits=(2.0, 0.1)):
-    """A sequence that has had a token after each of these gaps."""
-    clock = FakeClock()
-    timeline = RequestTimeline(
-        clock, "r", 512, "disaggregated", client_request_id=request_id, ttft_limit_s=limits[0], tpot_limit_s=limits[1]
-    )
-    timeline.assignment = assignment
-    for gap_s in gaps_s:
-        clock.now_s += gap_s
-        timeline.tokens(1, "adaptive")
-    return timeline
-
-
 def told(timeline, outcome="finished", after_s=3.0):
     """What went over HTTP, and what is printed."""
     clock = FakeClock()
-    explanations = Explanations(clock)
-    explanations.add(timeline, outcome)
+    recent = EndedRequests(clock)
+    recent.add(timeline, outcome)
     clock.now_s += after_s
-    (row,) = json.loads(json.dumps(msgspec.to_builtins(explanations.latest(10)), allow_nan=False))
-    return row, list(sentences(msgspec.convert(row, Explanation)))
+    (row,) = json.loads(json.dumps(msgspec.to_builtins(recent.latest(10)), allow_nan=False))
+    return row, list(sentences(msgspec.convert(row, EndedRequest)))
 
 
 def test_a_decision_is_told_with_its_policy_its_reason_and_what_was_predicted_and_seen():
     row, lines = told(ended(an_assignment(), 0.5, 0.06, 0.06))
-    assert (row["prompt_worker"], row["decode_worker"], row["policy"]) == ("w0", "w1", "1 of 2")
+    chosen = row["decision"]
+    assert (chosen["prompt_worker"], chosen["decode_worker"], chosen["policy"]) == ("w0", "w1", "1 of 2")
     assert (row["ttft_s"], row["tpot_s"]) == (0.5, pytest.approx(0.06))
     assert lines == [
         "cmpl-1: 512 tokens in, 3 out (60 expected), finished 3.0 s ago",
@@ -61,7 +49,7 @@ def test_without_slos_none_is_told():
 
 def test_what_happened_before_the_choice_and_what_it_relied_on_is_told():
     row, lines = told(ended(an_assignment("w0", "w0", "short_prompt", held_s=0.2, cached_tokens=96), 0.5))
-    assert row["held_s"] == 0.2
+    assert row["decision"]["held_s"] == 0.2
     assert lines[1].endswith(
         "; placed 250 ms after arrival; waited 200 ms for a worker that had enough prompts already; 96 tokens of the "
         "prompt expected in the worker's cache"
@@ -81,22 +69,55 @@ def test_a_request_that_was_placed_again_is_told_as_its_client_saw_it_without_pr
     assert lines[2] == f"  TTFT {seen}, limit 2.00 s; TPOT not seen, limit 100 ms"
 
 
-def test_a_request_id_of_a_client_is_cut_in_its_middle():
-    row, _ = told(ended(an_assignment(), 0.1, request_id="first" + "x" * 10_000 + "last"))
-    assert len(row["request_id"]) == MOST_ID_CHARACTERS
-    assert (row["request_id"][:5], row["request_id"][-4:]) == ("first", "last")
-
-
 @pytest.mark.parametrize(("seconds", "written"), [(0.05, "0.1 s"), (59, "59.0 s"), (90, "2 min"), (90_000, "25 h")])
 def test_how_long_ago_it_was_is_told_in_a_unit_that_fits(seconds, written):
     assert told(ended(an_assignment(), 0.1), after_s=seconds)[1][0].endswith(f"finished {written} ago")
 
 
-def test_the_latest_decisions_are_kept_and_those_without_a_prediction_are_not():
-    explanations = Explanations(FakeClock())
+def test_the_latest_are_kept_and_only_those_with_a_prediction_are_decisions():
+    recent = EndedRequests(FakeClock())
     for number in range(KEPT + 10):
-        explanations.add(ended(an_assignment(), request_id=f"r{number}"), "finished")
-        explanations.add(ended(None), "finished")
-    latest = [one.request_id for one in explanations.latest(1000)]
+        recent.add(ended(an_assignment() if number % 2 else None, request_id=f"r{number}"), "finished")
+    assert recent.answer(1).kept == KEPT
+    latest = [one.request_id for one in recent.latest(2 * KEPT)]
     assert latest == [f"r{number}" for number in reversed(range(10, KEPT + 10))]
-    assert len(explanations.latest(3)) == 3
+    assert [one.request_id for one in recent.latest(3)] == latest[:3]
+    assert [one.request_id for one in recent.decisions(2 * KEPT)] == latest[::2]
+    assert [one.request_id for one in recent.decisions(3)] == latest[:6:2]
+    assert told(ended(None, 0.5))[1] == []
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        ("cmpl-a", {"cmpl-a-0", "cmpl-a-1[0]", "cmpl-a-1[1]"}),
+        ("cmpl-a-1", {"cmpl-a-1[0]", "cmpl-a-1[1]"}),
+        ("cmpl-a-1[1]", {"cmpl-a-1[1]"}),
+        ("cmpl-b", {"cmpl-b.c"}),
+        ("cmpl-b.c", {"cmpl-b.c"}),
+        ("r-1", {"cmpl-a-0", "cmpl-a-1[0]", "cmpl-a-1[1]", "cmpl-b.c"}),
+        ("cmpl", set()),
+        ("cmpl-b?c", set()),
+    ],
+)
+def test_a_request_is_found_by_each_of_its_ids_with_all_of_its_sequences(wanted, found):
+    recent = EndedRequests(FakeClock())
+    for request_id in ("cmpl-a-0", "cmpl-a-1[0]", "cmpl-a-1[1]"):
+        recent.add(ended(request_id=request_id, http_request_id="a"), "finished")
+    recent.add(ended(request_id="cmpl-b.c", http_request_id="cmpl-b"), "finished")
+    assert {one.request_id for one in recent.find(wanted)} == found
+
+
+def test_a_record_has_the_hand_off_and_where_each_stage_was():
+    clock = FakeClock(1000.0)
+    recent = EndedRequests(FakeClock(), wall_clock=clock)
+    recent.add(handed_over(http_request_id="h"), "finished")
+    [one] = recent.latest(1)
+    assert one.handoff == Handoff("worker-0", "worker-1", "shm", "ok", "", 4096, 0.125, 0.25, False, None)
+    assert (one.latency_s, one.ttft_s, one.tpot_s) == (3.375, 1.25, 1.0625)
+    assert one.arrived_unix_s == 1000.0 - 3.375
+    places = [(stage.name, stage.pool, stage.worker) for stage in one.stages]
+    assert places[:3] == [("preprocess", None, ""), ("queue", None, ""), ("dispatch", "prefill", "worker-0")]
+    assert places[-1] == ("decode", "decode", "worker-1")
+    [cut] = (recent.add(ended(None, 0.5), "failed"), recent.latest(1))[1]
+    assert (cut.handoff, cut.decision) == (None, None)

@@ -1,0 +1,306 @@
+"""The state that the live page shows: one event of its stream, and the answer of GET /ridgeline/state.
+
+Base units throughout: seconds, bytes, FLOP, tokens; a ratio is of 1. Figures are of the last `window_s` seconds, those
+of `promise` of its own. None is not known, never 0.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from ridgeline.contracts.vocabulary import Mode, Pool
+
+SCHEMA = "ridgeline.state/1"
+ResourceId = Literal["router", "prefill", "link", "kv", "bandwidth"]
+"""In the order in which a request meets them."""
+Severity = Literal["ok", "idle", "watch", "short", "fault"]
+Level = Literal["short", "full", "ok", "idle", "fault", "unused"]
+WorkerState = Literal["ready", "draining", "lost", "away"]
+"""`away` workers were lost again and again, and are tried again after a while."""
+
+
+class Quantiles(msgspec.Struct, frozen=True):
+    """Quantiles of a latency, in seconds."""
+
+    p50: float
+    p90: float
+    p99: float
+
+
+class DeploymentNow(msgspec.Struct, frozen=True):
+    """What is served."""
+
+    name: str
+    model: str
+    version: str
+    mode: Mode
+    mode_is_for: str
+    """What whoever chose it said, such as the round of a comparison; or empty."""
+    modes: list[Mode]
+    """To choose from."""
+    uptime_s: float
+    hosts: list[str]
+    spare: str | None = None
+
+
+class Action(msgspec.Struct, frozen=True):
+    """What would help."""
+
+    do: Literal["scale", "mode", "drain", "none"]
+    """`none`: the page cannot do it, and shows the command."""
+    label: str
+    command: str
+    args: dict[str, str | int] = {}
+    expect: str = ""
+    live: bool = False
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """The sentence: `ridgeline.roofline.bottleneck`, and before it lost workers and an idle deployment."""
+
+    kind: str
+    """The resource that is short as `bottleneck` names it, or worker_lost, empty, none."""
+    severity: Severity
+    resource: ResourceId | None
+    worker: str | None
+    since_s: float
+    """For how long it has been so."""
+    sentence: str
+    advice: str | None
+    action: Action | None
+
+
+class ResourceUse(msgspec.Struct, frozen=True):
+    """How much of a resource is in use."""
+
+    id: ResourceId
+    name: str
+    use_ratio: float | None
+    short_from_ratio: float
+    """From here it counts as short, if there is a queue or an SLO is missed."""
+    state: Level
+    detail: str
+
+
+class PromisedSlo(msgspec.Struct, frozen=True):
+    """The limits of `router.slo`; requests may bring their own."""
+
+    ttft_s: float | None
+    tpot_s: float | None
+    goal_ratio: float
+    itl_s: float | None = None
+
+
+class Promise(msgspec.Struct, frozen=True):
+    """What clients get: of the sequences of this router that ended within `window_s`."""
+
+    window_s: float
+    sequences: int
+    slo: PromisedSlo
+    ttft_s: Quantiles | None
+    tpot_s: Quantiles | None
+    itl_s: Quantiles | None
+    """Interpolated within the buckets of `ridgeline_itl_seconds`; the others are exact."""
+    attainment_ratio: float | None
+    ttft_attainment_ratio: float | None
+    tpot_attainment_ratio: float | None
+    """Shares of the sequences that have the limit; one that failed has missed it."""
+    goodput_per_s: float | None
+    """Sequences a second that met each of their limits."""
+    arrivals_per_s: float
+    finished_per_s: float
+    refused_per_s: float
+    failed_per_s: float
+    refused_by: dict[str, float]
+    """Requests a second by the reason of `ridgeline_rejected_total`."""
+    unloaded: None = None
+
+
+class HistoryMark(msgspec.Struct, frozen=True):
+    """Something that happened, on the lines of history."""
+
+    s_ago: float
+    text: str
+
+
+class History(msgspec.Struct, frozen=True):
+    """The last quarter of an hour, oldest first; after the first event of a stream, only the newest point."""
+
+    step_s: float
+    ttft_p90_s: list[float | None]
+    tpot_p90_s: list[float | None]
+    itl_p99_s: list[float | None]
+    attainment_ratio: list[float | None]
+    goodput_per_s: list[float | None]
+    arrivals_per_s: list[float | None]
+    events: list[HistoryMark]
+
+
+class Steps(msgspec.Struct, frozen=True):
+    """The steps of one kind that a worker's engine ran: its point in the roofline."""
+
+    step: str
+    seconds: float
+    """Mean time of one."""
+    busy_ratio: float
+    intensity: float
+    flops_per_s: float
+    bytes_per_s: float
+    """While in such steps."""
+    trail: list[tuple[float, float]]
+    """Intensity and FLOP/s of the last minutes, oldest first; empty in a large deployment."""
+
+
+class WorkerNow(msgspec.Struct, frozen=True):
+    """One worker."""
+
+    id: str
+    state: WorkerState
+    state_since_s: float
+    host: str
+    device: str | None
+    busy_ratio: float | None
+    prompt_busy_ratio: float | None
+    """Share of its time in steps, and in those with prompts."""
+    running: int | None
+    max_running: int
+    waiting: int | None
+    kv_used_ratio: float | None
+    """KV blocks in use, or promised to sequences that have produced nothing yet."""
+    kv_pinned_ratio: float | None
+    decode_step_s: float | None
+    steps: list[Steps]
+    restarts: int
+    why: str | None = None
+    back_in_s: float | None = None
+
+
+class SloPoint(msgspec.Struct, frozen=True):
+    """Where a decode worker would meet the SLO on TPOT exactly, by its step-time model at the present mean context."""
+
+    batch: int
+    tokens_per_s: float
+    intensity: float
+    flops_per_s: float
+
+
+class PoolNow(msgspec.Struct, frozen=True):
+    """One pool; peaks are those of one worker."""
+
+    pool: Pool
+    hardware: str | None
+    peak_flops_per_s: float | None
+    peak_bytes_per_s: float | None
+    peaks_source: str | None
+    ridge: float | None
+    workers_ready: int
+    workers_wanted: int
+    longest_step: str | None
+    bound: str | None
+    mfu_ratio: float | None
+    mbu_ratio: float | None
+    busy_ratio: float | None
+    prompt_busy_ratio: float | None
+    tokens_per_s: float
+    """Prompt tokens of a prefill pool, else output tokens."""
+    waiting_prompts: int
+    waiting_prompt_tokens: int
+    wait_s: float | None
+    """How long the next prompt would wait."""
+    capacity_tokens_per_s: float | None
+    """Prompt tokens when it is fully loaded."""
+    decode_step_s: float | None
+    mixed_step_s: float | None
+    kv_blocks: int
+    slo_point: SloPoint | None
+    alone_step_s: float | None
+    """What a decode step of one sequence takes, by the step-time model."""
+    workers: list[WorkerNow]
+    prefix_hit_ratio: float | None = None
+
+
+class LinkNow(msgspec.Struct, frozen=True):
+    """The KV transfers of one transport."""
+
+    transport: str
+    why: str
+    pairs: int
+    bytes_per_s: float
+    use_ratio: float | None
+    """Transfers under way at a decode worker, on average; those that began during prefill are not counted."""
+    handoffs_per_s: float
+    waiting: int
+    """Hand-offs that are offered and not released."""
+    wait_p50_s: float | None
+    wire_p50_s: float | None
+    """Means, for want of quantiles: from asking for KV to its first byte, and from there to the last."""
+    overlapped_ratio: float | None
+    failed_per_s: float
+    expired_per_s: float
+    peak_bytes_per_s: float | None = None
+    peak_source: str | None = None
+    worst_pair: str | None = None
+
+
+class RouterNow(msgspec.Struct, frozen=True):
+    """The router that answers."""
+
+    processes: int
+    cpu_ratio: float
+    """CPU seconds of this process a second."""
+    tokens_per_event: float | None
+    loop_lag_s: float
+    text_wait_s: float
+    in_flight: int
+    free_cores: int | None = None
+
+
+class Flow(msgspec.Struct, frozen=True):
+    """Rates along the way of a request."""
+
+    arrivals_per_s: float
+    refused_per_s: float
+    prompt_tokens_per_s: float
+    split_ratio: float | None
+    handoffs_per_s: float
+    kv_bytes_per_s: float
+    output_tokens_per_s: float
+    finished_per_s: float
+
+
+class OperationNow(msgspec.Struct, frozen=True):
+    """What an operator has begun."""
+
+    kind: str
+    state: str
+    sentences: list[str]
+    running: bool
+    text: str
+
+
+class PageState(msgspec.Struct, frozen=True):
+    """All of it."""
+
+    schema: str
+    time_unix_s: float
+    period_s: float
+    window_s: float
+    access: Literal["operator"]
+    ready: bool
+    """Whether each pool has a worker that can be given work; GET /ready also tries one."""
+    deployment: DeploymentNow
+    verdict: Verdict
+    resources: list[ResourceUse]
+    promise: Promise
+    history: History | None
+    pools: list[PoolNow]
+    links: list[LinkNow]
+    router: RouterNow
+    flow: Flow
+    requests: list[dict[str, object]] | None
+    requests_shown_of: int | None
+    requests_of: str | None
+    """Whose requests these are, if there are several routers."""
+    operations: list[OperationNow]
