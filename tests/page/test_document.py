@@ -6,9 +6,12 @@ import json
 import re
 
 import httpx
+import msgspec
 import pytest
 
 from ridgeline.router.front.page import PageFacts, page
+from ridgeline.router.live.state import PageState
+from tests.page.samples import FOLDER, kept
 from tests.support.page_server import FACTS, serving_page
 
 FACTS_ELEMENT = re.compile(r'<script id="facts" type="application/json">(.*?)</script>', re.DOTALL)
@@ -35,3 +38,8 @@ async def test_a_browser_may_load_nothing_from_elsewhere_and_neither_keep_nor_fr
         assert (policy["connect-src"], policy["img-src"]) == ("'self'", "data:")
         assert all(policy[name].startswith("'sha256-") for name in ("script-src", "style-src"))
         assert (await http.head("/")).status_code == 200
+
+
+@pytest.mark.parametrize("name", [path.stem for path in FOLDER.glob("*.json")])
+def test_the_states_that_are_kept_are_such_as_a_router_sends(name):
+    assert json.loads(msgspec.json.encode(msgspec.convert(kept(name), PageState))) == kept(name)
