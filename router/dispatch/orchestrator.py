@@ -107,12 +107,12 @@ class Orchestrator:
                 "router.request_timeout_s and the client's x-ridgeline-timeout-s"
             ) from error
         finally:
-            failure = sys.exception()
             metrics.in_flight.dec()
-            timeline.error = type(failure).__name__ if outcome == "failed" else ""
+            # The exception itself must not stay in a variable: it has this frame, and both would be a cycle.
+            timeline.error = type(sys.exception()).__name__ if outcome == "failed" else ""
             metrics.close(timeline, outcome)
             if outcome == "failed":
-                logger.info(outcome, extra=timeline.ids | {"why": str(failure)})
+                logger.info(outcome, extra=timeline.ids | {"why": str(sys.exception())})
             else:
                 logger.debug(outcome, extra=timeline.ids)
 

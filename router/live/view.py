@@ -147,7 +147,7 @@ class LiveView:
         while True:
             await self._sampled.wait()
             state, number = self.state(), number + 1
-            history = self._history.newest() if self._history.newest_s > seen_s else None
+            history = self._history.newest(self._clock()) if self._history.newest_s > seen_s else None
             seen_s = self._history.newest_s
             requests = state.requests if number % REQUESTS_EVERY == 0 else None
             yield msgspec.structs.replace(state, history=history, requests=requests)
@@ -434,14 +434,14 @@ class _HistoryKept:
         self._mode = mode
 
     def all(self, now_s: float) -> History:
+        return self._of(list(self._points), now_s)
+
+    def newest(self, now_s: float) -> History:
+        return self._of([self._points[-1]], now_s)
+
+    def _of(self, points: Sequence[tuple[float | None, ...]], now_s: float) -> History:
         kept_s = HISTORY_STEP_S * HISTORY_POINTS
         marks = [HistoryMark(now_s - at_s, text) for at_s, text in self._marks if now_s - at_s < kept_s]
-        return self._of(list(self._points), marks)
-
-    def newest(self) -> History:
-        return self._of([self._points[-1]], [])
-
-    def _of(self, points: Sequence[tuple[float | None, ...]], marks: list[HistoryMark]) -> History:
         ttft_s, tpot_s, itl_s, attained, goodput, arrivals = zip(*points, strict=True) if points else [()] * 6
         return History(
             HISTORY_STEP_S,
