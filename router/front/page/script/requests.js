@@ -121,8 +121,7 @@ function openRequest(r, s) {
   const workers = r.prefill_worker === r.decode_worker ? `${esc(r.decode_worker)} alone`
     : `${esc(r.prefill_worker)} → ${esc(r.decode_worker)}`;
   return `<h3>${esc(r.id)}</h3><p class="s">${num(r.prompt_tokens)} tokens in, ${num(r.output_tokens)} out; ${workers};
-    TTFT ${time(r.ttft_s)}${sign(r.ttft_ok)}, TPOT ${time(r.tpot_s)}${sign(r.tpot_ok)},
-    longest gap ${time(r.largest_itl_s)}</p>
+    TTFT ${time(r.ttft_s)}${sign(r.ttft_ok)}, TPOT ${time(r.tpot_s)}${sign(r.tpot_ok)}</p>
     <table><tbody>${rows.join("")}</tbody></table>
     <p class="s">${reason(r, s)}${moved(r)}</p>${decision(r.decision)}
     <p class="s"><b>Hand-off:</b> ${handoff(r.handoff)}.</p>`;
@@ -144,8 +143,7 @@ function reason(r, s) {
 
 function moved(r) {
   if (!r.retries) return "";
-  const pause = isKnown(r.pause_s) ? `; its client saw a pause of ${time(r.pause_s)}` : "";
-  return ` It moved ${r.retries === 1 ? "once" : `${num(r.retries)} times`}${pause}.`;
+  return ` It moved ${r.retries === 1 ? "once" : `${num(r.retries)} times`}.`;
 }
 
 function decision(d) {
@@ -162,6 +160,5 @@ function handoff(h) {
   const moved = `${si(h.bytes, "B")} by ${esc(h.transport)}`;
   if (h.overlapped) return `${moved}, fetched during prefill; only the last ${time(h.wire_s)} were waited for`;
   const rate = isKnown(h.bytes_per_s) ? `, ${si(h.bytes_per_s, "B/s")}` : "";
-  const use = isKnown(h.link_use_ratio) ? ` (${pct(h.link_use_ratio)} of the link)` : "";
-  return `${moved}${rate}${use}, waited ${time(h.wait_s)} first`;
+  return `${moved}${rate}, waited ${time(h.wait_s)} first`;
 }
