@@ -115,7 +115,7 @@ def _action(found: Bottleneck, pools: list[PoolNow], modes: Iterable[str]) -> Ac
     else:
         setting = {
             "router_processes": "router.processes=N",
-            "kv_memory": f"pools.{found.pool}.kv_cache_bytes=N",
+            "kv_memory": f"pools.{found.pool}.kv_cache_memory_bytes=N",
             "max_num_seqs": f"pools.{found.pool}.max_num_seqs=N",
         }.get(found.change)
         expect = "settings change with another start of the deployment"
@@ -135,38 +135,38 @@ def resources(
     free = last.kv_blocks * sum(1 - (row.kv_used_ratio or 0.0) for row in known)
     per_event = None if router.tokens_per_event is None else f"{router.tokens_per_event:.1f} tokens an event"
     wait = f" {first.wait_s:.1f} s" if first.wait_s and first.waiting_prompts else ""
-    link_use, link_says = sum(link.use_ratio or 0.0 for link in links), ", ".join(link.transport for link in links)
-    unused = whole and not moved
+    timed = [link.use_ratio for link in links if link.use_ratio is not None]
+    link_says = f"{moved / 1e6:.3g} MB/s by {', '.join(link.transport for link in links)}" if moved else "no KV moves"
     decode, decode_use, decode_says = _decode_use(promise.slo.tpot_s, last, known)
     prompts, kv = ("Prompt steps", "KV blocks") if whole else ("Prefill compute", "Decode KV blocks")
     busy, full = rule.BUSY_FROM, rule.FULL_FROM
     table: list[tuple[ResourceId, str, float | None, float, str]] = [
         ("router", "Router CPU", router.cpu_ratio, rule.ROUTER_CORES, per_event or f"{router.in_flight} in flight"),
         ("prefill", prompts, first.prompt_busy_ratio, busy, f"{first.waiting_prompts} prompts wait{wait}"),
-        ("link", "KV link", None if unused else link_use, busy, f"{moved / 1e6:.3g} MB/s by {link_says}"),
+        ("link", "KV link", sum(timed) if timed and moved else None, busy, link_says),
         ("kv", kv, mean(row.kv_used_ratio for row in known), full, f"{free:,.0f} blocks free"),
         ("bandwidth", decode, decode_use, full, decode_says),
     ]
     return [
-        ResourceUse(name, title, use, from_, _level(name, use, verdict), "no KV moves" if use is None else detail)
+        ResourceUse(name, title, use, from_, _level(name, use, verdict, moved=bool(moved)), detail)
         for name, title, use, from_, detail in table
     ]
 
 
 def _decode_use(limit_s: float | None, pool: PoolNow, known: Sequence[WorkerNow]) -> tuple[str, float | None, str]:
-    """Return the name of decode's bar, its use, and what it is of: the SLO on TPOT if there is one, else the batch."""
-    step_s, ready = pool.decode_step_s, max(1, pool.workers_ready)
+    """Return decode's bar: its name, its use of the batch that the SLO on TPOT allows or of places, and a detail."""
+    step_s, batch = pool.decode_step_s, mean(row.running or 0.0 for row in known)
     step = "no decode steps" if step_s is None else f"step {step_s * 1e3:.1f} ms"
-    if limit_s is not None and step_s is not None and (pool.slo_point or step_s > limit_s):
-        of_point = pool.tokens_per_s / ready / pool.slo_point.tokens_per_s if pool.slo_point else 0.0
-        beyond = step_s / limit_s if step_s > limit_s else 0.0
-        return "Decode pace", max(of_point, beyond), f"{step}, SLO {limit_s * 1e3:.0f} ms"
+    if limit_s is not None and step_s is not None and step_s > limit_s:
+        return "Decode pace", step_s / limit_s, f"{step}, SLO {limit_s * 1e3:.0f} ms"
+    if pool.slo_point is not None and batch is not None:
+        return "Decode pace", batch / pool.slo_point.batch, f"batch {batch:.0f} of {pool.slo_point.batch}, {step}"
     return "Decode batch", mean((row.running or 0) / row.max_running for row in known if row.max_running), step
 
 
-def _level(name: ResourceId, use: float | None, verdict: Verdict) -> Level:
+def _level(name: ResourceId, use: float | None, verdict: Verdict, *, moved: bool) -> Level:
     if verdict.resource == name and (verdict.severity == "short" or verdict.severity == "fault"):
         return verdict.severity
-    if use is None:
-        return "unused"
+    if use is None:  # KV that moves during prefill is not timed
+        return "ok" if moved else "unused"
     return "full" if use >= rule.BUSY_FROM else "idle" if use < rule.IDLE_TO else "ok"

@@ -230,7 +230,7 @@ class LinkNow(msgspec.Struct, frozen=True):
     pairs: int
     bytes_per_s: float
     use_ratio: float | None
-    """Transfers under way at a decode worker, on average; those that began during prefill are not counted."""
+    """Transfers under way at a decode worker, on average; None if all began during prefill, which nobody times."""
     handoffs_per_s: float
     waiting: int
     """Hand-offs that are offered and not released."""

@@ -358,7 +358,7 @@ class LiveView:
                     bytes_per_s=grown.get("kv_bytes_total.received", 0.0) / window.seconds
                     if first
                     else moved.get(transport, 0.0),
-                    use_ratio=seconds.get(transport, 0.0) / receivers if receivers else None,
+                    use_ratio=seconds.get(transport, 0.0) / receivers if receivers and others.get(transport) else None,
                     handoffs_per_s=handoffs,
                     waiting=int(sum(one.get("open_leases", 0.0) for one in counters)) if first else 0,
                     wait_p50_s=window.mean_of("stage", "handoff_wait"),

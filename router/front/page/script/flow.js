@@ -14,7 +14,7 @@ function drawFlow(s) {
     edge(`${num(f.arrivals_per_s)} requests/s`, tokens, arriving),
     node("router", `${pct(s.router.cpu_ratio)} CPU${lag}`, `${num(s.router.in_flight)} in flight`,
       isShort(s, "router")),
-    edge(`${num(prefill.waiting_prompts)} wait`, `${time(prefill.wait_s)} queue`, arriving, isShort(s, "prefill")),
+    edge(`${num(prefill.waiting_prompts)} wait`, isKnown(prefill.wait_s) ? `${time(prefill.wait_s)} queue` : "", arriving, isShort(s, "prefill")),
     ...(isSplit ? twoPools(s, prefill, decode) : [onePool(s, decode)]),
   ].join(""));
   $("flow").classList.toggle("whole", !isSplit);

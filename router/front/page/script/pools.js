@@ -43,7 +43,7 @@ function poolFacts(p, s) {
   const serving = p.workers.filter(each => !isLost(each));
   const kv = meanOf(serving, each => each.kv_used_ratio);
   const hits = fact(p.prefix_hit_ratio, `<b>${pct(p.prefix_hit_ratio)}</b> from prefix cache`);
-  const wait = p.waiting_prompts ? ` ${time(p.wait_s)}` : "";
+  const wait = p.waiting_prompts && isKnown(p.wait_s) ? ` ${time(p.wait_s)}` : "";
   const queue = hot(isShort(s, "prefill"), num(p.waiting_prompts))
     + ` ${plural(p.waiting_prompts, "prompt waits", "prompts wait")}${wait}`;
   if (p.pool === "prefill") {

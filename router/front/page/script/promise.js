@@ -70,7 +70,7 @@ function goodputTile({promise: p, history: h, flow}) {
     mark: `${num(p.failed_per_s)} failed/s`,
     isUnknown: true,
     big: num(p.goodput_per_s),
-    small: `of ${num(p.arrivals_per_s)} requests/s in`,
+    small: `of ${num(p.sequences / p.window_s)} requests/s ended`,
     more: refused ? `<b>${num(refused[1])}/s refused (${esc(refused[0])})</b>` : out,
     line: sparkline(h.goodput_per_s, {
       max: Math.max(...arrivals, 0.001) * 1.15, beside: h.arrivals_per_s, events: h.events, step_s: h.step_s,

@@ -9,7 +9,7 @@ const view = {
   axis: "arrival", // of the requests: from arrival, or on one clock
   open: null, // the id of the request that is open
   kept: null, // the requests listed when it was opened
-  said: null, // what the sentence's card shows: it changes less often than the rest
+  said: null, // what the sentence is about: it is spoken only when that changes
   wanted: {}, // workers by pool, where the reader has changed the number
   done: null, // what the reader has done last
 };

@@ -1,7 +1,5 @@
 /* The sentence that names the bottleneck, the five bars that prove it, and the line at the top. */
 
-const READABLE_S = 6; // the sentence's figures change together, and no more often than they can be read
-
 const TAGS = {
   short: "▲ short", fault: "▲ lost", watch: "▲ 1 slow", full: "nearly full", ok: "ok", unused: "unused",
 };
@@ -36,9 +34,7 @@ function liveness() {
 function drawVerdict(s) {
   const v = s.verdict;
   const isNew = view.said?.kind !== v.kind || view.said?.resource !== v.resource || view.said?.worker !== v.worker;
-  const isDue = isNew || v.kind === "worker_lost" || !(s.time_unix_s - view.said.time_unix_s < READABLE_S);
-  if (!isDue) return;
-  view.said = {kind: v.kind, resource: v.resource, worker: v.worker, time_unix_s: s.time_unix_s};
+  view.said = {kind: v.kind, resource: v.resource, worker: v.worker};
   $("verdict").className = `card verdict ${v.severity}`;
   $("sentence").textContent = v.sentence;
   $("advice").textContent = v.advice ?? "";
@@ -70,9 +66,8 @@ function resource(r, s) {
 function useOf(r, s) {
   if (r.state === "unused" || !isKnown(r.use_ratio)) return "";
   const prefill = doesBoth(prefillPool(s)) ? "of engine time" : "busy";
-  const bandwidth = decodePool(s)?.slo_point ? "of what TPOT allows" : "of its batch";
-  const link = s.links.some(each => isKnown(each.peak_bytes_per_s)) ? "of what it can move" : "busy";
-  return {router: "busy", prefill, link, kv: "of blocks used", bandwidth}[r.id] ?? "";
+  const bandwidth = decodePool(s)?.slo_point ? "of the batch that TPOT allows" : "of its batch";
+  return {router: "busy", prefill, link: "busy", kv: "of blocks used", bandwidth}[r.id] ?? "";
 }
 
 /* Old figures must not look like present ones: the page itself says that the router is silent. */
