@@ -78,7 +78,10 @@ def verdict_of(found: Bottleneck, pools: list[PoolNow], promise: Promise, modes:
         advice = f"{carried}. It restarts by itself."
         bar: ResourceId = "prefill" if pool.pool == "prefill" else "bandwidth"
         return Verdict("worker_lost", "fault", bar, row.id, 0.0, said, advice, action)
-    if not promise.arrivals_per_s and not promise.finished_per_s and found.resource in ("nothing", "unknown"):
+    if empty := next((pool for pool in pools if not pool.workers_ready), None):
+        said = f"No worker of the pool {empty.pool} can be given work."
+        return Verdict("worker_lost", "fault", None, None, 0.0, said, "GET /ready says why.", None)
+    if found.resource in ("nothing", "unknown") and _is_idle(promise, pools):
         ready = sum(pool.workers_ready for pool in pools)
         said = f"No requests: {ready} of {sum(pool.workers_wanted for pool in pools)} workers are ready and idle."
         return Verdict("empty", "idle", None, None, 0.0, said, None, None)
@@ -98,6 +101,12 @@ def verdict_of(found: Bottleneck, pools: list[PoolNow], promise: Promise, modes:
     kind = "none" if found.resource == "nothing" else found.resource
     severity: Severity = "ok" if kind == "none" else "watch" if kind == "unknown" else "short"
     return Verdict(kind, severity, bar_of, None, 0.0, found.sentence, None, _action(found, pools, modes))
+
+
+def _is_idle(promise: Promise, pools: list[PoolNow]) -> bool:
+    moves = promise.arrivals_per_s or promise.finished_per_s or promise.refused_per_s
+    waits = any(pool.waiting_prompts for pool in pools)
+    return not (moves or waits or any(row.running or row.waiting for pool in pools for row in pool.workers))
 
 
 def _action(found: Bottleneck, pools: list[PoolNow], modes: Iterable[str]) -> Action | None:

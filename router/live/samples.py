@@ -24,8 +24,8 @@ class WorkerSample:
 
     pool: Pool
     incarnation: str
-    counters: Mapping[str, float]
-    """Cumulative, of its pool."""
+    counted: Mapping[Pool, Mapping[str, float]]
+    """Its counters, by the pool in which they grew: it may have been in others, and come back."""
     running: int
     waiting: int
     """Without those that wait for KV to come."""
@@ -91,12 +91,18 @@ class Window:
         return self._known[worker_id]
 
     def _grown(self, worker_id: str) -> Mapping[str, float]:
-        now, then = self.last.workers.get(worker_id), self.first.workers.get(worker_id)
+        """Return the growth in its present pool since it was first seen, extended to the whole window."""
+        now = self.last.workers.get(worker_id)
         if now is None:
             return {}
-        if then is None or (then.incarnation, then.pool) != (now.incarnation, now.pool):
-            return now.counters if then is not None else {}
-        return {name: value - then.counters.get(name, 0.0) for name, value in now.counters.items()}
+        for sample in self.samples[:-1]:
+            then = sample.workers.get(worker_id)
+            if then is not None and then.incarnation == now.incarnation:
+                before = then.counted.get(now.pool, {})
+                longer = self.seconds / max(self.last.at_s - sample.at_s, 1e-3)
+                counters = now.counted.get(now.pool, {})
+                return {name: (value - before.get(name, 0.0)) * longer for name, value in counters.items()}
+        return {}
 
     def steps(self, worker_id: str) -> list[Steps]:
         return steps_of(self.grown_by(worker_id), self.seconds)
@@ -143,7 +149,7 @@ def worker_sample(worker: Worker) -> WorkerSample:
     return WorkerSample(
         worker.pool,
         worker.description.incarnation,
-        dict(worker.counted.get(worker.pool, {})),
+        {pool: dict(counters) for pool, counters in worker.counted.items()},
         status.running,
         max(0, status.waiting - fetching),
         1 - status.kv_blocks_free / blocks if blocks else 0.0,

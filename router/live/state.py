@@ -18,7 +18,7 @@ ResourceId = Literal["router", "prefill", "link", "kv", "bandwidth"]
 """In the order in which a request meets them."""
 Severity = Literal["ok", "idle", "watch", "short", "fault"]
 Level = Literal["short", "full", "ok", "idle", "fault", "unused"]
-WorkerState = Literal["ready", "draining", "lost", "away"]
+WorkerState = Literal["ready", "starting", "draining", "lost", "away"]
 """`away` workers were lost again and again, and are tried again after a while."""
 
 
@@ -183,8 +183,9 @@ class SloPoint(msgspec.Struct, frozen=True):
 
     batch: int
     tokens_per_s: float
-    intensity: float
-    flops_per_s: float
+    intensity: float | None
+    flops_per_s: float | None
+    """None where steps decode beside prompts: what is counted does not tell their parts apart."""
 
 
 class PoolNow(msgspec.Struct, frozen=True):

@@ -6,6 +6,7 @@ Counters of workers come with their status reports, which the router asks for an
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from ridgeline.contracts.workers import StepModel
 from ridgeline.roofline import bottleneck as rule
 from ridgeline.roofline.bottleneck import Bottleneck, bottleneck
 from ridgeline.router.fleet.fleet import Fleet
-from ridgeline.router.fleet.request_route import pools_of
+from ridgeline.router.fleet.request_route import exchanging_pools, pools_of
 from ridgeline.router.fleet.worker import Worker
 from ridgeline.router.live.advice import fleet_state, resources, verdict_of
 from ridgeline.router.live.promise import Recent, met_all, met_tpot, met_ttft, shown
@@ -48,6 +49,7 @@ from ridgeline.router.observe.metrics import RequestMetrics
 from ridgeline.router.placement.pool_queue import QueueNow
 from ridgeline.router.settings import PoolHardware, RouterSettings
 
+logger = logging.getLogger(__name__)
 PERIOD_S: Final = 2.0
 PROMISE_S: Final = 60.0
 MOST_REQUESTS: Final = 14
@@ -62,6 +64,7 @@ MOST_TRAILS: Final = 8
 """Workers up to which each has a trail: more cover each other."""
 HELD_S: Final = 10.0
 """How long another resource must be short before the sentence changes: one window, else it would flicker."""
+FORGOTTEN_S: Final = 2.5 * PERIOD_S
 REQUESTS_EVERY: Final = 5
 """Events of a stream between two with the latest requests, a third of the bytes."""
 PROMPT_STEPS: Final = ("prefill", "mixed")
@@ -97,6 +100,7 @@ class LiveView:
         """Of each worker, since when."""
         self._verdict: tuple[Verdict, float] | None = None
         self._other_since_s: float | None = None
+        self._judged_s = self._began_s
         self.mode_is_for = ""
         """What whoever chose the present mode says that it is for."""
         self._sampled = asyncio.Event()
@@ -105,7 +109,10 @@ class LiveView:
     async def run(self) -> None:
         """Take a sample every period, until cancelled."""
         while True:
-            self.sample()
+            try:
+                self.sample()
+            except Exception:
+                logger.exception("the live page has no new figures")
             await asyncio.sleep(PERIOD_S)
 
     def sample(self) -> None:
@@ -220,7 +227,8 @@ class LiveView:
         )
 
     def _promise(self) -> Promise:
-        recent, window = Recent(*self._sources.metrics.ended.within(PROMISE_S)), self._window
+        since_s = min(PROMISE_S, max(self._clock() - self._history.mode_since_s, PERIOD_S))
+        recent, window = Recent(*self._sources.metrics.ended.within(since_s)), self._window
         limits, of_minute = self._sources.settings.router.slo, Window([self._samples[0], self._samples[-1]])
         ended = {outcome: window.per_s("requests", outcome) for outcome in ("finished", "failed", "cancelled")}
         refused = {reason: rate for reason, rate in window.rates("rejected").items() if rate}
@@ -271,7 +279,7 @@ class LiveView:
             peaks_source=_source_of(hardware) if hardware else None,
             ridge=peaks[0] / peaks[1] if peaks[0] and peaks[1] else None,
             workers_ready=sum(row.state == "ready" for row in rows),
-            workers_wanted=len(rows),
+            workers_wanted=sum(row.state != "draining" for row in rows),
             longest_step=longest.step if longest else None,
             bound=rule.bound(mfu, mbu),
             mfu_ratio=mfu,
@@ -336,7 +344,8 @@ class LiveView:
         return point, model.decode_s(1, context_tokens)
 
     def _receivers(self, window: Window) -> int:
-        return sum(one.pool == "decode" for one in window.last.workers.values())
+        exchanging = exchanging_pools(self._sources.fleet.mode)
+        return 0 if exchanging is None else sum(one.pool == exchanging[1] for one in window.last.workers.values())
 
     def _links(self, window: Window) -> list[LinkNow]:
         pairs = self._sources.fleet.kv_pairs
@@ -345,6 +354,7 @@ class LiveView:
         grown, receivers = window.grown_of(window.last.workers), self._receivers(window)
         counters = [one.status.counters for one in self._sources.fleet.workers if one.status is not None]
         fetched = {key.partition(".")[2]: value for key, value in grown.items() if key.startswith("fetches_total.")}
+        is_known = receivers > 0 and self._sources.settings.routers == 1  # each router times its own hand-offs
         links: list[LinkNow] = []
         for transport in sorted({pair.transport for pair in pairs}):
             mine = [pair for pair in pairs if pair.transport == transport]
@@ -358,7 +368,7 @@ class LiveView:
                     bytes_per_s=grown.get("kv_bytes_total.received", 0.0) / window.seconds
                     if first
                     else moved.get(transport, 0.0),
-                    use_ratio=seconds.get(transport, 0.0) / receivers if receivers and others.get(transport) else None,
+                    use_ratio=seconds.get(transport, 0.0) / receivers if is_known and others.get(transport) else None,
                     handoffs_per_s=handoffs,
                     waiting=int(sum(one.get("open_leases", 0.0) for one in counters)) if first else 0,
                     wait_p50_s=window.mean_of("stage", "handoff_wait"),
@@ -387,6 +397,9 @@ class LiveView:
     def _verdict_now(self, found: Bottleneck, pools: list[PoolNow], promise: Promise) -> Verdict:
         """Return the verdict; it changes to another resource only once that has been short for `HELD_S`."""
         now_s, verdict = self._clock(), verdict_of(found, pools, promise, self._sources.fleet.roles.modes)
+        if now_s - self._judged_s > FORGOTTEN_S:  # nobody has looked since, so it may have been otherwise meanwhile
+            self._verdict = self._other_since_s = None
+        self._judged_s = now_s
         if self._verdict is not None and verdict.severity != "fault":
             before, since_s = self._verdict
             if before.kind == verdict.kind and before.resource == verdict.resource:
@@ -408,6 +421,8 @@ class _HistoryKept:
 
     next_s: float = float("-inf")
     newest_s: float = float("-inf")
+    mode_since_s: float = float("-inf")
+    """When the mode changed: what requests saw before says nothing of the pools that there are now."""
     _points: deque[tuple[float | None, ...]] = field(default_factory=lambda: deque(maxlen=HISTORY_POINTS))
     _marks: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=20))
     _mode: str | None = None
@@ -431,6 +446,7 @@ class _HistoryKept:
     def note_mode(self, now_s: float, mode: str) -> None:
         if self._mode not in (None, mode):
             self.mark(now_s, f"mode {mode}")
+            self.mode_since_s = now_s
         self._mode = mode
 
     def all(self, now_s: float) -> History:
@@ -469,10 +485,12 @@ def slo_point(
     tokens, steps = counted.get("tokens_total.decode", 0.0), counted.get("steps_total.decode", 0.0)
     if not batch or not tokens or not steps:
         return None
+    step_s = model.decode_s(batch, batch * context_tokens)
+    if counted.get("steps_total.mixed"):
+        return SloPoint(batch, batch / step_s, None, None)
     weights = counted.get("bytes_total.decode.weights", 0.0) / steps
     kv = sum(counted.get(f"bytes_total.decode.{kind}", 0.0) for kind in ("kv_read", "kv_write")) / tokens
     flops, moved = batch * counted.get("flops_total.decode", 0.0) / tokens, weights + batch * kv
-    step_s = model.decode_s(batch, batch * context_tokens)
     return SloPoint(batch, batch / step_s, flops / moved, flops / step_s) if moved else None
 
 
@@ -483,7 +501,11 @@ def _source_of(hardware: PoolHardware) -> str:
 def _states(fleet: Fleet) -> dict[str, WorkerState]:
     found: dict[str, WorkerState] = dict.fromkeys(fleet.away, "away")
     for worker in fleet.workers:
-        state: WorkerState = "draining" if worker.drains else "ready" if worker.usable and worker.status else "lost"
+        state: WorkerState = "ready" if worker.usable and worker.status else "lost"
+        if worker.drains or worker.leaves:
+            state = "draining"
+        elif worker.held_back:  # until the others have paired with it
+            state = "starting"
         if worker.worker_id not in found or state == "ready":
             found[worker.worker_id] = state
     return found

@@ -126,6 +126,14 @@ CASES = [
     ("RidgelineSloBurn", {SLOS + '"yes"}': "0+6x40", SLOS + '"no"}': "0+4x40"}, {"8m": 1}),
     ("RidgelineSloBurn", {SLOS + '"no"}': "0+4x40"}, {"8m": 1}),
     ("RidgelineSloBurn", {SLOS + '"yes"}': "0+8x40", SLOS + '"no"}': "0+2x40"}, {"8m": 0}),
+    *(
+        (
+            "RidgelineRequestsFailing",
+            {REQUESTS + '{outcome="failed"}': "0+2x40", REQUESTS + f'{{outcome="{other}"}}': f"0+{others}x40"},
+            {"8m": fires},
+        )
+        for other, others, fires in (("finished", 8, 1), ("finished", 30, 0), ("cancelled", 30, 1))
+    ),
     ("RidgelinePoolEmpty", {'ridgeline_workers{pool="decode"}': "1x4 0x8 1x8"}, {"1m": 0, "150s": 1, "4m": 0}),
     ("RidgelinePoolStarved", {'ridgeline_waiting_prompts{pool="prefill"}': "3x60"}, {"9m": 0, "12m": 1}),
     ("RidgelinePoolStarved", {'ridgeline_waiting_prompts{pool="prefill"}': "3x30 0 3x30"}, {"12m": 0}),
@@ -138,6 +146,7 @@ CASES = [
         for others, fires in ((50, 1), (200, 0))
     ),
     ("RidgelineLeasesExpiring", {"ridgeline_expired_leases_total": "_x21 1x40"}, {"5m": 0, "6m": 1, "11m": 0}),
+    ("RidgelineLeasesExpiring", {"ridgeline_expired_leases_total": "7x40 _ 7x40"}, {"11m": 0, "13m": 0}),
     ("RidgelineLeasesExpiring", {"ridgeline_expired_leases_total": "1x40 2x40"}, {"10m": 0, "11m": 1}),
     ("RidgelineLeasesExpiring", {"ridgeline_expired_leases_total": "_x10 1x40", "up": "_x10 1x40"}, {"4m": 0}),
     ("RidgelineLeasesExpiring", {"ridgeline_expired_leases_total": "1x10 _x2 1x40", "up": "1x10 0x1 1x40"}, {"4m": 0}),

@@ -26,6 +26,9 @@ from ridgeline.router.front.http.types import Scope
 
 ADMIN_PATH: Final = "/ridgeline"
 _PASSED_ON: Final = frozenset({b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip", b"forwarded", b"via"})
+_OWN: Final[tuple[list[str], ...]] = ([], ["same-origin"], ["none"])
+"""`Sec-Fetch-Site` of what is no page, of the server's own page, and of an address that a person has entered. A page of
+somebody else sends no `Origin` with a GET that it cannot read, but could hold slots of streams."""
 _SET_FILE: Final = "set security.admin_keys_file and send a key of that file"
 
 
@@ -39,7 +42,7 @@ class AdminAccess:
     def right(self, scope: Scope, shown_keys: tuple[bytes, ...]) -> AdminRight:
         """Return the caller's right. Raises HttpRefusal (401, 403)."""
         headers = {name for name, _ in scope["headers"]}
-        if b"origin" in headers and not self._from_own_page(scope):
+        if _values(scope, b"sec-fetch-site") not in _OWN or (b"origin" in headers and not self._from_own_page(scope)):
             raise HttpRefusal(
                 HTTPStatus.FORBIDDEN,
                 "only the server's own page in a browser may use the operator's paths: open GET / at the address that "

@@ -17,10 +17,15 @@ function draw() {
   drawRequests(s);
   drawControls(s);
   patch($("fnote"), `Figures of the last ${span(s.window_s)}; latencies and attainment of the last
-    ${span(s.promise.window_s)}. Tick on a bar: from here it counts as short.`);
+    ${span(s.promise.window_s)}. Tick on a bar: from here it counts as short.${whose(s)}`);
   const [clause] = s.verdict.sentence.split(/[:;,.]/);
   const loud = LOUD.includes(s.verdict.severity) ? "▲ " : "";
   document.title = `${loud}${s.deployment.name ?? FACTS.name}: ${clause} · Ridgeline`;
+}
+
+/* Of several routers, each sees its own requests only. */
+function whose(s) {
+  return s.requests_of ? ` Requests, latencies, goodput and hand-offs are those of ${esc(s.requests_of)}.` : "";
 }
 
 const ACTIONS = {

@@ -414,6 +414,8 @@ OTHER_PAGES = [
     {"origin": ["http://localhost", "http://localhost"]},
     {"origin": "http://localhost", "host": ["localhost", "elsewhere.example"]},
     {"origin": "http://localhost", "host": []},
+    *({"sec-fetch-site": site} for site in ("cross-site", "same-site", "")),
+    {"sec-fetch-site": "cross-site", "origin": "http://localhost"},
 ]
 REBOUND = {"origin": "http://evil.example:8000", "host": "evil.example:8000"}
 BEHIND_TLS = {"origin": "https://serving.example", "host": "serving.example"}
@@ -423,6 +425,7 @@ BEHIND_TLS = {"origin": "https://serving.example", "host": "serving.example"}
 def test_of_pages_in_a_browser_only_the_servers_own_may_use_operators_paths(access):
     keys = (KEY.encode(),) if access.key_hashes else ()
     own = [{"origin": f"http://{name}", "host": name} for name in (*NAMES, "LOCALHOST:8000")]
+    own += [{"sec-fetch-site": "same-origin"}, {"sec-fetch-site": "none"}, own[0] | {"sec-fetch-site": "same-origin"}]
     assert {right("127.0.0.1", access, keys, **each) for each in own} == {"key" if keys else "local"}
     assert {right("127.0.0.1", access, keys, **each) for each in OTHER_PAGES} == {403}
 

@@ -120,6 +120,55 @@ async def test_what_a_restarted_worker_counts_is_its_own():
         assert all(rate >= 0 for rate in (one.view.state().pools[1].tokens_per_s, one.view.state().flow.kv_bytes_per_s))
 
 
+async def test_a_worker_that_returns_to_a_pool_brings_none_of_its_former_counts(monkeypatch):
+    async with watched() as one:
+        one.view.sample()
+        await one.after(10.0, decode={name: value * 60 for name, value in DECODED.items()})
+        worker = one.fleet.get("decode-0")
+        for pool in ("colocated", "decode"):
+            worker.pool = pool
+            await one.after(10.0, decode=DECODED)
+        steps = one.view.state().pools[1].workers[0].steps[0]
+        assert steps.busy_ratio == pytest.approx(0.5)
+
+
+async def test_a_worker_that_was_missed_once_counts_for_the_time_that_it_was_seen():
+    async with watched() as one:
+        worker = one.fleet.get("decode-0")
+        await one.fleet.refresh()
+        status, worker.status = worker.status, None
+        one.view.sample()
+        worker.status = status
+        await one.after(5.0)
+        await one.after(5.0, decode=DECODED)
+        assert one.view.state().pools[1].workers[0].steps[0].busy_ratio == pytest.approx(1.0)
+
+
+async def test_one_that_leaves_or_comes_is_no_fault():
+    async with watched() as one:
+        worker = one.fleet.get("decode-0")
+        for reason, state in (("held_back", "starting"), ("leaves", "draining")):
+            setattr(worker, reason, True)
+            await one.after(2.0)
+            (row,) = one.view.state().pools[1].workers
+            assert (row.state, one.view.state().history.events) == (state, [])
+
+
+async def test_what_nobody_looked_at_is_judged_anew():
+    async with watched() as one:
+        one.view.sample()
+        one.text = Text(60_000, 30_000, 0.1)
+        one.ended(0.1)
+        await one.after(10.0)
+        assert one.view.state().verdict.kind == "router"
+        one.ended(0.1)
+        await one.after(3600.0)
+        one.ended(0.1)
+        await one.after(2.0)
+        verdict = one.view.state().verdict
+        assert (verdict.kind, verdict.since_s) == ("none", 0.0)
+
+
 async def test_the_promise_is_of_what_clients_saw():
     async with watched(ttft_ms=500.0) as one:
         one.view.sample()

@@ -140,9 +140,23 @@ def test_a_lost_worker_comes_before_all_that_is_short():
     assert verdict.action.command == "ridgeline logs --worker worker-1"
 
 
-def test_a_deployment_without_requests_says_so():
-    verdict = verdict_of(Bottleneck("nothing", "s"), SPLIT, promise(0.0), MODES)
-    assert (verdict.kind, verdict.severity) == ("empty", "idle")
+IDLE = worker("worker-0", running=0)
+
+
+@pytest.mark.parametrize(
+    ("pools", "refused_per_s", "kind"),
+    [
+        ([pool("prefill", IDLE), pool("decode", IDLE)], 0.0, "empty"),
+        ([pool("prefill", IDLE), pool("decode", worker())], 0.0, "none"),
+        ([pool("prefill", IDLE, waiting_prompts=1), pool("decode", IDLE)], 0.0, "none"),
+        ([pool("prefill", IDLE), pool("decode", IDLE)], 2.0, "none"),
+        ([pool("prefill", IDLE), pool("decode", workers_ready=0, workers=[])], 0.0, "worker_lost"),
+    ],
+    ids=["idle", "a long answer", "a prompt waits", "refused", "no worker"],
+)
+def test_a_deployment_is_idle_only_if_nothing_runs_waits_or_is_refused(pools, refused_per_s, kind):
+    seen = msgspec.structs.replace(promise(0.0), refused_per_s=refused_per_s)
+    assert verdict_of(Bottleneck("nothing", "s"), pools, seen, MODES).kind == kind
 
 
 LINK = LinkNow(
