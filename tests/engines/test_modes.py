@@ -149,7 +149,7 @@ async def test_in_mode_adaptive_answers_within_limits_are_the_models_whole_or_sp
     explained = (await engines.http.get("/ridgeline/decisions", params={"last": len(prompts)})).json()["decisions"]
     assert sorted(one["request_id"] for one in explained) == sorted(f"cmpl-mine-{prompt[0]}-0" for prompt in prompts)
     assert all((one["ttft_limit_s"], one["tpot_limit_s"], one["placements"]) == (60, 2, 1) for one in explained)
-    assert all(one["ttft_s"] < 60 and one["predicted_ttft_s"] < 60 for one in explained)
+    assert all(one["ttft_s"] < 60 and one["decision"]["predicted_ttft_s"] < 60 for one in explained)
     await eventually(lambda: b"".join(lines).count(b'"type":"answered"') == len(prompts))
     recording.cancel()
     await asyncio.wait((recording,))
