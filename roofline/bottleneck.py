@@ -34,6 +34,8 @@ FULL_FROM = 0.95
 sequence of twenty."""
 WAITING_FROM = 1.0
 """Prompts that wait on average: from here at least one waits all the time."""
+SHARED_FROM = 2.0
+"""Sequences in the batch of a worker from which another worker can take one away."""
 MIN_ATTAINMENT = 0.9
 """The share of requests that must meet an SLO: `autoscale.min_attainment`, DistServe's goal."""
 TOKENS_AN_EVENT = 1.2
@@ -138,11 +140,13 @@ def _rows(state: FleetState) -> Iterator[Bottleneck]:
     yield from _router(state)
     for pool in last:
         yield from _room(pool)
-        yield from _steps(pool, state)
+        yield from _steps(pool, state, queued=True)
     yield from _link(state)
     for pool in first:
         yield from _room(pool)
-        yield from _steps(pool, state)
+        yield from _steps(pool, state, queued=True)
+    for pool in (*last, *first):  # without a queue, it makes no other one wait
+        yield from _steps(pool, state, queued=False)
     for pool in (*last, *first):
         yield from _queue(pool)
 
@@ -172,9 +176,11 @@ def _room(pool: PoolState) -> Iterator[Bottleneck]:
         yield Bottleneck("places", f"{said}raise max_num_seqs.", pool.pool, "max_num_seqs")
 
 
-def _steps(pool: PoolState, state: FleetState) -> Iterator[Bottleneck]:
-    waits, missed = _waits(pool), _missed(pool, state)
-    if not (waits or missed) or not _from(pool.busy, QUEUED_FROM if waits and missed else BUSY_FROM):
+def _steps(pool: PoolState, state: FleetState, *, queued: bool) -> Iterator[Bottleneck]:
+    missed = _missed(pool, state)
+    if _waits(pool) != queued or not (queued or (missed and _is_shared(pool))):
+        return
+    if not _from(pool.busy, QUEUED_FROM if queued and missed else BUSY_FROM):
         return
     resource: Resource = "time"
     use = "compute and memory both below half of their peaks" if pool.mfu is not None and pool.mbu is not None else ""
@@ -192,6 +198,11 @@ def _steps(pool: PoolState, state: FleetState) -> Iterator[Bottleneck]:
         then = f"; {_idles(giver)}: move one {giver.pool} worker to {pool.pool}"
     said = f"{pool.title} is short of {name}: {used}{then}."
     yield Bottleneck(resource, said, pool.pool, change, giver.pool if giver else None)
+
+
+def _is_shared(pool: PoolState) -> bool:
+    """Whether one worker more would make a step shorter: one sequence fills the time of a worker that decodes."""
+    return pool.pool == "prefill" or pool.running is None or pool.running >= SHARED_FROM
 
 
 def _idles(pool: PoolState) -> str:

@@ -29,13 +29,19 @@ def fleet_state(promise: Promise, pools: Sequence[PoolNow], window: Window, rece
         tuple(_pool_state(pool, window) for pool in pools),
         None,  # whether any came is the verdict's own row
         promise.ttft_attainment_ratio,
-        promise.tpot_attainment_ratio,
+        _tpot_attainment(promise, pools[-1]),
         link_s / receivers if receivers else None,
         window.mean_of("stage", "handoff_wait"),
         window.mean_of("stage", "wire"),
         (window.last.cpu_s - window.first.cpu_s) / window.seconds,
         window.tokens_per_event,
     )
+
+
+def _tpot_attainment(promise: Promise, pool: PoolNow) -> float | None:
+    """Return that of the sequences that ended, or 0 where steps take longer now: long answers end only in a while."""
+    limit_s, step_s = promise.slo.tpot_s, pool.decode_step_s
+    return 0.0 if limit_s is not None and step_s is not None and step_s > limit_s else promise.tpot_attainment_ratio
 
 
 def _pool_state(pool: PoolNow, window: Window) -> PoolState:
@@ -86,7 +92,7 @@ def verdict_of(found: Bottleneck, pools: list[PoolNow], promise: Promise, modes:
         said = f"No requests: {ready} of {sum(pool.workers_wanted for pool in pools)} workers are ready and idle."
         return Verdict("empty", "idle", None, None, 0.0, said, None, None)
     limit_s, alone_s = promise.slo.tpot_s, pools[-1].alone_step_s or 0.0
-    attained = promise.tpot_attainment_ratio
+    attained = _tpot_attainment(promise, pools[-1])
     missed = attained is not None and attained < rule.MIN_ATTAINMENT
     if (
         found.resource in ("time", "bandwidth", "compute", "unknown")

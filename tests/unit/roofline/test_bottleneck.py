@@ -60,6 +60,11 @@ CASES = [
         "add_worker",
         None,
     ),
+    (
+        pools(replace(PREFILL, busy=0.95, waiting=40), replace(DECODE, busy=0.9), tpot_attainment=0.5),
+        *("compute", "prefill", "add_worker", None),
+    ),
+    (pools(PREFILL, replace(DECODE, busy=0.9, running=1.5), tpot_attainment=0.5), "unknown", None, "none", None),
     (pools(replace(PREFILL, busy=0.7, waiting=2), DECODE), "nothing", None, "none", None),
     (pools(replace(PREFILL, waiting=2), DECODE), "queue", "prefill", "none", None),
     (pools(replace(PREFILL, workers=2, busy=0.39), DECODE), "nothing", None, "fewer_workers", "prefill"),

@@ -154,6 +154,15 @@ async def test_one_that_leaves_or_comes_is_no_fault():
             assert (row.state, one.view.state().history.events) == (state, [])
 
 
+async def test_steps_longer_than_the_slo_miss_it_before_their_long_answers_have_ended():
+    async with watched(tpot_ms=5.0) as one:
+        one.engines[1].stats.running = 8
+        one.view.sample()
+        await one.after(10.0, decode={name: value * 2 for name, value in DECODED.items()})
+        verdict = one.view.state().verdict
+        assert (verdict.kind, verdict.resource, verdict.action.args) == ("bandwidth", "bandwidth", {"decode": 2})
+
+
 async def test_what_nobody_looked_at_is_judged_anew():
     async with watched() as one:
         one.view.sample()
