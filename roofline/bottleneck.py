@@ -67,6 +67,8 @@ class PoolState:
     """Prompts or sequences that wait for the pool, in the router and in its engines."""
     preemptions: float | None = None
     """Sequences that lost their KV blocks to others."""
+    refused: float | None = None
+    """Requests that were refused, since its KV blocks were promised to others."""
 
     @property
     def title(self) -> str:
@@ -167,7 +169,10 @@ def _room(pool: PoolState) -> Iterator[Bottleneck]:
     waits = f"{pool.waiting or 0:.0f} wait"
     if _from(pool.preemptions, 1):
         waits = f"{pool.preemptions:.0f} preempted"
-    if _from(pool.preemptions, 1) or (_from(pool.kv_used, FULL_FROM) and _waits(pool)):
+    if _from(pool.refused, 1):
+        waits = f"{pool.refused:.0f} refused"
+    lacks = _from(pool.preemptions, 1) or _from(pool.refused, 1)
+    if lacks or (_from(pool.kv_used, FULL_FROM) and _waits(pool)):
         used = "" if pool.kv_used is None else f"{pool.kv_used:.0%} in use, "
         said = f"{pool.title} is short of KV blocks: {used}{waits}: give it more KV memory or one worker more."
         yield Bottleneck("kv_blocks", said, pool.pool, "kv_memory")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ridgeline.roofline import bottleneck as rule
 from ridgeline.roofline.bottleneck import Bottleneck, FleetState, PoolState
@@ -26,7 +26,7 @@ def fleet_state(promise: Promise, pools: Sequence[PoolNow], window: Window, rece
     """Return what the rule of the sentence judges."""
     link_s = sum(window.rates("link_seconds").values())
     return FleetState(
-        tuple(_pool_state(pool, window) for pool in pools),
+        tuple(_pool_state(pool, window, promise.refused_by) for pool in pools),
         None,  # whether any came is the verdict's own row
         promise.ttft_attainment_ratio,
         _tpot_attainment(promise, pools[-1]),
@@ -44,7 +44,7 @@ def _tpot_attainment(promise: Promise, pool: PoolNow) -> float | None:
     return 0.0 if limit_s is not None and step_s is not None and step_s > limit_s else promise.tpot_attainment_ratio
 
 
-def _pool_state(pool: PoolNow, window: Window) -> PoolState:
+def _pool_state(pool: PoolNow, window: Window, refused_by: Mapping[str, float]) -> PoolState:
     in_router = mean(float(sample.waiting_prompts.get(pool.pool, 0)) for sample in window.samples) or 0.0
     in_engines = window.level(pool.pool, lambda one: one.waiting)
     return PoolState(
@@ -57,6 +57,7 @@ def _pool_state(pool: PoolNow, window: Window) -> PoolState:
         window.level(pool.pool, lambda one: one.running),
         pool.workers[0].max_running if pool.workers else None,
         in_router + (in_engines or 0.0) * pool.workers_ready,
+        refused=None if pool.pool == "prefill" else refused_by.get("kv_blocks", 0.0) * window.seconds,
     )
 
 

@@ -27,6 +27,7 @@ CASES = [
     (pools(PREFILL, DECODE, router_cores=0.95), "router", None, "router_processes", None),
     (pools(PREFILL, replace(DECODE, kv_used=0.96, waiting=3)), "kv_blocks", "decode", "kv_memory", None),
     (pools(replace(ENGINE, preemptions=4)), "kv_blocks", "engine", "kv_memory", None),
+    (pools(PREFILL, replace(DECODE, kv_used=0.8, refused=3)), "kv_blocks", "decode", "kv_memory", None),
     (pools(PREFILL, replace(DECODE, running=63, waiting=3)), "places", "decode", "max_num_seqs", None),
     (pools(PREFILL, replace(DECODE, busy=0.9), tpot_attainment=0.5), "bandwidth", "decode", "add_worker", None),
     (
