@@ -23,6 +23,9 @@ BOUND_FROM = 0.5
 BUSY_FROM = 0.8
 """The share of its time in steps, or of a link's in transfers, from which it counts as full: `autoscale.up_use`.
 Waiting grows as 1 / (1 - use), to five times the service time at 0.8 (M/M/1 queue)."""
+SHARING_FROM = BUSY_FROM / (1 - BUSY_FROM)
+"""Transfers at a time from which a link that they share counts as full: at a use u there are u / (1 - u) on average
+(M/M/1 queue with processor sharing)."""
 QUEUED_FROM = 0.62
 """The share of its time in steps from which a queue needs no other cause: one waits on average in an M/M/1 queue, with
 Poisson arrivals, at a use of (sqrt(5) - 1) / 2, and with several workers at a higher one."""
@@ -67,6 +70,8 @@ class PoolState:
     """Prompts or sequences that wait for the pool, in the router and in its engines."""
     preemptions: float | None = None
     """Sequences that lost their KV blocks to others."""
+    slow: bool | None = None
+    """Whether its steps take longer than the SLO on TPOT; KV that comes late is another reason for a miss."""
     refused: float | None = None
     """Requests that were refused, since its KV blocks were promised to others."""
 
@@ -215,13 +220,18 @@ def _idles(pool: PoolState) -> str:
 
 
 def _link(state: FleetState) -> Iterator[Bottleneck]:
-    if not _from(state.link_busy, BUSY_FROM) or state.handoff_wait_s is None or state.wire_s is None:
+    wait_s, wire_s = state.handoff_wait_s, state.wire_s
+    if not _from(state.link_busy, BUSY_FROM) or wait_s is None or wire_s is None:
         return
-    if state.handoff_wait_s > state.wire_s:
-        wait_ms, wire_ms = state.handoff_wait_s * 1e3, state.wire_s * 1e3
-        said = f"The KV link is short: busy {state.link_busy:.0%}, and a hand-off waits {wait_ms:.0f} ms for "
-        said += f"{wire_ms:.0f} ms of transfer: use a faster transport, or mode colocated."
-        yield Bottleneck("link", said, change="transport")
+    if wait_s > wire_s:
+        how = f"busy {state.link_busy:.0%}, and a hand-off waits {wait_s * 1e3:.0f} ms for {wire_s * 1e3:.0f} ms of "
+        how += "transfer"
+    elif _from(state.link_busy, SHARING_FROM):
+        how = f"{state.link_busy:.0f} transfers share it, and one takes {wire_s * 1e3:.0f} ms"
+    else:
+        return
+    said = f"The KV link is short: {how}: use a faster transport, or mode colocated."
+    yield Bottleneck("link", said, change="transport")
 
 
 def _queue(pool: PoolState) -> Iterator[Bottleneck]:
@@ -295,9 +305,8 @@ def _spares_one(pool: PoolState, state: FleetState) -> bool:
 
 def _missed(pool: PoolState, state: FleetState) -> bool:
     """Whether an SLO is missed for which the pool answers: TTFT for prefill, TPOT for decode, else both."""
-    shares = {"prefill": (state.ttft_attainment,), "decode": (state.tpot_attainment,)}.get(
-        pool.pool, (state.ttft_attainment, state.tpot_attainment)
-    )
+    tpot = {None: state.tpot_attainment, True: 0.0, False: None}[pool.slow]
+    shares = {"prefill": (state.ttft_attainment,), "decode": (tpot,)}.get(pool.pool, (state.ttft_attainment, tpot))
     return any(share is not None and share < MIN_ATTAINMENT for share in shares)
 
 

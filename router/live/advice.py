@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from ridgeline.roofline import bottleneck as rule
 from ridgeline.roofline.bottleneck import Bottleneck, FleetState, PoolState
@@ -26,10 +26,10 @@ def fleet_state(promise: Promise, pools: Sequence[PoolNow], window: Window, rece
     """Return what the rule of the sentence judges."""
     link_s = sum(window.rates("link_seconds").values())
     return FleetState(
-        tuple(_pool_state(pool, window, promise.refused_by) for pool in pools),
+        tuple(_pool_state(pool, window, promise) for pool in pools),
         None,  # whether any came is the verdict's own row
         promise.ttft_attainment_ratio,
-        _tpot_attainment(promise, pools[-1]),
+        promise.tpot_attainment_ratio,
         link_s / receivers if receivers else None,
         window.mean_of("stage", "handoff_wait"),
         window.mean_of("stage", "wire"),
@@ -38,13 +38,8 @@ def fleet_state(promise: Promise, pools: Sequence[PoolNow], window: Window, rece
     )
 
 
-def _tpot_attainment(promise: Promise, pool: PoolNow) -> float | None:
-    """Return that of the sequences that ended, or 0 where steps take longer now: long answers end only in a while."""
+def _pool_state(pool: PoolNow, window: Window, promise: Promise) -> PoolState:
     limit_s, step_s = promise.slo.tpot_s, pool.decode_step_s
-    return 0.0 if limit_s is not None and step_s is not None and step_s > limit_s else promise.tpot_attainment_ratio
-
-
-def _pool_state(pool: PoolNow, window: Window, refused_by: Mapping[str, float]) -> PoolState:
     in_router = mean(float(sample.waiting_prompts.get(pool.pool, 0)) for sample in window.samples) or 0.0
     in_engines = window.level(pool.pool, lambda one: one.waiting)
     return PoolState(
@@ -57,7 +52,8 @@ def _pool_state(pool: PoolNow, window: Window, refused_by: Mapping[str, float]) 
         window.level(pool.pool, lambda one: one.running),
         pool.workers[0].max_running if pool.workers else None,
         in_router + (in_engines or 0.0) * pool.workers_ready,
-        refused=None if pool.pool == "prefill" else refused_by.get("kv_blocks", 0.0) * window.seconds,
+        slow=None if limit_s is None or step_s is None else step_s > limit_s,
+        refused=None if pool.pool == "prefill" else promise.refused_by.get("kv_blocks", 0.0) * window.seconds,
     )
 
 
@@ -93,8 +89,8 @@ def verdict_of(found: Bottleneck, pools: list[PoolNow], promise: Promise, modes:
         said = f"No requests: {ready} of {sum(pool.workers_wanted for pool in pools)} workers are ready and idle."
         return Verdict("empty", "idle", None, None, 0.0, said, None, None)
     limit_s, alone_s = promise.slo.tpot_s, pools[-1].alone_step_s or 0.0
-    attained = _tpot_attainment(promise, pools[-1])
-    missed = attained is not None and attained < rule.MIN_ATTAINMENT
+    step_s, attained = pools[-1].decode_step_s or 0.0, promise.tpot_attainment_ratio
+    missed = step_s > (limit_s or 0.0) or (attained is not None and attained < rule.MIN_ATTAINMENT)
     if (
         found.resource in ("time", "bandwidth", "compute", "unknown")
         and missed

@@ -41,6 +41,13 @@ CASES = [
         pools(PREFILL, DECODE, link_busy=0.9, handoff_wait_s=0.3, wire_s=0.1),
         *("link", None, "transport", None),
     ),
+    (pools(PREFILL, DECODE, link_busy=5.0, handoff_wait_s=0.1, wire_s=3.0), "link", None, "transport", None),
+    (pools(PREFILL, DECODE, link_busy=2.0, handoff_wait_s=0.1, wire_s=3.0), "nothing", None, "none", None),
+    (pools(PREFILL, replace(DECODE, busy=0.9, slow=False), tpot_attainment=0.5), "unknown", None, "none", None),
+    (
+        pools(PREFILL, replace(DECODE, busy=0.9, slow=True), tpot_attainment=None),
+        *("bandwidth", "decode", "add_worker", None),
+    ),
     (pools(replace(PREFILL, busy=0.95, waiting=2), DECODE), "compute", "prefill", "add_worker", None),
     (pools(replace(PREFILL, busy=0.95), DECODE, ttft_attainment=0.4), "compute", "prefill", "add_worker", None),
     (
