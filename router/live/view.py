@@ -132,7 +132,7 @@ class LiveView:
         )
         self._note_workers(now_s)
         if now_s >= self._history.next_s:
-            self._history.add(now_s, self._promise())
+            self._history.add(now_s, self._promise(self._recent()))
         if now_s >= self._trails_s + TRAIL_STEP_S:
             self._trails_s = now_s
             self._add_to_trails()
@@ -189,7 +189,8 @@ class LiveView:
     def _make(self) -> PageState:
         sources, window = self._sources, self._window
         settings, fleet = sources.settings, sources.fleet
-        promise, pools = self._promise(), [self._pool(pool, window) for pool in pools_of(fleet.mode)]
+        recent = self._recent()
+        promise, pools = self._promise(recent), [self._pool(pool, window) for pool in pools_of(fleet.mode)]
         found = bottleneck(fleet_state(promise, pools, window, self._receivers(window)))
         verdict = self._verdict_now(found, pools, promise)
         links, router = self._links(window), self._router(window)
@@ -220,15 +221,19 @@ class LiveView:
             links=links,
             router=router,
             flow=_flow(promise, pools, links, window),
-            requests=self._requests(),
+            requests=_requests(recent),
             requests_shown_of=promise.sequences,
             requests_of=None if settings.routers == 1 else f"{settings.start.name}, one of {settings.routers}",
             operations=[] if operation is None else [operation],
         )
 
-    def _promise(self) -> Promise:
+    def _recent(self) -> Recent:
+        """Return what has ended within the last minute, in the present mode."""
         since_s = min(PROMISE_S, max(self._clock() - self._history.mode_since_s, PERIOD_S))
-        recent, window = Recent(*self._sources.metrics.ended.within(since_s)), self._window
+        return Recent(*self._sources.metrics.ended.within(since_s))
+
+    def _promise(self, recent: Recent) -> Promise:
+        window = self._window
         limits, of_minute = self._sources.settings.router.slo, Window([self._samples[0], self._samples[-1]])
         ended = {outcome: window.per_s("requests", outcome) for outcome in ("finished", "failed", "cancelled")}
         refused = {reason: rate for reason, rate in window.rates("rejected").items() if rate}
@@ -250,12 +255,6 @@ class LiveView:
             failed_per_s=ended["failed"],
             refused_by=refused,
         )
-
-    def _requests(self) -> list[RequestNow]:
-        """Return the latest sequences of the last minute, those that missed an SLO or failed first."""
-        ended, _ = self._sources.metrics.ended.within(PROMISE_S)
-        ended.sort(key=lambda one: one.outcome == "finished" and met_all(one) is not False)
-        return list(map(shown, ended[:MOST_REQUESTS]))
 
     def _pool(self, pool: Pool, window: Window) -> PoolNow:
         fleet, hardware = self._sources.fleet, self._sources.hardware().get(pool)
@@ -469,6 +468,12 @@ class _HistoryKept:
             list(arrivals),
             marks,
         )
+
+
+def _requests(recent: Recent) -> list[RequestNow]:
+    """Return the latest sequences, those that missed an SLO or failed first."""
+    ended = sorted(recent.ended, key=lambda one: one.outcome == "finished" and met_all(one) is not False)
+    return list(map(shown, ended[:MOST_REQUESTS]))
 
 
 def slo_point(
