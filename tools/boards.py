@@ -128,7 +128,7 @@ OVERVIEW = {
         Panel("End to end", "s", quantiles("ridgeline_e2e_seconds")),
     ],
     "Router": [
-        Panel("Part of TTFT", "s", quantiles("ridgeline_stage_seconds", "stage", 'stage=~"preprocess|dispatch"')),
+        Panel("Own stages", "s", quantiles("ridgeline_stage_seconds", "stage", 'stage=~"preprocess|dispatch"')),
         Panel(
             "CPU", "percentunit", [rate("ridgeline_router_cpu_seconds_total", "instance, router")], "At most one core."
         ),

@@ -91,7 +91,6 @@ class Legs:
                 return
             progress.advance("handoff", worker=decode.worker_id)
             wanted = progress.request.sampling
-            progress.timeline.resampled = wanted.first_token == "resample"
             progress.metrics.first_token.labels(wanted.first_token, wanted.resample_reason or "").inc()
             fetched, release_after_s = False, 0.0
             try:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ridgeline.router.live.state import HandoffNow, Quantiles, RequestNow, StageNow
-from ridgeline.router.observe.ended_requests import EndedRequest, Handoff
+from ridgeline.router.observe.ended_requests import EndedRequest, Handoff, Slo
 from ridgeline.router.observe.timeline import Stage
 
 _LEGS = {
@@ -22,7 +23,7 @@ _LEGS = {
 
 @dataclass(frozen=True)
 class Recent:
-    """Sequences that ended within so many seconds. A cancelled one counts by the latencies that it had."""
+    """Sequences that ended within so many seconds."""
 
     ended: Sequence[EndedRequest]
     seconds: float
@@ -37,38 +38,19 @@ class Recent:
         """Of those with two tokens or more."""
         return quantiles_of([one.tpot_s for one in self.ended if one.tpot_s is not None])
 
-    def attainment(self, met: Callable[[EndedRequest], bool | None]) -> float | None:
-        """Return the share of those with a limit that have met it; None without any."""
-        known = [ok for one in self.ended if (ok := met(one)) is not None]
+    @cached_property
+    def _met(self) -> list[dict[Slo, bool]]:
+        return [one.slos_met() for one in self.ended]
+
+    def attainment(self, slo: Slo) -> float | None:
+        """Return the share that met it, of those that it judges; None without any."""
+        known = [met[slo] for met in self._met if slo in met]
         return sum(known) / len(known) if known else None
 
     @property
     def goodput_per_s(self) -> float | None:
-        """Finished sequences a second that met each of their limits; None if none has a limit."""
-        met = [met_all(one) for one in self.ended]
-        return None if all(one is None for one in met) else sum(map(bool, met)) / self.seconds
-
-
-def met_ttft(one: EndedRequest) -> bool | None:
-    """Return whether it met its limit; None if it has none, or was cancelled before its first token."""
-    return _met(one, one.ttft_s, one.ttft_limit_s)
-
-
-def met_tpot(one: EndedRequest) -> bool | None:
-    """Return whether it met its limit; None if it has none, or one token only."""
-    return _met(one, one.tpot_s, one.tpot_limit_s)
-
-
-def met_all(one: EndedRequest) -> bool | None:
-    """Return whether it met all limits that it has; None without any."""
-    known = [ok for ok in (met_ttft(one), met_tpot(one)) if ok is not None]
-    return all(known) if known else None
-
-
-def _met(one: EndedRequest, seconds: float | None, limit_s: float | None) -> bool | None:
-    if limit_s is None or (seconds is None and one.outcome != "failed"):
-        return None
-    return one.outcome != "failed" and seconds is not None and seconds <= limit_s
+        """Sequences a second that met all their SLOs; None if none has one."""
+        return sum(met.get("all", False) for met in self._met) / self.seconds if any(self._met) else None
 
 
 def quantiles_of(values: list[float]) -> Quantiles | None:
@@ -81,6 +63,7 @@ def quantiles_of(values: list[float]) -> Quantiles | None:
 
 def shown(one: EndedRequest) -> RequestNow:
     """Return it for the page."""
+    met = one.slos_met()
     prefill = next((stage.worker for stage in one.stages if stage.name == "prefill"), "")
     decode = next((stage.worker for stage in reversed(one.stages) if stage.worker), prefill)
     return RequestNow(
@@ -95,8 +78,8 @@ def shown(one: EndedRequest) -> RequestNow:
         ended_s_ago=one.ended_s_ago,
         ttft_s=one.ttft_s,
         tpot_s=one.tpot_s,
-        ttft_ok=met_ttft(one),
-        tpot_ok=met_tpot(one),
+        ttft_ok=met.get("ttft"),
+        tpot_ok=met.get("tpot"),
         stages=list(map(_stage, one.stages)),
         retries=one.placements - 1,
         handoff=None if one.handoff is None else _handoff(one.handoff),

@@ -23,7 +23,7 @@ from ridgeline.router.fleet.fleet import Fleet
 from ridgeline.router.fleet.request_route import exchanging_pools, pools_of
 from ridgeline.router.fleet.worker import Worker
 from ridgeline.router.live.advice import fleet_state, resources, verdict_of
-from ridgeline.router.live.promise import Recent, met_all, met_tpot, met_ttft, shown
+from ridgeline.router.live.promise import Recent, shown
 from ridgeline.router.live.samples import Sample, Text, Window, bucket_quantiles, counted, mean, steps_of, worker_sample
 from ridgeline.router.live.state import (
     SCHEMA,
@@ -245,9 +245,9 @@ class LiveView:
             ttft_s=recent.ttft_s,
             tpot_s=recent.tpot_s,
             itl_s=bucket_quantiles(of_minute.rates("itl")),
-            attainment_ratio=recent.attainment(met_all),
-            ttft_attainment_ratio=recent.attainment(met_ttft),
-            tpot_attainment_ratio=recent.attainment(met_tpot),
+            attainment_ratio=recent.attainment("all"),
+            ttft_attainment_ratio=recent.attainment("ttft"),
+            tpot_attainment_ratio=recent.attainment("tpot"),
             goodput_per_s=recent.goodput_per_s,
             arrivals_per_s=max(0.0, sum(ended.values()) + more_in_flight),
             finished_per_s=ended["finished"],
@@ -472,7 +472,7 @@ class _HistoryKept:
 
 def _requests(recent: Recent) -> list[RequestNow]:
     """Return the latest sequences, those that missed an SLO or failed first."""
-    ended = sorted(recent.ended, key=lambda one: one.outcome == "finished" and met_all(one) is not False)
+    ended = sorted(recent.ended, key=lambda one: one.outcome == "finished" and one.slos_met().get("all", True))
     return list(map(shown, ended[:MOST_REQUESTS]))
 
 

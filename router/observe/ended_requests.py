@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice, takewhile
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -26,6 +26,7 @@ from ridgeline.router.scheduler.features import Assignment
 KEPT: Final = 1000
 """Sequences that are kept, about 2 KB each."""
 SHOWN_BY_DEFAULT: Final = 10
+Slo = Literal["ttft", "tpot", "all"]
 
 
 class Handoff(msgspec.Struct, frozen=True, gc=False):
@@ -103,6 +104,22 @@ class EndedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """None outside of mode adaptive, and until a worker's model has learned some steps."""
     ended_s_ago: float = 0.0
 
+    def slos_met(self) -> dict[Slo, bool]:
+        """Return whether it met each SLO that it has, and all of them; empty without any.
+
+        A failed one has missed each. Any other is judged by what its client saw: one token has no TPOT to miss, and
+        without a token there is nothing to judge.
+        """
+        ttft_s, tpot_s = (math.inf, math.inf) if self.outcome == "failed" else (self.ttft_s, self.tpot_s)
+        met: dict[Slo, bool] = {}
+        if ttft_s is not None and self.ttft_limit_s is not None:
+            met["ttft"] = ttft_s <= self.ttft_limit_s
+        if tpot_s is not None and self.tpot_limit_s is not None:
+            met["tpot"] = tpot_s <= self.tpot_limit_s
+        if ttft_s is not None and (self.ttft_limit_s is not None or self.tpot_limit_s is not None):
+            met["all"] = all(met.values())
+        return met
+
 
 class RequestsAnswer(msgspec.Struct, frozen=True):
     """The answer of GET /ridgeline/requests."""
@@ -138,8 +155,8 @@ class EndedRequests:
         self._latest: deque[tuple[float, EndedRequest]] = deque(maxlen=KEPT)
         """With the times at which they ended, newest first."""
 
-    def add(self, timeline: RequestTimeline, outcome: Outcome) -> None:
-        """Keep a sequence that has ended."""
+    def add(self, timeline: RequestTimeline, outcome: Outcome) -> EndedRequest:
+        """Keep a sequence that has ended, and return what is known of it."""
         stages = timeline.ended(outcome)
         record = EndedRequest(
             request_id=timeline.client_request_id or timeline.request_id,
@@ -165,6 +182,7 @@ class EndedRequests:
             trace_id = self._send_trace(record, timeline.trace_headers)
             record = msgspec.structs.replace(record, trace_id=trace_id)
         self._latest.appendleft((self._clock(), record))
+        return record
 
     def within(self, seconds: float) -> tuple[list[EndedRequest], float]:
         """Return those that ended within so many seconds, newest first, and for how many of these it is known."""

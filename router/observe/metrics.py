@@ -7,8 +7,8 @@ absent, never zero.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -104,9 +104,9 @@ class RequestMetrics:
         self.output_tokens = counter("ridgeline_output_tokens", "Tokens of sequences that ended", pool)
         self.slo = counter(
             "ridgeline_slo_sequences",
-            "Finished sequences that have an SLO, and whether they met it: ttft, tpot (of two tokens or more), or all "
-            "that they have; goodput is the rate of slo=all, met=yes. Failed sequences count in "
-            "ridgeline_requests_total alone",
+            "Sequences that ended and have an SLO, and whether they met it: ttft, tpot (of two tokens or more), or all "
+            "that they have; goodput is the rate of slo=all, met=yes. A failed one has missed each; a cancelled one "
+            "counts by the latencies that it had",
             ("slo", "met"),
         )
         self.queue = histogram(
@@ -126,10 +126,11 @@ class RequestMetrics:
         )
         self.stage = histogram(
             "ridgeline_stage_seconds",
-            "Time that a finished sequence spent in each stage: preprocess (reading and tokenising the request, "
-            "admission), queue (router, then engine), dispatch (what is left of TTFT: messages, threads, the rest of a "
-            "running step), prefill, handoff_wait (from the decode worker asking for the KV "
-            "to the first byte), wire (moving the KV), decode_queue, decode",
+            "Time that a finished sequence spent in each stage; they add up to its latency: preprocess (reading and "
+            "tokenising the request, admission), queue (router, then engine), dispatch (messages, threads, the rest of "
+            "a running step), prefill, handoff_wait (from the decode worker asking for the KV to the first byte), wire "
+            "(moving the KV), decode_queue, decode, lost (on a worker that was lost), unreported (by its worker). Of a "
+            "hand-off fetched during prefill, only what came after prefill counts",
             ("stage",),
             buckets=STAGE_BUCKETS,
         )
@@ -263,7 +264,9 @@ class RequestMetrics:
     def close(self, timeline: RequestTimeline, outcome: Outcome) -> None:
         """Record a sequence that has ended."""
         self.requests.labels(timeline.path, outcome).inc()
-        self.ended.add(timeline, outcome)
+        ended = self.ended.add(timeline, outcome)
+        for slo, met in ended.slos_met().items():
+            self.slo.labels(slo, "yes" if met else "no").inc()
         for state, pause_s in timeline.pauses_s:
             self.pause.labels(state).observe(pause_s)
         if timeline.last_pool is not None:
@@ -274,23 +277,15 @@ class RequestMetrics:
             self.e2e.labels(timeline.last_pool).observe(timeline.e2e_s)
         if timeline.tpot_s is not None:
             self.tpot.labels(timeline.last_pool).observe(timeline.tpot_s)
-        for stage, seconds in timeline.stages_s().items():
-            self.stage.labels(stage).observe(seconds)
+        stages_s: dict[str, float] = defaultdict(float)
+        for stage in ended.stages:
+            stages_s["queue" if stage.name == "engine_queue" else stage.name] += stage.duration_s
+        for name, seconds in stages_s.items():
+            self.stage.labels(name).observe(seconds)
         for pool, where, seconds in timeline.waits_s():
             self.queue.labels(pool, where).observe(seconds)
-        self._count_slos(timeline)
         self._count_link(timeline)
         self._count_decision(timeline)
-
-    def _count_slos(self, timeline: RequestTimeline) -> None:
-        """Count the SLOs that a finished sequence has; as in `ridgeline.loadtest`, one token has no TPOT to miss."""
-        latencies = (("ttft", timeline.ttft_s, timeline.ttft_limit_s), ("tpot", timeline.tpot_s, timeline.tpot_limit_s))
-        met = {slo: seen_s is None or seen_s <= limit_s for slo, seen_s, limit_s in latencies if math.isfinite(limit_s)}
-        if not met:
-            return
-        for slo, is_met in (*met.items(), ("all", all(met.values()))):
-            if slo != "tpot" or timeline.tpot_s is not None:
-                self.slo.labels(slo, "yes" if is_met else "no").inc()
 
     def _count_link(self, timeline: RequestTimeline) -> None:
         num_bytes, wire_s = timeline.moved

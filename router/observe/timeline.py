@@ -38,10 +38,10 @@ StageName = Literal[
     "unreported",
     "lost",
 ]
-"""A part of a sequence's latency, as `ridgeline_stage_seconds` has them, except that `queue` is the wait in the router,
-and `engine_queue` that in an engine. `dispatch`: seconds of each leg that its worker does not count, which are messages
-both ways, threads, and the rest of the step that ran. `unreported`: a leg that ended before its worker told its times.
-`lost`: from its placement to the loss of its worker."""
+"""A part of a sequence's latency. `preprocess`: body, template, tokenising, admission. `queue`: the wait in the router,
+`engine_queue` that in an engine, which `ridgeline_stage_seconds` adds up. `dispatch`: seconds of each leg that its
+worker does not count, which are messages both ways, threads, and the rest of the step that ran. `unreported`: a leg
+that ended before its worker told its times. `lost`: from its placement to the loss of its worker."""
 LEAST_STAGE_S: Final = 1e-6
 """A shorter stage is a rounding error, and joins the next one."""
 Observe = Callable[[Latency, Pool, float], None]
@@ -112,13 +112,9 @@ class RequestTimeline:
     """When its decode leg was begun during prefill, whether it was of use or not."""
     prompt_pool: Pool | None = None
     """The pool of the worker that computes the prompt, once it has one."""
-    resampled: bool = False
-    """Decode samples the first token, so that TTFT includes the hand-off."""
     error: str = ""
     """The class of the error that it failed with, `WorkerLost` for example; empty unless it failed."""
     arrived_s: float = field(init=False)
-    preprocess_s: float | None = field(init=False)
-    """Seconds from the head to the orchestrator: body, template, tokenising, admission."""
     _first_token_s: float = 0.0
     _last_token_s: float = 0.0
     _num_deltas: int = 0
@@ -133,7 +129,6 @@ class RequestTimeline:
     def __post_init__(self) -> None:
         now_s = self.clock()
         self.arrived_s = now_s if self.head_read_s is None else self.head_read_s
-        self.preprocess_s = None if self.head_read_s is None else now_s - self.head_read_s
         self._until_s = self.arrived_s
         self._stage("preprocess", now_s)
 
@@ -265,18 +260,6 @@ class RequestTimeline:
         return max(0.0, ttft_s - request.waited_s - timing.queue_s - timing.first_token_s)
 
     @property
-    def dispatch_s(self) -> float | None:
-        """Seconds of TTFT that belong to no other stage: messages, threads, the rest of a step that ran.
-
-        None if not known: a worker was lost, or TTFT includes the hand-off.
-        """
-        timing = self.prefill_timing or self.decode_timing
-        if timing is None or self.ttft_s is None or self.preprocess_s is None or self.pauses_s or self.resampled:
-            return None
-        others_s = self.preprocess_s + self.router_queue_s + timing.queue_s + timing.first_token_s
-        return max(0.0, self.ttft_s - others_s)
-
-    @property
     def moved(self) -> tuple[int, float]:
         """Bytes and seconds of its whole hand-off; zeros if there was none, or only its last segment was timed."""
         result = None if self.decode_timing is None else self.decode_timing.transfer_result
@@ -289,23 +272,6 @@ class RequestTimeline:
         """What carried its hand-off; empty if there was none."""
         result = None if self.decode_timing is None else self.decode_timing.transfer_result
         return "" if result is None else result.transport
-
-    def stages_s(self) -> dict[StageName, float]:
-        """Return the seconds in each stage; a stage that did not happen is absent, not zero."""
-        stages: dict[StageName, float] = {}
-        if self.preprocess_s is not None:
-            stages["preprocess"] = self.preprocess_s
-        if self.dispatch_s is not None:
-            stages["dispatch"] = self.dispatch_s
-        split = self.path == "disaggregated"
-        if first := self._prefill_leg_s() if split else self._whole_leg_s():
-            stages["queue"] = self.router_queue_s + first.pop("engine_queue")
-            stages |= first
-        if split and (second := self._decode_leg_s()):
-            stages |= second
-            if self.overlapped:
-                stages["handoff_wait"] = 0.0
-        return stages
 
     def waits_s(self) -> Iterator[tuple[Pool, Literal["router", "engine"], float]]:
         """Yield where its legs waited, by the pool of their worker, and the seconds."""

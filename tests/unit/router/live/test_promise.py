@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from ridgeline.router.live.promise import Recent, met_all, met_tpot, met_ttft, shown
+from ridgeline.router.live.promise import Recent, shown
 from ridgeline.router.observe.ended_requests import EndedRequests
 from tests.support.clock import FakeClock
 from tests.support.ended_requests import ended, handed_over
@@ -28,22 +28,11 @@ def test_quantiles_are_values_that_were_seen():
         assert (quantiles.p50, quantiles.p90, quantiles.p99) == pytest.approx((0.5 * scale, 0.9 * scale, scale))
 
 
-@pytest.mark.parametrize(
-    ("sequences", "ttft", "tpot", "every"),
-    [
-        ([(0.1, 0.01, "finished", LIMITS)], 1.0, 1.0, 1.0),
-        ([(0.1, 0.01, "finished", LIMITS), (0.3, 0.01, "finished", LIMITS)], 0.5, 1.0, 0.5),
-        ([(0.3, 0.01, "finished", LIMITS), (0.1, 0.03, "finished", LIMITS)], 0.5, 0.5, 0.0),
-        ([(None, None, "failed", LIMITS)], 0.0, 0.0, 0.0),
-        ([(None, None, "cancelled", LIMITS)], None, None, None),
-        ([(0.1, 0.01, "finished", (math.inf, math.inf))], None, None, None),
-        ([(0.1, 0.5, "finished", (0.2, math.inf))], 1.0, None, 1.0),
-        ([], None, None, None),
-    ],
-)
-def test_attainment_is_of_those_with_a_limit(sequences, ttft, tpot, every):
-    recent = recent_of(*sequences)
-    assert [recent.attainment(met) for met in (met_ttft, met_tpot, met_all)] == [ttft, tpot, every]
+def test_attainment_is_of_those_that_are_judged():
+    late, slow = (0.3, 0.01, "finished", LIMITS), (0.1, 0.03, "finished", (math.inf, 0.02))
+    recent = recent_of(late, slow, (0.1, 0.01, "finished", LIMITS), (None, None, "cancelled", LIMITS))
+    assert [recent.attainment(slo) for slo in ("ttft", "tpot", "all")] == pytest.approx([1 / 2, 2 / 3, 1 / 3])
+    assert recent_of((0.1, 0.01, "finished", (math.inf, math.inf))).attainment("all") is None
 
 
 def test_goodput_counts_what_met_its_limits_in_the_time_that_was_watched():

@@ -41,6 +41,32 @@ def test_a_decision_is_told_with_its_policy_its_reason_and_what_was_predicted_an
     ]
 
 
+LIMITS, NONE = (0.2, 0.02), math.inf
+
+
+@pytest.mark.parametrize(
+    ("gaps_s", "outcome", "limits", "met"),
+    [
+        ((0.1, 0.01), "finished", LIMITS, {"ttft": True, "tpot": True, "all": True}),
+        ((0.3, 0.01), "finished", LIMITS, {"ttft": False, "tpot": True, "all": False}),
+        ((0.1, 0.03), "finished", LIMITS, {"ttft": True, "tpot": False, "all": False}),
+        ((0.1, 0.03), "finished", (0.2, NONE), {"ttft": True, "all": True}),
+        ((0.1, 0.03), "finished", (NONE, 0.02), {"tpot": False, "all": False}),
+        ((0.1, 0.03), "finished", (NONE, NONE), {}),
+        ((0.1,), "finished", LIMITS, {"ttft": True, "all": True}),
+        ((0.1,), "finished", (NONE, 0.02), {"all": True}),
+        ((0.1, 0.01), "failed", LIMITS, {"ttft": False, "tpot": False, "all": False}),
+        ((), "failed", (NONE, 0.02), {"tpot": False, "all": False}),
+        ((), "failed", (NONE, NONE), {}),
+        ((0.1, 0.03), "cancelled", LIMITS, {"ttft": True, "tpot": False, "all": False}),
+        ((0.3,), "cancelled", LIMITS, {"ttft": False, "all": False}),
+        ((), "cancelled", LIMITS, {}),
+    ],
+)
+def test_slos_are_judged_by_what_the_client_saw_and_a_failed_sequence_has_missed_each(gaps_s, outcome, limits, met):
+    assert EndedRequests().add(ended(None, *gaps_s, limits=limits), outcome).slos_met() == met
+
+
 def test_without_slos_none_is_told():
     row, lines = told(ended(an_assignment(), 0.5, 0.06, limits=(math.inf, math.inf)))
     assert (row["ttft_limit_s"], row["tpot_limit_s"]) == (None, None)

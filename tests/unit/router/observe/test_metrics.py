@@ -22,6 +22,7 @@ from ridgeline.router.observe.timeline import RequestTimeline
 from ridgeline.router.placement.pool_queue import QueueCollector, QueueNow
 from ridgeline.router.settings import PoolHardware
 from tests.support.clock import FakeClock
+from tests.support.ended_requests import ended, handed_over
 
 HARDWARE = {
     "prefill": PoolHardware("host", peak_flops=1e12, peak_bytes_per_s=1e10, source="data sheet"),
@@ -59,9 +60,6 @@ def closed(registry, outcome="finished", path="disaggregated", pools=("prefill",
     for pool in pools:
         clock.now_s += 0.25
         timeline.tokens(1, pool)
-    timeline.prefill_timing = LegTiming(queue_s=0.25, first_token_s=0.5, compute_s=0.5)
-    result = TransferResult(outcome="ok", wait_s=0.0625, wire_s=0.125)
-    timeline.decode_timing = LegTiming(queue_s=0.5, first_token_s=0.5, compute_s=1.0, transfer_result=result)
     metrics.close(timeline, outcome)
 
 
@@ -93,8 +91,6 @@ def test_a_disaggregated_request_credits_each_token_to_the_pool_that_made_it(reg
     assert value(registry, "ridgeline_output_tokens_total", pool="decode") == 3
     assert value(registry, "ridgeline_second_token_seconds_count", pool="decode") == 1
     assert value(registry, "ridgeline_requests_total", path="disaggregated", outcome="finished") == 1
-    for stage, seconds in {"queue": 0.25, "prefill": 0.5, "handoff_wait": 0.0625, "wire": 0.125, "decode": 1}.items():
-        assert value(registry, "ridgeline_stage_seconds_sum", stage=stage) == seconds
 
 
 def test_a_colocated_request_is_all_of_one_pool(registry):
@@ -282,42 +278,32 @@ def finished(registry, **changes):
     metrics.close(timeline, "finished")
 
 
-@pytest.mark.parametrize(
-    ("ttft_limit_s", "tpot_limit_s", "counted"),
-    [
-        pytest.param(math.inf, math.inf, {}, id="no SLO, no series"),
-        (0.6, math.inf, {"ttft": "yes", "all": "yes"}),
-        (math.inf, 0.05, {"tpot": "no", "all": "no"}),
-        (0.6, 0.05, {"ttft": "yes", "tpot": "no", "all": "no"}),
-        (0.6, 0.2, {"ttft": "yes", "tpot": "yes", "all": "yes"}),
-        (0.4, 0.2, {"ttft": "no", "tpot": "yes", "all": "no"}),
-    ],
-)
-def test_a_finished_sequence_counts_for_each_slo_that_it_has(registry, ttft_limit_s, tpot_limit_s, counted):
-    finished(registry, ttft_limit_s=ttft_limit_s, tpot_limit_s=tpot_limit_s)
+def test_a_sequence_counts_for_each_slo_that_it_has_whether_it_finished_or_failed(registry):
+    metrics = RequestMetrics(registry)
+    for outcome in ("finished", "failed"):
+        metrics.close(ended(None, 0.5, 0.5), outcome)
+    metrics.close(ended(None, 0.5, limits=(math.inf, math.inf)), "finished")
     found = {labels: count for (name, labels), count in samples(registry).items() if "slo_sequences" in name}
-    assert found == {(("met", met), ("slo", slo)): 1 for slo, met in counted.items()}
+    counted = {("ttft", "yes"): 1, ("ttft", "no"): 1, ("tpot", "no"): 2, ("all", "no"): 2}
+    assert found == {(("met", met), ("slo", slo)): count for (slo, met), count in counted.items()}
 
 
-def test_one_token_has_no_tpot_to_miss(registry):
-    finished(registry, tpot_limit_s=0.01, num_output_tokens=1)
-    assert value(registry, "ridgeline_slo_sequences_total", slo="all", met="yes") == 1
-    assert value(registry, "ridgeline_slo_sequences_total", slo="tpot", met="yes") is None
-
-
-@pytest.mark.parametrize(
-    ("changes", "dispatch_s"),
-    [
-        ({}, 0.5 - 0.1 - 0.15 - 0.2),
-        ({"router_queue_s": 0.025}, 0.5 - 0.1 - 0.025 - 0.15 - 0.2),
-        pytest.param({"resampled": True}, None, id="TTFT includes the hand-off"),
-        pytest.param({"pauses_s": [("queued", 1.0)]}, None, id="a worker was lost"),
-    ],
-)
-def test_what_is_left_of_ttft_is_the_stage_dispatch(registry, changes, dispatch_s):
-    finished(registry, **changes)
-    found = value(registry, "ridgeline_stage_seconds_sum", stage="dispatch")
-    assert found == (None if dispatch_s is None else pytest.approx(dispatch_s))
+def test_the_stages_are_counted_once_a_sequence_and_add_up_to_its_latency(registry):
+    RequestMetrics(registry).close(handed_over(), "finished")
+    series = "ridgeline_stage_seconds"
+    sums = {dict(labels)["stage"]: s for (name, labels), s in samples(registry).items() if name == f"{series}_sum"}
+    assert sums == {
+        "preprocess": 0.125,
+        "queue": 0.5,
+        "dispatch": 0.25,
+        "prefill": 0.5,
+        "handoff_wait": 0.125,
+        "wire": 0.25,
+        "decode_queue": 0.375,
+        "decode": 1.25,
+    }
+    assert {value(registry, f"{series}_count", stage=stage) for stage in sums} == {1}
+    assert sum(sums.values()) == value(registry, "ridgeline_e2e_seconds_sum", pool="decode")
 
 
 HANDED_OVER = {

@@ -71,11 +71,8 @@ def test_what_did_not_happen_is_absent(clock, seen):
 
 
 def test_a_request_arrives_when_its_head_was_read_and_not_when_it_is_tokenised(clock, seen):
-    timeline = timeline_of(clock, (0.5, 1), (1, 1), seen=seen, head_read_s=clock.now_s - 2.0)
+    timeline_of(clock, (0.5, 1), (1, 1), seen=seen, head_read_s=clock.now_s - 2.0)
     assert seen[0] == ("ttft", "decode", 2.5)
-    timeline.decode_timing = LegTiming(queue_s=0.25, first_token_s=0.25, compute_s=1.25)
-    stages = {"preprocess": 2.0, "dispatch": 0.0, "queue": 0.25, "prefill": 0.25, "decode": 1.0}
-    assert timeline.stages_s() == stages
 
 
 def test_tokens_are_credited_to_the_pool_that_made_them(clock, seen):
@@ -88,57 +85,6 @@ def test_tokens_are_credited_to_the_pool_that_made_them(clock, seen):
         ("itl", "decode"),
     ]
     assert timeline.last_pool == "decode"
-
-
-def test_the_stages_of_both_legs_are_joined(clock):
-    timeline = timeline_of(clock, (1, 1), (1, 1), path="disaggregated")
-    timeline.prefill_timing = LegTiming(queue_s=0.25, first_token_s=0.5, compute_s=0.5)
-    result = TransferResult(outcome="ok", wait_s=0.0625, wire_s=0.125)
-    timeline.decode_timing = LegTiming(queue_s=0.5, first_token_s=0.5, compute_s=1.0, transfer_result=result)
-    assert timeline.stages_s() == {
-        "queue": 0.25,
-        "prefill": 0.5,
-        "handoff_wait": 0.0625,
-        "wire": 0.125,
-        "decode_queue": 0.5 - 0.0625 - 0.125,
-        "decode": 1.0,
-    }
-
-
-def test_a_request_that_ended_at_prefill_has_no_decode_stages(clock):
-    timeline = timeline_of(clock, (1, 1), path="disaggregated")
-    timeline.prefill_timing = LegTiming(queue_s=0.25, first_token_s=0.5, compute_s=0.5)
-    assert set(timeline.stages_s()) == {"queue", "prefill"}
-    assert timeline_of(clock, path="disaggregated").stages_s() == {}
-
-
-def test_the_decode_queue_is_never_negative(clock):
-    timeline = timeline_of(clock, (1, 1), path="disaggregated")
-    result = TransferResult(outcome="ok", wait_s=0.25, wire_s=0.25)
-    timeline.decode_timing = LegTiming(queue_s=0.25, first_token_s=0.5, compute_s=1.0, transfer_result=result)
-    assert timeline.stages_s()["decode_queue"] == 0.0
-
-
-@pytest.mark.parametrize("path", ["fallback", "decode_only", "colocated"])
-def test_a_replicas_stages_are_split_at_the_first_token(clock, path):
-    timeline = timeline_of(clock, (1.0, 1), (2.0, 1), path=path)
-    timeline.decode_timing = LegTiming(queue_s=0.25, first_token_s=0.75, compute_s=2.75)
-    assert timeline.stages_s() == {"queue": 0.25, "prefill": 0.75, "decode": 2.0}
-    assert sum(timeline.stages_s().values()) == 3.0
-
-
-def test_a_replica_that_reported_no_times_has_no_stages(clock):
-    assert timeline_of(clock, (1, 1)).stages_s() == {}
-
-
-@pytest.mark.parametrize("path", ["disaggregated", "fallback"])
-def test_the_wait_in_the_router_belongs_to_the_queue_and_not_to_prefill(clock, path):
-    timeline = timeline_of(clock, (10.0, 1), (1, 1), path=path)
-    timeline.router_queue_s = 9.0
-    timeline.prefill_timing = LegTiming(queue_s=0.25, first_token_s=0.75, compute_s=0.75)
-    timeline.decode_timing = LegTiming(queue_s=0.25, first_token_s=0.75, compute_s=1.75)
-    stages = timeline.stages_s()
-    assert (stages["queue"], stages["prefill"]) == (9.25, 0.75)
 
 
 # --- the stages on the router's clock
