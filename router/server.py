@@ -12,7 +12,6 @@ import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from importlib.metadata import version
 from typing import Any
 
 import uvicorn
@@ -284,7 +283,6 @@ class Router(RouterControl):
     def _live_sources(self) -> Sources:
         return Sources(
             settings=self._settings,
-            version=version("ridgeline"),
             fleet=self.fleet,
             metrics=self._metrics,
             lag=self._lag,

@@ -141,7 +141,7 @@ def admin_routes(
             change = await modes.change(body.mode)
         except (ModeImpossible, PairingRefused) as error:
             raise HTTPException(HTTPStatus.CONFLICT, f"the mode cannot become {body.mode}: {error}") from error
-        live.mode_is_for = body.why
+        live.mode_is_for = body.mode, body.why
         operations.wake()
         return {"mode": change.mode, "rerouted_prompts": change.rerouted_prompts, "took_s": round(change.took_s, 3)}
 
@@ -295,7 +295,7 @@ def shown_operation(progress: Progress | None) -> OperationNow | None:
     wanted = " ".join(f"{pool}={number}" for pool, number in operation.workers.items())
     title = " ".join(filter(None, (operation.kind, wanted)))
     text = f"{title}: {progress.state}" + (f"; {progress.sentences[-1]}" if progress.sentences else "")
-    return OperationNow(operation.kind, progress.state, list(progress.sentences), progress.is_open, text)
+    return OperationNow(progress.is_open, text)
 
 
 def _refuse_change_during(operations: Operations, mode: Mode) -> None:

@@ -68,7 +68,7 @@ class TextTurns(Collector):
 
     def sent(self) -> Text:
         """Return what this router has sent so far."""
-        return Text(self._tokens, self._events, self.behind_s)
+        return Text(self._tokens, self._events)
 
     def _take_turns(self) -> None:
         ends_s = self._clock() + SLICE_S

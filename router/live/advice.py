@@ -75,7 +75,7 @@ def verdict_of(found: Bottleneck, pools: list[PoolNow], promise: Promise, modes:
         pool, row = gone[0]
         others = pool.workers_ready
         said = f"{row.id} ({pool.pool}) is lost since {row.state_since_s:.0f} s"
-        said += f": {row.why}." if row.why else "."
+        said += f": {row.why.rstrip('.')}." if row.why else "."
         carried = f"Its requests go on at the other {others} of its pool" if others else "No worker of its pool is left"
         action = Action("none", "Show its log", f"ridgeline logs --worker {row.id}")
         advice = f"{carried}. It restarts by itself."
@@ -102,7 +102,7 @@ def verdict_of(found: Bottleneck, pools: list[PoolNow], promise: Promise, modes:
         return Verdict("time", "short", "bandwidth", None, 0.0, said, None, None)
     bar_of = _bar_of(found)
     kind = "none" if found.resource == "nothing" else found.resource
-    severity: Severity = "ok" if kind == "none" else "watch" if kind == "unknown" else "short"
+    severity: Severity = "ok" if kind == "none" else "idle" if kind == "unknown" else "short"
     return Verdict(kind, severity, bar_of, None, 0.0, found.sentence, None, _action(found, pools, modes))
 
 
@@ -149,31 +149,33 @@ def resources(
     wait = f" {first.wait_s:.1f} s" if first.wait_s and first.waiting_prompts else ""
     timed = [link.use_ratio for link in links if link.use_ratio is not None]
     link_says = f"{moved / 1e6:.3g} MB/s by {', '.join(link.transport for link in links)}" if moved else "no KV moves"
-    decode, decode_use, decode_says = _decode_use(promise.slo.tpot_s, last, known)
+    decode, decode_use, decode_of, decode_says = _decode_use(promise.slo.tpot_s, last, known)
     prompts, kv = ("Prompt steps", "KV blocks") if whole else ("Prefill compute", "Decode KV blocks")
-    busy, full = rule.BUSY_FROM, rule.FULL_FROM
-    table: list[tuple[ResourceId, str, float | None, float, str]] = [
-        ("router", "Router CPU", router.cpu_ratio, rule.ROUTER_CORES, per_event or f"{router.in_flight} in flight"),
-        ("prefill", prompts, first.prompt_busy_ratio, busy, f"{first.waiting_prompts} prompts wait{wait}"),
-        ("link", "KV link", sum(timed) if timed and moved else None, busy, link_says),
-        ("kv", kv, mean(row.kv_used_ratio for row in known), full, f"{free:,.0f} blocks free"),
-        ("bandwidth", decode, decode_use, full, decode_says),
+    busy, full, cpu_says = rule.BUSY_FROM, rule.FULL_FROM, per_event or f"{router.in_flight} in flight"
+    table: list[tuple[ResourceId, str, float | None, str, float, str]] = [
+        ("router", "Router CPU", router.cpu_ratio, "of a core", rule.ROUTER_CORES, cpu_says),
+        ("prefill", prompts, first.prompt_busy_ratio, "of time", busy, f"{first.waiting_prompts} prompts wait{wait}"),
+        ("link", "KV link", sum(timed) if timed and moved else None, "of time", busy, link_says),
+        ("kv", kv, mean(row.kv_used_ratio for row in known), "in use", full, f"{free:,.0f} blocks free"),
+        ("bandwidth", decode, decode_use, decode_of, full, decode_says),
     ]
     return [
-        ResourceUse(name, title, use, from_, _level(name, use, verdict, moved=bool(moved)), detail)
-        for name, title, use, from_, detail in table
+        ResourceUse(name, title, use, of, from_, _level(name, use, verdict, moved=bool(moved)), detail)
+        for name, title, use, of, from_, detail in table
     ]
 
 
-def _decode_use(limit_s: float | None, pool: PoolNow, known: Sequence[WorkerNow]) -> tuple[str, float | None, str]:
-    """Return decode's bar: its name, its use of the batch that the SLO on TPOT allows or of places, and a detail."""
+def _decode_use(limit_s: float | None, pool: PoolNow, known: Sequence[WorkerNow]) -> tuple[str, float | None, str, str]:
+    """Return decode's bar: its name, its use, of the batch that the SLO on TPOT allows or of places, and a detail."""
     step_s, batch = pool.decode_step_s, mean(row.running or 0.0 for row in known)
     step = "no decode steps" if step_s is None else f"step {step_s * 1e3:.1f} ms"
     if limit_s is not None and step_s is not None and step_s > limit_s:
-        return "Decode pace", step_s / limit_s, f"{step}, SLO {limit_s * 1e3:.0f} ms"
+        return "Decode pace", step_s / limit_s, "of TPOT", f"{step}, SLO {limit_s * 1e3:.0f} ms"
     if pool.slo_point is not None and batch is not None:
-        return "Decode pace", batch / pool.slo_point.batch, f"batch {batch:.0f} of {pool.slo_point.batch}, {step}"
-    return "Decode batch", mean((row.running or 0) / row.max_running for row in known if row.max_running), step
+        most = pool.slo_point.batch
+        return "Decode pace", batch / most, "of the batch that TPOT allows", f"batch {batch:.0f} of {most}, {step}"
+    used = mean((row.running or 0) / row.max_running for row in known if row.max_running)
+    return "Decode batch", used, "of places", step
 
 
 def _level(name: ResourceId, use: float | None, verdict: Verdict, *, moved: bool) -> Level:

@@ -69,7 +69,6 @@ def shown(one: EndedRequest) -> RequestNow:
     return RequestNow(
         id=one.request_id,
         outcome=one.outcome,
-        path=one.path,
         prompt_tokens=one.prompt_tokens,
         output_tokens=one.output_tokens,
         prefill_worker=prefill or decode,

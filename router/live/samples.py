@@ -49,11 +49,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class Text:
-    """What a router has sent: tokens, the events they were in, and how long the oldest unsent one waits."""
+    """What a router has sent: tokens, and the events they were in."""
 
     tokens: int
     events: int
-    wait_s: float
 
 
 @dataclass(frozen=True)

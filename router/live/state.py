@@ -16,7 +16,7 @@ from ridgeline.router.observe.ended_requests import ChosenWorkers
 SCHEMA = "ridgeline.state/1"
 ResourceId = Literal["router", "prefill", "link", "kv", "bandwidth"]
 """In the order in which a request meets them."""
-Severity = Literal["ok", "idle", "watch", "short", "fault"]
+Severity = Literal["ok", "idle", "short", "fault"]
 Level = Literal["short", "full", "ok", "idle", "fault", "unused"]
 WorkerState = Literal["ready", "starting", "draining", "lost", "away"]
 """`away` workers were lost again and again, and are tried again after a while."""
@@ -35,21 +35,18 @@ class DeploymentNow(msgspec.Struct, frozen=True):
 
     name: str
     model: str
-    version: str
     mode: Mode
     mode_is_for: str
-    """What whoever chose it said, such as the round of a comparison; or empty."""
+    """What whoever chose it by this router said, such as the round of a comparison; or empty."""
     modes: list[Mode]
     """To choose from."""
     uptime_s: float
-    hosts: list[str]
-    spare: str | None = None
 
 
 class Action(msgspec.Struct, frozen=True):
     """What would help."""
 
-    do: Literal["scale", "mode", "drain", "none"]
+    do: Literal["scale", "mode", "none"]
     """`none`: the page cannot do it, and shows the command."""
     label: str
     command: str
@@ -79,6 +76,8 @@ class ResourceUse(msgspec.Struct, frozen=True):
     id: ResourceId
     name: str
     use_ratio: float | None
+    of: str
+    """Says of what the ratio is a part."""
     short_from_ratio: float
     """From here it counts as short, if there is a queue or an SLO is missed."""
     state: Level
@@ -91,7 +90,6 @@ class PromisedSlo(msgspec.Struct, frozen=True):
     ttft_s: float | None
     tpot_s: float | None
     goal_ratio: float
-    itl_s: float | None = None
 
 
 class Promise(msgspec.Struct, frozen=True):
@@ -107,16 +105,15 @@ class Promise(msgspec.Struct, frozen=True):
     attainment_ratio: float | None
     ttft_attainment_ratio: float | None
     tpot_attainment_ratio: float | None
-    """Shares of the sequences that have the limit; one that failed has missed it."""
+    """Shares of the sequences that `EndedRequest.slos_met` judges."""
     goodput_per_s: float | None
-    """Sequences a second that met each of their limits."""
+    """Sequences a second that met all their limits."""
     arrivals_per_s: float
     finished_per_s: float
     refused_per_s: float
     failed_per_s: float
     refused_by: dict[str, float]
     """Requests a second by the reason of `ridgeline_rejected_total`."""
-    unloaded: None = None
 
 
 class HistoryMark(msgspec.Struct, frozen=True):
@@ -175,14 +172,13 @@ class WorkerNow(msgspec.Struct, frozen=True):
     steps: list[Steps]
     restarts: int
     why: str | None = None
-    back_in_s: float | None = None
+    """Why it is lost, or how one that is away is tried again."""
 
 
 class SloPoint(msgspec.Struct, frozen=True):
     """Where a decode worker would meet the SLO on TPOT exactly, by its step-time model at the present mean context."""
 
     batch: int
-    tokens_per_s: float
     intensity: float | None
     flops_per_s: float | None
     """None where steps decode beside prompts: what is counted does not tell their parts apart."""
@@ -196,10 +192,8 @@ class PoolNow(msgspec.Struct, frozen=True):
     peak_flops_per_s: float | None
     peak_bytes_per_s: float | None
     peaks_source: str | None
-    ridge: float | None
     workers_ready: int
     workers_wanted: int
-    longest_step: str | None
     bound: str | None
     mfu_ratio: float | None
     mbu_ratio: float | None
@@ -208,11 +202,8 @@ class PoolNow(msgspec.Struct, frozen=True):
     tokens_per_s: float
     """Prompt tokens of a prefill pool, else output tokens."""
     waiting_prompts: int
-    waiting_prompt_tokens: int
     wait_s: float | None
     """How long the next prompt would wait."""
-    capacity_tokens_per_s: float | None
-    """Prompt tokens when it is fully loaded."""
     decode_step_s: float | None
     mixed_step_s: float | None
     kv_blocks: int
@@ -228,48 +219,39 @@ class LinkNow(msgspec.Struct, frozen=True):
 
     transport: str
     why: str
-    pairs: int
     bytes_per_s: float
     use_ratio: float | None
     """Transfers under way at a decode worker, on average; None if all began during prefill, which nobody times."""
     handoffs_per_s: float
     waiting: int
     """Hand-offs that are offered and not released."""
-    wait_p50_s: float | None
-    wire_p50_s: float | None
-    """Means, for want of quantiles: from asking for KV to its first byte, and from there to the last."""
+    mean_wait_s: float | None
+    """From asking for KV to its first byte, over all transports."""
     overlapped_ratio: float | None
     failed_per_s: float
     expired_per_s: float
-    peak_bytes_per_s: float | None = None
-    peak_source: str | None = None
-    worst_pair: str | None = None
+    fastest_bytes_per_s: float | None = None
+    """Of one hand-off, since the start."""
 
 
 class RouterNow(msgspec.Struct, frozen=True):
     """The router that answers."""
 
-    processes: int
     cpu_ratio: float
     """CPU seconds of this process a second."""
     tokens_per_event: float | None
     loop_lag_s: float
-    text_wait_s: float
     in_flight: int
-    free_cores: int | None = None
 
 
 class Flow(msgspec.Struct, frozen=True):
-    """Rates along the way of a request."""
+    """Rates along the way of a request, beside those of `Promise`."""
 
-    arrivals_per_s: float
-    refused_per_s: float
     prompt_tokens_per_s: float
     split_ratio: float | None
-    handoffs_per_s: float
+    """Share of the sequences that were prefilled on one worker and decoded on another."""
     kv_bytes_per_s: float
     output_tokens_per_s: float
-    finished_per_s: float
 
 
 class StageNow(msgspec.Struct, frozen=True):
@@ -301,7 +283,6 @@ class RequestNow(msgspec.Struct, frozen=True):
 
     id: str
     outcome: str
-    path: str
     prompt_tokens: int
     output_tokens: int
     prefill_worker: str
@@ -323,9 +304,6 @@ class RequestNow(msgspec.Struct, frozen=True):
 class OperationNow(msgspec.Struct, frozen=True):
     """What an operator has begun."""
 
-    kind: str
-    state: str
-    sentences: list[str]
     running: bool
     text: str
 
@@ -337,9 +315,6 @@ class PageState(msgspec.Struct, frozen=True):
     time_unix_s: float
     period_s: float
     window_s: float
-    access: Literal["operator"]
-    ready: bool
-    """Whether each pool has a worker that can be given work; GET /ready also tries one."""
     deployment: DeploymentNow
     verdict: Verdict
     resources: list[ResourceUse]

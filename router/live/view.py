@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from ridgeline.contracts.vocabulary import Pool
+from ridgeline.contracts.vocabulary import Mode, Pool
 from ridgeline.contracts.workers import StepModel
 from ridgeline.roofline import bottleneck as rule
 from ridgeline.roofline.bottleneck import Bottleneck, bottleneck
@@ -75,7 +75,6 @@ class Sources:
     """Where the figures come from, each asked when a sample or a state is made."""
 
     settings: RouterSettings
-    version: str
     fleet: Fleet
     metrics: RequestMetrics
     lag: LoopLag
@@ -101,8 +100,8 @@ class LiveView:
         self._verdict: tuple[Verdict, float] | None = None
         self._other_since_s: float | None = None
         self._judged_s = self._began_s
-        self.mode_is_for = ""
-        """What whoever chose the present mode says that it is for."""
+        self.mode_is_for: tuple[Mode | None, str] = None, ""
+        """The mode that this router was last told to change to, and what that is for."""
         self._sampled = asyncio.Event()
         self._made: tuple[Sample, PageState] | None = None
 
@@ -174,7 +173,8 @@ class LiveView:
             self._states[worker_id] = known if known is not None and known[0] == state else (state, now_s)
             if known is not None and known[0] != state == "lost":
                 self._history.mark(now_s, f"{worker_id} lost")
-        self._history.note_mode(now_s, fleet.mode)
+        if self._history.note_mode(now_s, fleet.mode) and self.mode_is_for[0] != fleet.mode:  # by another router
+            self.mode_is_for = None, ""
 
     def _add_to_trails(self) -> None:
         workers, window = self._sources.fleet.workers, self._window
@@ -201,17 +201,13 @@ class LiveView:
             time_unix_s=time.time(),
             period_s=PERIOD_S,
             window_s=WINDOW_S,
-            access="operator",
-            ready=all(pool.workers_ready for pool in pools),
             deployment=DeploymentNow(
                 name=settings.name,
                 model=settings.served_names[0],
-                version=sources.version,
                 mode=fleet.mode,
-                mode_is_for=self.mode_is_for,
+                mode_is_for=self.mode_is_for[1],
                 modes=list(fleet.roles.modes),
                 uptime_s=self._clock() - self._began_s,
-                hosts=sorted({worker.description.host for worker in fleet.workers}),
             ),
             verdict=verdict,
             resources=uses,
@@ -220,7 +216,7 @@ class LiveView:
             pools=pools,
             links=links,
             router=router,
-            flow=_flow(promise, pools, links, window),
+            flow=_flow(links, window),
             requests=_requests(recent),
             requests_shown_of=promise.sequences,
             requests_of=None if settings.routers == 1 else f"{settings.start.name}, one of {settings.routers}",
@@ -276,10 +272,8 @@ class LiveView:
             peak_flops_per_s=peaks[0],
             peak_bytes_per_s=peaks[1],
             peaks_source=_source_of(hardware) if hardware else None,
-            ridge=peaks[0] / peaks[1] if peaks[0] and peaks[1] else None,
             workers_ready=sum(row.state == "ready" for row in rows),
             workers_wanted=sum(row.state != "draining" for row in rows),
-            longest_step=longest.step if longest else None,
             bound=rule.bound(mfu, mbu),
             mfu_ratio=mfu,
             mbu_ratio=mbu,
@@ -287,9 +281,7 @@ class LiveView:
             prompt_busy_ratio=mean(row.prompt_busy_ratio for row in known),
             tokens_per_s=window.grown_of(row.id for row in rows).get(f"tokens_total.{phase}", 0.0) / window.seconds,
             waiting_prompts=queue.waiting.prompts if queue else 0,
-            waiting_prompt_tokens=queue.waiting.tokens if queue else 0,
             wait_s=None if queue is None else queue.wait_s("", 0),
-            capacity_tokens_per_s=queue.tokens_per_s if queue else None,
             decode_step_s=means.get("decode"),
             mixed_step_s=means.get("mixed"),
             kv_blocks=workers[0].description.num_kv_blocks if workers else 0,
@@ -327,7 +319,7 @@ class LiveView:
             decode_step_s=next((one.seconds for one in steps if one.step == "decode"), None),
             steps=steps,
             restarts=sum(count for key, count in self._sources.fleet.restarts.items() if key[1] == worker.worker_id),
-            why=_why(worker) if state == "lost" else None,
+            why=_why(worker) if state == "lost" else self._sources.fleet.away.get(worker.worker_id),
         )
 
     def _decode_limits(self, workers: Sequence[Worker], window: Window) -> tuple[SloPoint | None, float | None]:
@@ -356,40 +348,34 @@ class LiveView:
         is_known = receivers > 0 and self._sources.settings.routers == 1  # each router times its own hand-offs
         links: list[LinkNow] = []
         for transport in sorted({pair.transport for pair in pairs}):
-            mine = [pair for pair in pairs if pair.transport == transport]
             first = not links  # what is counted for all transports together is told once
             handoffs = others.get(transport, 0.0) + (overlapped if first else 0.0)
             links.append(
                 LinkNow(
                     transport=transport,
-                    why=next((pair.why for pair in mine if pair.why), ""),
-                    pairs=len(mine),
+                    why=next((pair.why for pair in pairs if pair.transport == transport and pair.why), ""),
                     bytes_per_s=grown.get("kv_bytes_total.received", 0.0) / window.seconds
                     if first
                     else moved.get(transport, 0.0),
                     use_ratio=seconds.get(transport, 0.0) / receivers if is_known and others.get(transport) else None,
                     handoffs_per_s=handoffs,
                     waiting=int(sum(one.get("open_leases", 0.0) for one in counters)) if first else 0,
-                    wait_p50_s=window.mean_of("stage", "handoff_wait"),
-                    wire_p50_s=window.mean_of("stage", "wire"),
+                    mean_wait_s=window.mean_of("stage", "handoff_wait"),
                     overlapped_ratio=overlapped / handoffs if handoffs and first else None,
                     failed_per_s=sum(value for result, value in fetched.items() if result != "ok") / window.seconds
                     if first
                     else 0.0,
                     expired_per_s=grown.get("expired_leases_total", 0.0) / window.seconds if first else 0.0,
-                    peak_bytes_per_s=(fastest := window.last.requests.get(f"link_fastest{{{transport}}}")),
-                    peak_source="fastest hand-off so far" if fastest else None,
+                    fastest_bytes_per_s=window.last.requests.get(f"link_fastest{{{transport}}}"),
                 )
             )
         return links
 
     def _router(self, window: Window) -> RouterNow:
         return RouterNow(
-            processes=self._sources.settings.routers,
             cpu_ratio=(window.last.cpu_s - window.first.cpu_s) / window.seconds,
             tokens_per_event=window.tokens_per_event,
             loop_lag_s=self._sources.lag.worst_s,
-            text_wait_s=self._sources.text().wait_s,
             in_flight=int(window.last.requests.get("in_flight{}", 0)),
         )
 
@@ -442,11 +428,13 @@ class _HistoryKept:
     def mark(self, now_s: float, text: str) -> None:
         self._marks.append((now_s, text))
 
-    def note_mode(self, now_s: float, mode: str) -> None:
-        if self._mode not in (None, mode):
+    def note_mode(self, now_s: float, mode: str) -> bool:
+        """Return whether it is another one than before."""
+        if changed := self._mode not in (None, mode):
             self.mark(now_s, f"mode {mode}")
             self.mode_since_s = now_s
         self._mode = mode
+        return changed
 
     def all(self, now_s: float) -> History:
         return self._of(list(self._points), now_s)
@@ -490,13 +478,13 @@ def slo_point(
     tokens, steps = counted.get("tokens_total.decode", 0.0), counted.get("steps_total.decode", 0.0)
     if not batch or not tokens or not steps:
         return None
-    step_s = model.decode_s(batch, batch * context_tokens)
     if counted.get("steps_total.mixed"):
-        return SloPoint(batch, batch / step_s, None, None)
+        return SloPoint(batch, None, None)
     weights = counted.get("bytes_total.decode.weights", 0.0) / steps
     kv = sum(counted.get(f"bytes_total.decode.{kind}", 0.0) for kind in ("kv_read", "kv_write")) / tokens
     flops, moved = batch * counted.get("flops_total.decode", 0.0) / tokens, weights + batch * kv
-    return SloPoint(batch, batch / step_s, flops / moved, flops / step_s) if moved else None
+    step_s = model.decode_s(batch, batch * context_tokens)
+    return SloPoint(batch, flops / moved, flops / step_s) if moved else None
 
 
 def _source_of(hardware: PoolHardware) -> str:
@@ -524,7 +512,7 @@ def _why(worker: Worker) -> str:
     return "its engine has died" if worker.status.engine_failed else f"no step for {worker.status.stalled_s:.0f} s"
 
 
-def _flow(promise: Promise, pools: list[PoolNow], links: list[LinkNow], window: Window) -> Flow:
+def _flow(links: list[LinkNow], window: Window) -> Flow:
     grown = window.grown_of(window.last.workers)
     finished = {
         labels.partition(",")[0]: rate
@@ -533,12 +521,8 @@ def _flow(promise: Promise, pools: list[PoolNow], links: list[LinkNow], window: 
     }
     all_of = sum(finished.values())
     return Flow(
-        arrivals_per_s=promise.arrivals_per_s,
-        refused_per_s=promise.refused_per_s,
         prompt_tokens_per_s=grown.get("tokens_total.prefill", 0.0) / window.seconds,
         split_ratio=finished.get("disaggregated", 0.0) / all_of if all_of else None,
-        handoffs_per_s=sum(link.handoffs_per_s for link in links),
         kv_bytes_per_s=sum(link.bytes_per_s for link in links),
         output_tokens_per_s=grown.get("tokens_total.decode", 0.0) / window.seconds,
-        finished_per_s=promise.finished_per_s,
     )

@@ -27,7 +27,7 @@ def changed(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def large() -> State:
-    """64 workers, of which one is lost and one is slow, and no trails, which would cover each other."""
+    """64 workers, of which one is lost, and no trails, which would cover each other."""
     state = kept("healthy")
     number = 0
     for pool, workers in zip(state["pools"], (24, 40), strict=True):
@@ -38,24 +38,25 @@ def large() -> State:
         pool |= {"workers_ready": workers, "workers_wanted": workers}
         number += workers
     state["pools"][1]["workers"][3] |= {"state": "lost", "steps": [], "why": "no answer"}
-    state["verdict"] |= {"kind": "time", "severity": "watch", "resource": "bandwidth", "worker": "worker-41"}
+    state["verdict"] |= {"kind": "worker_lost", "severity": "fault", "resource": "bandwidth", "worker": "worker-27"}
+    state["resources"][4]["state"] = "fault"
     return state
 
 
 def adaptive() -> State:
     """One pool that moves KV in two ways, without SLOs, peaks of the link and a step-time model; many routers."""
     state = kept("colocated")
-    state["deployment"] |= {"mode": "adaptive", "mode_is_for": "compare: pair 2", "spare": None}
+    state["deployment"] |= {"mode": "adaptive", "mode_is_for": "compare: pair 2"}
     state["pools"][0] |= {"pool": "adaptive", "slo_point": None}
-    state["promise"]["slo"] = {"ttft_s": None, "tpot_s": None, "itl_s": None, "goal_ratio": 0.9}
+    state["promise"]["slo"] = {"ttft_s": None, "tpot_s": None, "goal_ratio": 0.9}
     state["promise"] |= dict.fromkeys(("attainment_ratio", "ttft_attainment_ratio", "tpot_attainment_ratio"))
-    link = kept("healthy")["links"][0] | {"peak_bytes_per_s": None, "peak_source": None, "worst_pair": None}
+    link = kept("healthy")["links"][0] | {"fastest_bytes_per_s": None}
     state["links"] = [link, {**link, "transport": "grpc", "use_ratio": None}]
     for request in state["requests"]:
         request |= {"ttft_ok": None, "tpot_ok": None, "decision": None}
     state["requests"][0] |= {"outcome": "cancelled", "stages": state["requests"][0]["stages"][:2], "tpot_s": None}
     text = "scale adaptive=5: running; worker-4 starts"
-    state["operations"] = [{"kind": "scale", "state": "running", "sentences": [], "running": True, "text": text}]
+    state["operations"] = [{"running": True, "text": text}]
     state["requests_of"] = "router-0, one of 2"
     return state
 

@@ -74,7 +74,7 @@ async def test_sentence_promise_roofline_and_pools_fit_a_laptops_window(opened):
 async def test_what_is_short_or_lost_is_marked_and_nothing_else_is(opened):
     async with opened(kept("worker_lost")) as (_, page):
         await expect(page.locator("#res li.fault")).to_contain_text("Decode bandwidth")
-        assert await page.locator("#res li:is(.short, .fault, .watch)").count() == 1
+        assert await page.locator("#res li:is(.short, .fault)").count() == 1
         await expect(page.locator(".cell.lost")).to_contain_text("worker-3")
         assert await page.locator(".cell.lost").count() == 1
         assert (await page.title()).startswith("▲ prod-eu: worker-3 (decode) died")
@@ -236,9 +236,7 @@ CHANGES = {
 def operated():
     """A deployment in which an operation runs, and a move of a worker is advised."""
     state = kept("healthy")
-    state["operations"] = [
-        {"kind": "scale", "state": "running", "sentences": [], "running": True, "text": "scale decode=3: running"}
-    ]
+    state["operations"] = [{"running": True, "text": "scale decode=3: running"}]
     action = {"do": "scale", "args": {"prefill": 3, "decode": 1}, "label": "Move one…", "expect": "", "live": True}
     state["verdict"] |= {"action": action | {"command": "ridgeline scale prefill=3 decode=1"}, "advice": None}
     return state

@@ -37,10 +37,9 @@ function scaleControl(s) {
     return `<span class="nw">${glyph(p.pool)}${pool} ${button("less", pool, "−", "less")}
       <span class="num">${num(wantedOf(p))}</span> ${button("more", pool, "+", "more")}</span>`;
   });
-  const spare = s.deployment.spare ? `<p class="s m">${esc(capital(s.deployment.spare))}.</p>` : "";
   return `<fieldset><legend>Scale</legend><div class="row">${pools.join("")}
     <button class="k" data-act="scale" ${changedPools(s).length ? "" : "disabled"}>Scale…</button>
-    </div>${spare}</fieldset>`;
+    </div></fieldset>`;
 }
 
 function leaveControl(s) {
@@ -56,7 +55,7 @@ function leaveControl(s) {
 
 function operation(o) {
   const cancel = o.running ? ' <button class="k" data-act="cancel">Cancel it…</button>' : "";
-  return `<li>${esc(o.text ?? `${o.kind ?? "operation"}: ${o.state ?? UNKNOWN}`)}${cancel}</li>`;
+  return `<li>${esc(o.text)}${cancel}</li>`;
 }
 
 function countWanted(pool, change) {
@@ -113,7 +112,6 @@ function askAdvised({label, command, expect, live, do: act, args = {}}) {
   const requests = {
     mode: () => post("mode", {mode: args.mode}),
     scale: () => post("scale", {workers: args}),
-    drain: () => post("drain", {worker: args.worker}),
   };
   const request = live ? requests[act]?.() : undefined;
   const meanwhile = request && (act === "scale" ? CAN_BE_CANCELLED : NONE_LOST);

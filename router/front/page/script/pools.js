@@ -2,12 +2,6 @@
 
 const DENSE_FROM = 9; // workers of a pool that are drawn as two small bars each
 const COLUMNS = [1, 1, 2, 3, 2, 3, 3, 4, 4]; // of cells, by the number of workers: rows of equal length
-const WHY_LOST = {
-  actor_died: "process died", engine_died: "engine died", cut_off: "cut off", ordered: "taken away by an operator",
-};
-const KV_FULL_FROM = 0.95; // the ticks of a worker's bars
-const BUSY_FROM = 0.8;
-const PACE_FROM = 0.95;
 
 function drawPools(s) {
   const isDense = s.pools.some(each => each.workers.length >= DENSE_FROM);
@@ -84,13 +78,12 @@ function paceOf(worker, p, s) {
 const isLost = worker => worker.state === "lost" || worker.state === "away";
 
 function dot(w, p, s, i) {
-  const isNamed = s.verdict.worker === w.id;
   const pace = p.pool === "prefill" ? `${pct(w.busy_ratio)} busy` : `step ${time(w.decode_step_s)}`;
   const figures = isLost(w) ? w.state : `${pace}, KV ${pct(w.kv_used_ratio)}, queue ${num(w.waiting)}`;
   const tip = `${w.id} on ${w.host ?? UNKNOWN}: ${figures}, batch ${num(w.running)}`;
   const height = ratio => `data-style="height:${(100 * Math.min(1, isKnown(ratio) ? ratio : 0)).toFixed(0)}%"`;
-  return `<div role="listitem" tabindex="${i ? -1 : 0}" class="dot ${isLost(w) ? "lost" : isNamed ? "slow" : ""}" `
-    + `data-tip="${esc(tip)}" aria-label="${esc(`${w.id}: ${figures}`)}">${isNamed || isLost(w) ? "▲" : ""}`
+  return `<div role="listitem" tabindex="${i ? -1 : 0}" class="dot ${isLost(w) ? "lost" : ""}" `
+    + `data-tip="${esc(tip)}" aria-label="${esc(`${w.id}: ${figures}`)}">${isLost(w) ? "▲" : ""}`
     + `${esc(shortId(w.id))}<span class="v2"><span><i ${height(paceOf(w, p, s))}></i></span>`
     + `<span><i ${height(w.kv_used_ratio)}></i></span></span></div>`;
 }
@@ -103,13 +96,14 @@ function cell(w, p, s) {
   if (isLost(w)) return lostCell(w, where);
   const isPrefill = p.pool === "prefill";
   const pace = paceOf(w, p, s);
+  const [busyFrom, fullFrom] = [shortFrom(s, "prefill"), shortFrom(s, "kv")];
   const row = (name, drawn, text) => `<span class="m">${name}</span>${drawn}<span>${text}</span>`;
   const rows = [
     doesBoth(p) ? row("prompts", bar(w.prompt_busy_ratio), pct(w.prompt_busy_ratio)) : "",
-    isPrefill ? row("busy", bar(pace, {tick: BUSY_FROM, hot: pace >= BUSY_FROM && isShort(s, "prefill")}), pct(pace))
-      : row("step", bar(pace, {tick: PACE_FROM, hot: pace >= PACE_FROM}), time(w.decode_step_s)),
+    isPrefill ? row("busy", bar(pace, {tick: busyFrom, hot: pace >= busyFrom && isShort(s, "prefill")}), pct(pace))
+      : row("step", bar(pace, {tick: 1, hot: pace > 1}), time(w.decode_step_s)),
     row("KV", bar(w.kv_used_ratio, {
-      tick: KV_FULL_FROM, hot: w.kv_used_ratio >= KV_FULL_FROM && !isPrefill, pinned: w.kv_pinned_ratio > 0.3,
+      tick: fullFrom, hot: w.kv_used_ratio >= fullFrom && !isPrefill, pinned: w.kv_pinned_ratio > 0.3,
     }), pct(w.kv_used_ratio)),
     isPrefill ? "" : row("batch", bar(w.running / w.max_running), `${num(w.running)}${NB}of${NB}${num(w.max_running)}`),
   ];
@@ -118,18 +112,14 @@ function cell(w, p, s) {
   const batch = isPrefill && isKnown(w.running) ? `<span class="m">batch ${num(w.running)} · </span>` : "";
   const pinned = w.kv_pinned_ratio > 0.1 ? `<span><b>${pct(w.kv_pinned_ratio)}</b> pinned by hand-offs</span>` : "";
   const away = w.state === "ready" ? "" : `, ${esc(w.state)}`;
-  return `<div class="cell ${s.verdict.worker === w.id ? "slow" : ""}"><div class="n"><b>${esc(w.id)}${away}</b>
+  return `<div class="cell"><div class="n"><b>${esc(w.id)}${away}</b>
     <span class="m">${where}</span></div><div class="g">${rows.join("")}</div>
     <div class="n s"><span>${batch}${queue}</span>${pinned}</div></div>`;
 }
 
 function lostCell(w, where) {
-  const why = w.why ? WHY_LOST[w.why] ?? esc(w.why.replaceAll("_", " ")) : "";
-  const since = isKnown(w.state_since_s) ? `${span(w.state_since_s)} ago` : "";
-  const back = isKnown(w.back_in_s) ? `back in about ${span(w.back_in_s)}` : "";
-  const lost = w.state === "away" ? "lost again and again" : "lost";
   const restarts = w.restarts ? `started again ${w.restarts === 1 ? "once" : `${num(w.restarts)} times`}` : "";
-  return `<div class="cell lost"><div class="n"><b>▲ ${esc(w.id)}</b><span>${why}</span></div>
-    <p class="s">${[[lost, since].filter(Boolean).join(" "), back].filter(Boolean).join(", ")}</p>
-    <p class="s m">${[where ? `on ${where}` : "", restarts].filter(Boolean).join("; ")}</p></div>`;
+  return `<div class="cell lost"><div class="n"><b>▲ ${esc(w.id)}</b><span class="m">${where}</span></div>
+    <p class="s">lost ${span(w.state_since_s)} ago: ${esc(w.why)}</p>
+    <p class="s m">${restarts}</p></div>`;
 }

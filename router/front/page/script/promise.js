@@ -5,11 +5,10 @@ function drawPromise(s) {
   const {slo} = p;
   const tiles = [
     latencyTile(s, {title: "TTFT", name: "time to first token", quantiles: p.ttft_s, limit_s: slo.ttft_s,
-      points: h.ttft_p90_s, shown: "p90", unloaded_s: p.unloaded?.ttft_s}),
+      points: h.ttft_p90_s, shown: "p90"}),
     latencyTile(s, {title: "TPOT", name: "time per output token", quantiles: p.tpot_s, limit_s: slo.tpot_s,
-      points: h.tpot_p90_s, shown: "p90", unloaded_s: p.unloaded?.tpot_s}),
-    latencyTile(s, {title: "ITL", name: "inter-token latency", quantiles: p.itl_s, limit_s: slo.itl_s,
-      points: h.itl_p99_s, shown: "p99"}),
+      points: h.tpot_p90_s, shown: "p90"}),
+    latencyTile(s, {title: "ITL", name: "inter-token latency", quantiles: p.itl_s, points: h.itl_p99_s, shown: "p99"}),
     attainmentTile(s),
     goodputTile(s),
   ];
@@ -23,20 +22,19 @@ function tile({title, name, mark, isUnknown, missed, big, small, more, line, wid
     <div class="big">${big} <small>${small}</small></div><div class="s m nw">${more}</div>${line}</li>`;
 }
 
-function latencyTile(s, {title, name, quantiles, limit_s, points, shown, unloaded_s}) {
+function latencyTile(s, {title, name, quantiles, limit_s, points, shown}) {
   const value = quantiles?.[shown];
   const missed = value > limit_s;
   const kept = missed ? `✕ over ${time(limit_s)}` : `✓ within ${time(limit_s)}`;
   const wanted = isKnown(value) ? kept : `SLO ${time(limit_s)}`;
   const other = shown === "p99" ? "p90" : "p99";
-  const idle = isKnown(unloaded_s) ? `${time(unloaded_s)} unloaded` : "no requests yet";
   return tile({
     title, name, missed,
     mark: isKnown(limit_s) ? wanted : "no SLO",
     isUnknown: !isKnown(limit_s) || !isKnown(value),
     big: time(value),
     small: isKnown(value) ? shown : "",
-    more: quantiles ? `p50${NB}${time(quantiles.p50)} · ${other}${NB}${time(quantiles[other])}` : idle,
+    more: quantiles ? `p50${NB}${time(quantiles.p50)} · ${other}${NB}${time(quantiles[other])}` : "no requests yet",
     line: sparkline(points, {limit: limit_s, events: s.history.events, step_s: s.history.step_s}),
   });
 }
@@ -96,7 +94,7 @@ function sparkline(points = [], {limit, max, beside = [], events = [], step_s}) 
     stroke(pathOf(points, x, y), 'stroke="var(--fill)" stroke-width="1.8"'),
     ...events.filter(each => each.s_ago <= (points.length - 1) * step_s).map(each =>
       stroke(`M${x(points.length - 1 - each.s_ago / step_s).toFixed(1)} 0V${height}`,
-        'stroke="var(--short)" stroke-width="2"')),
+        `stroke="var(--short)" stroke-width="2" data-tip="${esc(each.text)} ${span(each.s_ago)} ago"`)),
     isKnown(last) ? stroke(`M${width} ${y(last)}h.01`, dot) : "",
   ];
   return `<svg class="spark" viewBox="0 0 ${width} ${height}" preserveAspectRatio="none" aria-hidden="true">

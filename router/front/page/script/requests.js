@@ -38,11 +38,10 @@ function latest(requests) {
 
 function note(s, rows) {
   const of = isKnown(s.requests_shown_of) ? ` of ${num(s.requests_shown_of)}` : "";
-  const whose = s.requests_of ? ` Requests of ${esc(s.requests_of)}.` : "";
   const enlarged = view.axis === "clock" ? "" : " Left of the gap: enlarged, up to decode's first step."
     + (isKnown(s.promise.slo.ttft_s) ? " Tick: TTFT SLO." : "");
   const held = view.open ? ' <button class="k" data-act="newest">Held while one is open: show newest</button>' : "";
-  return `${rows.length}${of} in the last minute, those that missed an SLO first.${whose} Upper lane: prefill leg; `
+  return `${rows.length}${of} in the last minute, those that missed an SLO first. Upper lane: prefill leg; `
     + `lower: decode leg.${enlarged}${held}`;
 }
 

@@ -19,7 +19,7 @@ function drawRoofline(s) {
   const plot = new Plot(box, peak, points);
   const label = `Roofline: a roof of ${si(peak.flops, "FLOP/s")} and ${si(peak.bytes, "B/s")}; the table below has `
     + "each worker's point";
-  const drawn = seriesOf(s, points).map(each => series(plot, each, s));
+  const drawn = seriesOf(s, points).map(each => series(plot, each));
   const parts = [grid(plot), roof(plot, sourceOf(s.pools)), ...drawn];
   const labels = plot.late.map(draw => draw()).join("");
   const idle = points.length ? "" : plot.text("no steps lately", plot.x(plot.ridge), plot.bottom - 2.2 * plot.rem,
@@ -165,11 +165,11 @@ function roof(plot, source) {
 }
 
 /* The points of one pool and kind of step, with trails, the TPOT tick, and one label for all. */
-function series(plot, {pool, step, points}, s) {
+function series(plot, {pool, step, points}) {
   const colour = {prefill: "var(--prefill)", decode: "var(--decode)"}[step] ?? "var(--roof)";
   const parts = points.map(each => trail(plot, each.steps, colour));
   if (pool.slo_point?.intensity > 0 && step === "decode") parts.push(sloTick(plot, pool.slo_point));
-  for (const each of points) parts.push(point(plot, each, colour, s.verdict.worker));
+  for (const each of points) parts.push(point(plot, each, colour));
   const mean = name => Math.exp(meanOf(points, ({steps}) => Math.log(steps[name])));
   const [flops, bytes] = [mean("flops_per_s") / pool.peak_flops_per_s, mean("bytes_per_s") / pool.peak_bytes_per_s];
   const more = flops >= bytes ? "compute" : "memory";
@@ -206,18 +206,13 @@ function sloTick(plot, slo) {
     + 'stroke="var(--ink)" stroke-width="3"/>';
 }
 
-/* The worker that the sentence is about has a ring and its name. */
-function point(plot, {worker, pool, steps}, colour, named) {
+function point(plot, {worker, pool, steps}, colour) {
   const [x, y] = [plot.x(steps.intensity), plot.y(steps.flops_per_s)];
   const size = (plot.isCrowded ? 0.3 : 0.46) * plot.rem;
   const tip = `${worker.id} (${pool.pool}), ${steps.step} steps: ${num(steps.intensity)} FLOP/byte, `
     + `${si(steps.flops_per_s, "FLOP/s")}, ${si(steps.bytes_per_s, "B/s")}, ${time(steps.seconds)} each, `
     + `${pct(steps.busy_ratio)} of the time`;
-  const isNamed = named !== undefined && named === worker.id;
-  if (isNamed) plot.late.push(() => plot.label(x + 2 * size + 0.3 * plot.rem, y + 0.3 * plot.rem, [worker.id]));
-  const ring = `<circle cx="${x.toFixed(1)}" cy="${y.toFixed(1)}" r="${(size * 2).toFixed(1)}" fill="none" `
-    + 'stroke="var(--short)" stroke-width="2.5"/>';
-  return `<g data-tip="${esc(tip)}">${marker(steps.step, x, y, size, colour)}${isNamed ? ring : ""}</g>`;
+  return `<g data-tip="${esc(tip)}">${marker(steps.step, x, y, size, colour)}</g>`;
 }
 
 function marker(step, x, y, size, colour) {

@@ -23,9 +23,9 @@ function draw() {
   document.title = `${loud}${s.deployment.name ?? FACTS.name}: ${clause} · Ridgeline`;
 }
 
-/* Of several routers, each sees its own requests only. */
+/* Of several routers, each sees its own requests only; workers and queues are those of all. */
 function whose(s) {
-  return s.requests_of ? ` Requests, latencies, goodput and hand-offs are those of ${esc(s.requests_of)}.` : "";
+  return s.requests_of ? ` Requests, latencies, SLOs and hand-offs are those of ${esc(s.requests_of)}.` : "";
 }
 
 const ACTIONS = {

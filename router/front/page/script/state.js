@@ -26,13 +26,11 @@ function known(value) {
 function filled(event) {
   const s = known(event);
   const worker = each => ({...each, id: each.id ?? UNKNOWN, state: each.state ?? "ready", steps: each.steps ?? []});
-  const verdict = {kind: "unknown", sentence: "It is not known which resource is short.", ...s.verdict};
-  const isUnknown = verdict.kind === "unknown" || !verdict.severity; // which is no fault: it is not shown as one
   const pool = each => ({...each, pool: each.pool ?? UNKNOWN, workers: (each.workers ?? []).map(worker)});
   return {
     ...s,
     deployment: {modes: [], ...s.deployment},
-    verdict: isUnknown ? {...verdict, severity: "idle"} : verdict,
+    verdict: {severity: "idle", sentence: "It is not known which resource is short.", ...s.verdict},
     resources: s.resources ?? [],
     promise: {refused_by: {}, ...s.promise, slo: s.promise?.slo ?? {}},
     pools: (s.pools ?? []).map(pool),
@@ -74,9 +72,11 @@ const decodePool = s => s.pools.find(each => each.pool === "decode") ?? s.pools[
 /* Whether the workers of a pool do both phases. */
 const doesBoth = pool => pool?.pool === "colocated" || pool?.pool === "adaptive";
 
-const stateOf = (s, resource) => s.resources.find(each => each.id === resource)?.state;
+const resourceOf = (s, id) => s.resources.find(each => each.id === id);
 
-const isShort = (s, resource) => stateOf(s, resource) === "short";
+const isShort = (s, id) => resourceOf(s, id)?.state === "short";
+
+const shortFrom = (s, id) => resourceOf(s, id)?.short_from_ratio;
 
 function meanOf(items, figure) {
   const figures = items.map(figure).filter(isKnown);

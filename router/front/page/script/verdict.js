@@ -1,10 +1,8 @@
 /* The sentence that names the bottleneck, the five bars that prove it, and the line at the top. */
 
-const TAGS = {
-  short: "▲ short", fault: "▲ lost", watch: "▲ 1 slow", full: "nearly full", ok: "ok", unused: "unused",
-};
+const TAGS = {short: "▲ short", fault: "▲ lost", full: "nearly full", ok: "ok", unused: "unused"};
 const IDLE_TAGS = {router: "plenty", link: "plenty", kv: "plenty", prefill: "idle", bandwidth: "idle"};
-const LOUD = ["short", "fault", "watch"];
+const LOUD = ["short", "fault"];
 
 function drawTop() {
   const s = view.now;
@@ -43,31 +41,21 @@ function drawVerdict(s) {
   const button = v.action ? `<button class="k main" data-act="verdict">${esc(v.action.label)}</button>` : "";
   const since = isKnown(v.since_s) ? `<p class="since s m">${lasts} ${span(v.since_s)}</p>` : "";
   patch($("act"), button + since);
-  patch($("res"), s.resources.map(each => resource(each, s)).join(""));
+  patch($("res"), s.resources.map(resource).join(""));
 }
 
 function speak(text) {
   $("spoken").textContent = text;
 }
 
-function resource(r, s) {
-  const v = s.verdict;
-  const blamed = v.resource === r.id && LOUD.includes(v.severity);
-  const state = blamed ? v.severity : r.state;
-  const tag = state === "idle" ? IDLE_TAGS[r.id] : TAGS[state];
-  const look = esc(state ?? "unused");
+function resource(r) {
+  const tag = r.state === "idle" ? IDLE_TAGS[r.id] : TAGS[r.state];
+  const look = esc(r.state ?? "unused");
   return `<li class="${look}">
-    <div class="t"><span>${esc(r.name)}</span><span class="tag ${look}">${esc(tag ?? state)}</span></div>
-    <div class="t"><span class="v">${pct(r.use_ratio)}</span><span class="s m">${useOf(r, s)}</span></div>
+    <div class="t"><span>${esc(r.name)}</span><span class="tag ${look}">${esc(tag ?? r.state)}</span></div>
+    <div class="t"><span class="v">${pct(r.use_ratio)}</span>
+    <span class="s m">${isKnown(r.use_ratio) ? esc(r.of) : ""}</span></div>
     ${bar(r.use_ratio ?? 0, {tick: r.short_from_ratio})}<div class="s">${esc(r.detail ?? "")}</div></li>`;
-}
-
-/* Of what the ratio is a part. */
-function useOf(r, s) {
-  if (r.state === "unused" || !isKnown(r.use_ratio)) return "";
-  const prefill = doesBoth(prefillPool(s)) ? "of engine time" : "busy";
-  const bandwidth = decodePool(s)?.slo_point ? "of the batch that TPOT allows" : "of its batch";
-  return {router: "busy", prefill, link: "busy", kv: "of blocks used", bandwidth}[r.id] ?? "";
 }
 
 /* Old figures must not look like present ones: the page itself says that the router is silent. */

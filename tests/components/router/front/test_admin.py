@@ -83,7 +83,7 @@ async def admin(caller="127.0.0.1", access=LOCAL, roles=SPLIT_FOR_EVER, **layout
     ):
         app = FastAPI()
         book, ended_ones = Operations(), EndedRequests()
-        stopping, live = asyncio.Event(), SimpleNamespace(mode_is_for="")
+        stopping, live = asyncio.Event(), SimpleNamespace(mode_is_for=(None, ""))
         app.include_router(admin_routes(fleet, OwnModes(fleet, lambda: 0), book, ended_ones, live, recorder, stopping))
         app = WithContext(KeyGuard(app, Access(admin=access)))
         app.book, app.ended, app.stopping, app.live = book, ended_ones, stopping, live
@@ -303,7 +303,7 @@ async def test_the_mode_does_not_change_while_pools_are_scaled(kind):
         app.book.report(Progress(operation, "done"))
         noted = {"mode": "colocated", "why": "compare: pair 2"}
         assert (await http.post("/ridgeline/mode", json=noted)).status_code == 200
-        assert app.live.mode_is_for == "compare: pair 2"
+        assert app.live.mode_is_for == ("colocated", "compare: pair 2")
         assert (await http.post("/ridgeline/mode", json=noted | {"why": "x" * 201})).status_code == 422
 
 

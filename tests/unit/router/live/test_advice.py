@@ -39,10 +39,8 @@ def pool(name, *workers, **changes):
         peak_flops_per_s=None,
         peak_bytes_per_s=None,
         peaks_source=None,
-        ridge=None,
         workers_ready=sum(one.state == "ready" for one in workers),
         workers_wanted=len(workers),
-        longest_step=None,
         bound=None,
         mfu_ratio=None,
         mbu_ratio=None,
@@ -50,9 +48,7 @@ def pool(name, *workers, **changes):
         prompt_busy_ratio=0.5,
         tokens_per_s=10.0,
         waiting_prompts=0,
-        waiting_prompt_tokens=0,
         wait_s=None,
-        capacity_tokens_per_s=None,
         decode_step_s=0.01,
         mixed_step_s=None,
         kv_blocks=100,
@@ -115,7 +111,7 @@ def test_each_bottleneck_names_its_bar_and_what_would_help(found, kind, bar, doe
 
 def test_what_cannot_be_told_is_no_reason_to_act():
     verdict = verdict_of(Bottleneck("unknown", "s"), SPLIT, promise(), MODES)
-    assert (verdict.severity, verdict.resource, verdict.action) == ("watch", None, None)
+    assert (verdict.severity, verdict.resource, verdict.action) == ("idle", None, None)
 
 
 def test_an_slo_that_no_batch_meets_is_no_reason_for_more_workers():
@@ -162,18 +158,16 @@ def test_a_deployment_is_idle_only_if_nothing_runs_waits_or_is_refused(pools, re
 LINK = LinkNow(
     transport="shm",
     why="",
-    pairs=1,
     bytes_per_s=1e6,
     use_ratio=0.1,
     handoffs_per_s=1.0,
     waiting=0,
-    wait_p50_s=None,
-    wire_p50_s=None,
+    mean_wait_s=None,
     overlapped_ratio=None,
     failed_per_s=0.0,
     expired_per_s=0.0,
 )
-ROUTER = RouterNow(processes=1, cpu_ratio=0.85, tokens_per_event=None, loop_lag_s=0.0, text_wait_s=0.0, in_flight=3)
+ROUTER = RouterNow(cpu_ratio=0.85, tokens_per_event=None, loop_lag_s=0.0, in_flight=3)
 
 
 def test_the_bars_stand_in_the_order_of_a_request_and_the_short_one_is_the_sentences():
