@@ -210,7 +210,7 @@ class PoolNow(msgspec.Struct, frozen=True):
     waiting_prompts: int
     waiting_prompt_tokens: int
     wait_s: float | None
-    """How long the next prompt would wait."""
+    """Mean wait of the prompts that have left the queue within seconds."""
     capacity_tokens_per_s: float | None
     """Prompt tokens when it is fully loaded."""
     decode_step_s: float | None

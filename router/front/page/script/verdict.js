@@ -66,7 +66,9 @@ function resource(r, s) {
 function useOf(r, s) {
   if (r.state === "unused" || !isKnown(r.use_ratio)) return "";
   const prefill = doesBoth(prefillPool(s)) ? "of engine time" : "busy";
-  const bandwidth = decodePool(s)?.slo_point ? "of the batch that TPOT allows" : "of its batch";
+  const decode = decodePool(s), tpot = s.promise.slo.tpot_s;
+  const slow = tpot && decode?.decode_step_s > tpot;
+  const bandwidth = slow ? "of the TPOT SLO" : decode?.slo_point ? "of the batch for TPOT" : "of its batch";
   return {router: "busy", prefill, link: "busy", kv: "of blocks used", bandwidth}[r.id] ?? "";
 }
 
