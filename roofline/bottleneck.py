@@ -160,13 +160,11 @@ def _rows(state: FleetState) -> Iterator[Bottleneck]:
 
 def _router(state: FleetState) -> Iterator[Bottleneck]:
     late, cores = state.tokens_per_event, state.router_cores
-    if _from(late, TOKENS_AN_EVENT):
-        how = f"it sends {late:.1f} tokens in an event"
-    elif _from(cores, ROUTER_CORES):
-        how = f"it uses {cores:.0%} of a core"
-    else:
+    if not _from(late, TOKENS_AN_EVENT) and not _from(cores, ROUTER_CORES):
         return
-    said = f"The router is short of CPU: {how}: raise router.processes."
+    used = "" if cores is None else f"it uses {cores:.0%} of a core"
+    behind = f"an event has {late:.1f} tokens instead of 1" if _from(late, TOKENS_AN_EVENT) else ""
+    said = f"The router is short of CPU: {' and '.join(filter(None, (used, behind)))}: raise router.processes."
     yield Bottleneck("router", said, change="router_processes")
 
 
@@ -193,14 +191,15 @@ def _steps(pool: PoolState, state: FleetState, *, queued: bool) -> Iterator[Bott
     if not _from(pool.busy, QUEUED_FROM if queued and missed else BUSY_FROM):
         return
     resource: Resource = "time"
-    use = "compute and memory both below half of their peaks" if pool.mfu is not None and pool.mbu is not None else ""
+    peaks = [(share, of) for share, of in ((pool.mfu, "FLOP/s"), (pool.mbu, "bytes/s")) if share is not None]
+    use = "at {:.0%} of peak {}".format(*max(peaks)) if peaks else ""
     if _from(pool.mbu, max(BOUND_FROM, pool.mfu or 0.0)):
-        resource, use = "bandwidth", f"{pool.mbu:.0%} of peak"
-        use += "" if pool.running is None else f" at batch {pool.running:.0f}"
+        resource = "bandwidth"
+        use += "" if pool.running is None else f", batch {pool.running:.0f}"
     elif _from(pool.mfu, BOUND_FROM):
-        resource, use = "compute", f"{pool.mfu:.0%} of peak"
+        resource = "compute"
     name = {"time": "workers", "bandwidth": "memory bandwidth", "compute": "FLOP/s"}[resource]
-    used = ", ".join(filter(None, (use, f"busy {pool.busy:.0%}")))
+    used = f"busy {pool.busy:.0%} {use}".strip()
     giver = next((other for other in state.pools if other is not pool and _spares_one(other, state)), None)
     change: Change = "add_worker" if giver is None else "move_worker"
     then = f": add one {pool.pool} worker"
@@ -224,14 +223,18 @@ def _link(state: FleetState) -> Iterator[Bottleneck]:
     if not _from(state.link_busy, BUSY_FROM) or wait_s is None or wire_s is None:
         return
     if wait_s > wire_s:
-        how = f"busy {state.link_busy:.0%}, and a hand-off waits {wait_s * 1e3:.0f} ms for {wire_s * 1e3:.0f} ms of "
+        how = f"busy {state.link_busy:.0%}, and a hand-off waits {_time(wait_s)} for {_time(wire_s)} of "
         how += "transfer"
     elif _from(state.link_busy, SHARING_FROM):
-        how = f"{state.link_busy:.0f} transfers share it, and one takes {wire_s * 1e3:.0f} ms"
+        how = f"{state.link_busy:.0f} transfers share it, and one takes {_time(wire_s)}"
     else:
         return
     said = f"The KV link is short: {how}: use a faster transport, or mode colocated."
     yield Bottleneck("link", said, change="transport")
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f} ms" if seconds < 1.0 else f"{seconds:.1f} s"
 
 
 def _queue(pool: PoolState) -> Iterator[Bottleneck]:

@@ -170,10 +170,10 @@ def _decode_use(limit_s: float | None, pool: PoolNow, known: Sequence[WorkerNow]
     step_s, batch = pool.decode_step_s, mean(row.running or 0.0 for row in known)
     step = "no decode steps" if step_s is None else f"step {step_s * 1e3:.1f} ms"
     if limit_s is not None and step_s is not None and step_s > limit_s:
-        return "Decode pace", step_s / limit_s, "of TPOT", f"{step}, SLO {limit_s * 1e3:.0f} ms"
+        return "Decode pace", step_s / limit_s, "of the TPOT SLO", f"{step}, SLO {limit_s * 1e3:.0f} ms"
     if pool.slo_point is not None and batch is not None:
         most = pool.slo_point.batch
-        return "Decode pace", batch / most, "of the batch that TPOT allows", f"batch {batch:.0f} of {most}, {step}"
+        return "Decode pace", batch / most, "of the batch for TPOT", f"batch {batch:.0f} of {most}, {step}"
     used = mean((row.running or 0) / row.max_running for row in known if row.max_running)
     return "Decode batch", used, "of places", step
 

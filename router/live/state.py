@@ -203,7 +203,7 @@ class PoolNow(msgspec.Struct, frozen=True):
     """Prompt tokens of a prefill pool, else output tokens."""
     waiting_prompts: int
     wait_s: float | None
-    """How long the next prompt would wait."""
+    """Mean wait of the prompts that have left the queue within seconds."""
     decode_step_s: float | None
     mixed_step_s: float | None
     kv_blocks: int

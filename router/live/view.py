@@ -281,7 +281,7 @@ class LiveView:
             prompt_busy_ratio=mean(row.prompt_busy_ratio for row in known),
             tokens_per_s=window.grown_of(row.id for row in rows).get(f"tokens_total.{phase}", 0.0) / window.seconds,
             waiting_prompts=queue.waiting.prompts if queue else 0,
-            wait_s=None if queue is None else queue.wait_s("", 0),
+            wait_s=window.mean_of("stage", "queue") if queue else None,
             decode_step_s=means.get("decode"),
             mixed_step_s=means.get("mixed"),
             kv_blocks=workers[0].description.num_kv_blocks if workers else 0,
@@ -380,7 +380,7 @@ class LiveView:
         )
 
     def _verdict_now(self, found: Bottleneck, pools: list[PoolNow], promise: Promise) -> Verdict:
-        """Return the verdict; it changes to another resource only once that has been short for `HELD_S`."""
+        """Return the verdict; what is short stays so until another has been short for `HELD_S`."""
         now_s, verdict = self._clock(), verdict_of(found, pools, promise, self._sources.fleet.roles.modes)
         if now_s - self._judged_s > FORGOTTEN_S:  # nobody has looked since, so it may have been otherwise meanwhile
             self._verdict = self._other_since_s = None
@@ -392,7 +392,7 @@ class LiveView:
                 return msgspec.structs.replace(verdict, since_s=now_s - since_s)
             if self._other_since_s is None:
                 self._other_since_s = now_s
-            if before.severity != "fault" and now_s - self._other_since_s < HELD_S:
+            if before.severity not in ("fault", "idle") and now_s - self._other_since_s < HELD_S:
                 return msgspec.structs.replace(before, since_s=now_s - since_s)
         elif self._verdict is not None and self._verdict[0].worker == verdict.worker:
             return msgspec.structs.replace(verdict, since_s=now_s - self._verdict[1])

@@ -98,7 +98,7 @@ def test_a_planted_bottleneck_is_named_with_what_to_change(state, resource, pool
 def test_the_sentence_has_the_figures():
     state = pools(replace(PREFILL, workers=2, busy=0.39), replace(DECODE, mbu=0.78, busy=0.9), tpot_attainment=0.5)
     assert bottleneck(state).sentence == (
-        "Decode is short of memory bandwidth: 78% of peak at batch 14, busy 90%; prefill is idle 61%: "
+        "Decode is short of memory bandwidth: busy 90% at 78% of peak bytes/s, batch 14; prefill is idle 61%: "
         "move one prefill worker to decode."
     )
 

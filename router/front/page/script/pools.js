@@ -60,7 +60,7 @@ function poolFacts(p, s) {
     ];
   }
   const waiting = serving.reduce((sum, each) => sum + (each.waiting ?? 0), 0);
-  const blocked = `${hot(isShort(s, "kv"), num(waiting))} ${plural(waiting, "waits", "wait")} for blocks`;
+  const blocked = `${hot(waiting && isShort(s, "kv"), num(waiting))} ${plural(waiting, "waits", "wait")} for blocks`;
   const limit = isKnown(s.promise.slo.tpot_s) ? ` of ${time(s.promise.slo.tpot_s)}` : "";
   return [
     ...fact(p.decode_step_s, `step ${hot(isShort(s, "bandwidth"), time(p.decode_step_s))}${limit}`),

@@ -212,9 +212,11 @@ async def test_a_stream_begins_with_all_and_goes_on_with_what_is_new():
         await states.aclose()
 
 
-async def test_a_lost_worker_is_told_at_once_and_nothing_else_before_it_holds():
+async def test_a_lost_worker_and_the_first_request_are_told_at_once_and_nothing_else_before_it_holds():
     async with watched() as one:
         one.view.sample()
+        await one.after(2.0)
+        assert one.view.state().verdict.kind == "empty"
         one.ended(0.1)
         await one.after(2.0)
         assert one.view.state().verdict.kind == "none"
