@@ -49,7 +49,7 @@ function attainmentTile({promise: p, history: h}) {
     mark: hasSlo ? `${sign}goal ${pct(goal)}` : "no SLO",
     isUnknown: !isKnown(p.attainment_ratio),
     big: pct(p.attainment_ratio),
-    small: "",
+    small: p.refused_per_s ? "of those not refused" : "",
     more: isKnown(p.attainment_ratio) ? `TTFT ${pct(p.ttft_attainment_ratio)} · TPOT ${pct(p.tpot_attainment_ratio)}`
       : hasSlo ? "no requests yet" : "set router.slo",
     line: sparkline(h.attainment_ratio, {
