@@ -14,6 +14,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from ridgeline.cluster.config.loader import load_config
 from ridgeline.contracts.rpc.tls import TlsFiles
 from tests.engines.serve_process import SHARED_PARENT, START_WITHIN_S
 
@@ -62,7 +63,6 @@ async def deployed(overrides: dict[str, str], tls: TlsFiles | None = None) -> As
     """One prefill and one decode worker on a free port, as deploy/local.yaml says but for the overrides."""
     from transformers import AutoTokenizer
 
-    from ridgeline.cluster.config.loader import load_config
     from ridgeline.cluster.runtime.deployment import deploy
     from ridgeline.cluster.runtime.plan import make_plan
     from ridgeline.cluster.runtime.ray_start import ray_runtime
@@ -79,6 +79,19 @@ async def deployed(overrides: dict[str, str], tls: TlsFiles | None = None) -> As
         yield Engines(
             deployment.url, plan.served_model_name, plan.dtype, str(plan.model_path), tokenizer, http, clients
         )
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Settings of a small random model by the name of the default one, which loads in a third of the time.
+
+    For tests of what happens around engines, whatever their tokens are.
+    """
+    from tests.engines.tiny_model import make_tiny_model_like
+
+    config = load_config(CONFIG, {"model.dtype": "float32"}).config
+    model = make_tiny_model_like(config, tmp_path_factory.mktemp("small-model"), config.model.max_model_len)
+    return {"model.path": str(model), "model.served_model_name": config.model.path}
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
