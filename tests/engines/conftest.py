@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 
 from ridgeline.cluster.config.loader import load_config
+from ridgeline.cluster.doctor.checks import resolve_dtype
 from ridgeline.contracts.rpc.tls import TlsFiles
 from tests.engines.serve_process import SHARED_PARENT, START_WITHIN_S
 
@@ -33,6 +34,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     The shared deployment keeps its cores until the session ends: a deployment that starts beside it finds none left.
     """
     items.sort(key=lambda item: (item.get_closest_marker("engines") is not None, _shares_the_deployment(item)))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The shared deployment has the number format that is asked for.
+
+    A second one has float32, where that is another format, for what depends on exact tokens: engines with bfloat16
+    instructions are not what runs on a CPU without them. The other way round is not tried, as such a CPU emulates
+    bfloat16, which takes many times as long.
+    """
+    if "deployment" not in metafunc.fixturenames:
+        return
+    config = load_config(CONFIG, {"model.dtype": metafunc.config.getoption("--dtype")}).config
+    formats: dict[str, Any] = {config.model.dtype: pytest.param(config.model.dtype, id=pytest.HIDDEN_PARAM)}
+    if resolve_dtype(config) != "float32" and (exact := metafunc.definition.get_closest_marker("exact")):
+        formats["float32"] = pytest.param("float32", marks=pytest.mark.second_format)
+        formats = {name: formats[name] for name in exact.args or formats}
+    metafunc.parametrize("deployment", formats.values(), indirect=True, scope="session")
 
 
 def _shares_the_deployment(item: pytest.Item) -> bool:
@@ -95,9 +113,9 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def deployment(pytestconfig: pytest.Config) -> AsyncIterator[Any]:
-    """The deployment, once per session."""
-    chosen = {"model.dtype": pytestconfig.getoption("--dtype"), "server_args.tool_call_parser": "hermes"}
+async def deployment(request: pytest.FixtureRequest) -> AsyncIterator[Any]:
+    """The deployment, once per session and number format."""
+    chosen = {"model.dtype": request.param, "server_args.tool_call_parser": "hermes"}
     async with deployed(chosen) as engines:
         yield engines
 
