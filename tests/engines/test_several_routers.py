@@ -37,7 +37,7 @@ SETTINGS = {
     **SMALL_SPLIT,
 }
 TOKENS = 30
-STREAM_TOKENS = 300
+STREAM_TOKENS = 200
 LOADED = 10
 """On a slow machine an answer beside six others may take so many times as long as alone."""
 GREEDY = {**body(TOKENS), "temperature": 0}

@@ -254,8 +254,8 @@ def test_sigterm_to_a_worker_drains_it(deployed: Deployed):
     deployed.completes()
 
 
-LAST_TOKENS = 300
-"""On a fast machine half a second, in which a new request is refused; on a slow one less than a drain's time."""
+LAST_TOKENS = 200
+"""On a fast machine a third of a second, in which a new request is refused; on a slow one less than a drain's time."""
 
 
 def refusal(url: str) -> str:
