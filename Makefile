@@ -84,7 +84,7 @@ hostile: model   ## a hostile client beside a polite one, without a model, then 
 test: starts model   ## the quick check that all works: lint, unit, components, conformance, real engines in all modes, a kill, a drain
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint unit
 	@$(PARTS) -m "not slow"
-	@$(BIN)/pytest -v --durations=10 -m core tests/engines
+	@$(BIN)/pytest -v --durations=10 -m "core and not second_format" tests/engines
 
 test-cluster: model ## `ray up` on three hosts made of namespaces, 12 streams, a host cut off, a host lost, `ray down` (about 5 minutes; root)
 	@$(BIN)/pytest -v --durations=10 tests/hosts
@@ -100,7 +100,6 @@ test-all: starts model ## all of `make test`, and faults, chaos, hostile clients
 	@$(BIN)/pytest -q -s tests/hostile
 	@$(BIN)/pytest -v --durations=10 tests/hosts
 	@$(BIN)/pytest -v --durations=40 -m "not long" tests/engines
-	@$(BIN)/python -m tests.engines.other_format
 
 long: model      ## what asks for milliseconds of a quiet machine, and the longest cases of tests that `make test-all` has shorter ones of (about 15 minutes)
 	@$(BIN)/pytest -v -m long tests/unit tests/engines

@@ -9,7 +9,7 @@ import pytest
 from tests.support.patience import PATIENCE_S
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def patient_questions() -> Iterator[None]:
     """Router, workers and sources are one process here: one that stands still for 2 s must lose nobody by that."""
     with pytest.MonkeyPatch.context() as patch:

@@ -14,6 +14,8 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from ridgeline.cluster.config.loader import load_config
+from ridgeline.cluster.doctor.checks import resolve_dtype
 from ridgeline.contracts.rpc.tls import TlsFiles
 from tests.engines.serve_process import SHARED_PARENT, START_WITHIN_S
 
@@ -32,6 +34,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     The shared deployment keeps its cores until the session ends: a deployment that starts beside it finds none left.
     """
     items.sort(key=lambda item: (item.get_closest_marker("engines") is not None, _shares_the_deployment(item)))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The shared deployment has the number format that is asked for.
+
+    A second one has float32, where that is another format, for what depends on exact tokens: engines with bfloat16
+    instructions are not what runs on a CPU without them. The other way round is not tried, as such a CPU emulates
+    bfloat16, which takes many times as long.
+    """
+    if "deployment" not in metafunc.fixturenames:
+        return
+    config = load_config(CONFIG, {"model.dtype": metafunc.config.getoption("--dtype")}).config
+    formats: dict[str, Any] = {config.model.dtype: pytest.param(config.model.dtype, id=pytest.HIDDEN_PARAM)}
+    if resolve_dtype(config) != "float32" and (exact := metafunc.definition.get_closest_marker("exact")):
+        formats["float32"] = pytest.param("float32", marks=pytest.mark.second_format)
+        formats = {name: formats[name] for name in exact.args or formats}
+    metafunc.parametrize("deployment", formats.values(), indirect=True, scope="session")
 
 
 def _shares_the_deployment(item: pytest.Item) -> bool:
@@ -62,7 +81,6 @@ async def deployed(overrides: dict[str, str], tls: TlsFiles | None = None) -> As
     """One prefill and one decode worker on a free port, as deploy/local.yaml says but for the overrides."""
     from transformers import AutoTokenizer
 
-    from ridgeline.cluster.config.loader import load_config
     from ridgeline.cluster.runtime.deployment import deploy
     from ridgeline.cluster.runtime.plan import make_plan
     from ridgeline.cluster.runtime.ray_start import ray_runtime
@@ -81,10 +99,23 @@ async def deployed(overrides: dict[str, str], tls: TlsFiles | None = None) -> As
         )
 
 
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Settings of a small random model by the name of the default one, which loads in a third of the time.
+
+    For tests of what happens around engines, whatever their tokens are.
+    """
+    from tests.engines.tiny_model import make_tiny_model_like
+
+    config = load_config(CONFIG, {"model.dtype": "float32"}).config
+    model = make_tiny_model_like(config, tmp_path_factory.mktemp("small-model"), config.model.max_model_len)
+    return {"model.path": str(model), "model.served_model_name": config.model.path}
+
+
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def deployment(pytestconfig: pytest.Config) -> AsyncIterator[Any]:
-    """The deployment, once per session."""
-    chosen = {"model.dtype": pytestconfig.getoption("--dtype"), "server_args.tool_call_parser": "hermes"}
+async def deployment(request: pytest.FixtureRequest) -> AsyncIterator[Any]:
+    """The deployment, once per session and number format."""
+    chosen = {"model.dtype": request.param, "server_args.tool_call_parser": "hermes"}
     async with deployed(chosen) as engines:
         yield engines
 

@@ -241,11 +241,9 @@ class Engines:
         return await self.prefill.describe(), await self.decode.describe()
 
     async def leftovers(self) -> dict[str, float]:
-        """Everything still held on either worker or in the router; empty when all is clean."""
-        left: dict[str, float] = {"in_flight": (await self.latest_metrics()).sum("ridgeline_requests_in_flight")}
-        for worker in (self.prefill, self.decode):
-            left |= held(await worker.status())
-        return {name: value for name, value in left.items() if value}
+        """Everything still held on either worker; empty when all is clean."""
+        statuses = [await worker.status() for worker in (self.prefill, self.decode)]
+        return {name: value for status in statuses for name, value in held(status).items() if value}
 
     async def stale_handoffs(self, for_s: float = 0.0) -> list[str]:
         """The lives of hand-offs that nobody has released, as soon as a worker tells of one, at most after so long."""
@@ -257,15 +255,20 @@ class Engines:
             await asyncio.sleep(0.1)
 
     async def becomes_idle(self, within_s: float = IDLE_WITHIN_S) -> dict[str, float]:
-        """What is still held after at most `within_s`; nothing also has to stay nothing.
+        """What is still held on a worker or in the router after at most `within_s`; nothing also has to stay nothing.
 
-        A worker tells what it held at the end of its last step, and one step may still be under way.
+        A worker tells what it held at the end of its last step, and one step may still be under way. The router tells
+        on /metrics, which it seldom renders, so it is asked last.
         """
         deadline_s = time.monotonic() + within_s
         while (left := await self.leftovers()) and time.monotonic() < deadline_s:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
         await asyncio.sleep(LAST_STEP_S)
         left = left or await self.leftovers()
+        while not left and (in_flight := (await self.latest_metrics()).sum("ridgeline_requests_in_flight")):
+            if time.monotonic() > deadline_s:
+                left = {"in_flight": in_flight}
+            await asyncio.sleep(0.1)
         if left:  # shown by pytest where this fails a test
             print(f"still held: {left}", *await self.stale_handoffs(IDLE_WITHIN_S), sep="\n")  # noqa: T201
         return left

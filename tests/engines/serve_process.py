@@ -168,6 +168,11 @@ def serving(
         serve.close()
 
 
+def words_of(settings: Mapping[str, str]) -> list[str]:
+    """The settings as a command line has them."""
+    return [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+
+
 def without_parent() -> dict[str, str]:
     """The variables of this process, for one that is to have a preloaded parent of its own."""
     return {name: value for name, value in os.environ.items() if name != PRELOADED}

@@ -14,7 +14,7 @@ import httpx
 import psutil
 
 from tests.engines.harness import Metrics
-from tests.engines.serve_process import RIDGELINE, Serve, body, engines_below, name_of, serving
+from tests.engines.serve_process import RIDGELINE, Serve, body, engines_below, name_of, serving, words_of
 from tests.support.patience import PATIENCE_S
 
 BACK_WITHIN_S = 300.0
@@ -79,8 +79,7 @@ def deployed_by_serve(
     *arguments: str, settings: Mapping[str, str], program: tuple[str, ...] = (str(RIDGELINE),)
 ) -> Iterator[Deployed]:
     """`ridgeline serve` with these settings, which has answered."""
-    flags = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
-    with serving(*arguments, *flags, program=program) as serve:
+    with serving(*arguments, *words_of(settings), program=program) as serve:
         deployed = Deployed(serve, serve.wait_ready())
         deployed.completes()
         yield deployed

@@ -27,8 +27,10 @@ HANGING = "seed=1,drop=1,longest_drop_s=20"
 PROMPT_TOKENS = 200
 
 
-async def test_a_request_cancelled_in_its_hand_off_frees_the_blocks_of_both_workers(figure: Figure):
-    async with deployed({"transfer.faults": HANGING, **SHORT_STEPS}) as engines:
+async def test_a_request_cancelled_in_its_hand_off_frees_the_blocks_of_both_workers(
+    small_model: dict[str, str], figure: Figure
+):
+    async with deployed({"transfer.faults": HANGING, **SHORT_STEPS, **small_model}) as engines:
         text, starts = book(engines), count(0, 300)
 
         def fresh(num_tokens: int) -> list[int]:

@@ -8,7 +8,7 @@ import subprocess
 import psutil
 import pytest
 
-from tests.engines.serve_process import GONE_WITHIN_S, RIDGELINE, serving, still_there
+from tests.engines.serve_process import GONE_WITHIN_S, RIDGELINE, serving, still_there, words_of
 from tests.engines.test_processes import ONE_REPLICA, completes
 
 pytestmark = pytest.mark.engines
@@ -21,11 +21,13 @@ IN_A_CONTAINER = (
 BACK_WITHIN_S = 120.0
 
 
-def test_process_1_of_an_unknown_user_serves_brings_an_engine_back_and_ends():
+def test_process_1_of_an_unknown_user_serves_brings_an_engine_back_and_ends(small_model: dict[str, str]):
     tried = subprocess.run([*IN_A_CONTAINER, "true"], capture_output=True, text=True, check=False, timeout=20)
     if tried.returncode:
         pytest.skip(f"no namespaces of users and processes here: {tried.stderr.strip()}")
-    with serving(*ONE_REPLICA, program=(*IN_A_CONTAINER, str(RIDGELINE)), shares_parent=False) as serve:
+    with serving(
+        *ONE_REPLICA, *words_of(small_model), program=(*IN_A_CONTAINER, str(RIDGELINE)), shares_parent=False
+    ) as serve:
         url = serve.wait_ready()
         (first,) = psutil.Process(serve.process.pid).children()
         (engine,) = [each for each in first.children(recursive=True) if "EngineCore" in " ".join(each.cmdline())]

@@ -10,7 +10,6 @@ import os
 import pty
 import secrets
 import shutil
-import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -28,11 +27,10 @@ from tests.engines.serve_process import (
     START_WITHIN_S,
     body,
     descendants,
-    serving,
     still_there,
     without_parent,
+    words_of,
 )
-from tests.engines.test_processes import ONE_REPLICA
 
 pytestmark = pytest.mark.engines
 
@@ -94,9 +92,11 @@ def ridgeline(folder: Path, shell: dict[str, str]) -> Run:
     return run
 
 
-def test_a_detached_deployment_serves_after_its_terminal_is_gone_and_is_ended_by_name(name: str, ridgeline: Run):
+def test_a_detached_deployment_serves_after_its_terminal_is_gone_and_is_ended_by_name(
+    name: str, ridgeline: Run, small_model: dict[str, str]
+):
     config = ("-c", str(REPOSITORY / "deploy/local.yaml"))
-    serve = ("serve", *config, "--port", "0", "--name", name, *ONE_REPLICA)
+    serve = ("serve", *config, "--port", "0", "--name", name, *words_of(small_model))
     ours, terminal = pty.openpty()
     detached = ridgeline(*serve, "--detach", stdin=terminal, start_new_session=True)
     os.close(ours)
@@ -108,6 +108,7 @@ def test_a_detached_deployment_serves_after_its_terminal_is_gone_and_is_ended_by
     assert state is not None
     answer = httpx.post(f"{state.url}/v1/completions", json=body(5), timeout=120)
     assert answer.json()["usage"]["completion_tokens"] == 5
+    assert len(httpx.get(f"{state.url}/ridgeline/workers", timeout=30).json()["workers"]) == 2
     assert state.url in ridgeline("status").stdout
     top = ridgeline("top", "--url", state.url, "--count", "1", "--interval-s", "0.2")
     assert top.returncode == 0, top.stdout + top.stderr
@@ -120,17 +121,3 @@ def test_a_detached_deployment_serves_after_its_terminal_is_gone_and_is_ended_by
     assert ended.stdout.splitlines()[-1] == f"{name} has ended"
     assert still_there(family, GONE_WITHIN_S) == []
     assert "stopped" in ridgeline("logs", "--name", name).stdout
-
-
-def test_a_terminal_that_is_closed_makes_serve_drain_and_end_without_an_error(folder: Path, shell: dict[str, str]):
-    split = ("--set", "supervision.start_timeout_s=120")
-    with serving(*split, folder=folder, shell=shell, shares_parent=False) as serve:
-        url = serve.wait_ready()
-        answer = httpx.post(f"{url}/v1/completions", json=body(5), timeout=120)
-        assert answer.json()["usage"]["completion_tokens"] == 5
-        assert len(serve.table()) == 2
-        family = serve.family()
-        os.kill(serve.process.pid, signal.SIGHUP)
-        assert serve.wait_exit() == 0, serve.output
-        assert "draining" in serve.output
-        assert still_there(family, GONE_WITHIN_S) == []

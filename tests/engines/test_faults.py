@@ -28,9 +28,11 @@ def prompts_of(text: list[int]) -> list[list[int]]:
     return [text[start : start + length] for start, length in zip(starts, lengths, strict=True)]
 
 
-async def test_80_handoffs_under_faults_are_answered_in_full_and_leave_nothing(figure: Figure):
+async def test_80_handoffs_under_faults_are_answered_in_full_and_leave_nothing(
+    small_model: dict[str, str], figure: Figure
+):
     before_shm = sorted(os.listdir("/dev/shm"))
-    async with deployed({"transfer.faults": PLAN, **SHORT_STEPS}) as engines:
+    async with deployed({"transfer.faults": PLAN, **SHORT_STEPS, **small_model}) as engines:
         prompts = prompts_of(book(engines))
         await answers_to(engines, [prompts[0][:20]])  # workers tell their counts after a step: the warm-up's, here
         before = await engines.metrics()

@@ -43,7 +43,7 @@ FORCED = "pattern of a forced call"
 """This one ends only if its text comes to where the pattern takes too long."""
 ATTACKS: dict[str, dict[str, Any]] = {
     "nested regex": {"structured_outputs": {"regex": NESTED}, "min_tokens": 150},
-    "long regex": {"structured_outputs": {"regex": "(.{0,500}x){0,20}"}},
+    "long regex": {"structured_outputs": {"regex": "(.{0,500}x){0,20}"}, "max_tokens": 60},
     "ambiguous grammar": {"structured_outputs": {"grammar": 'root ::= root root | "a" | "b" | ""'}, "min_tokens": 150},
     "20,000 choices": {"structured_outputs": {"choice": [f"item number {number}" for number in range(20_000)]}},
     "3,000 choices": {"structured_outputs": {"choice": [f"item {number}" for number in range(3_000)]}},
@@ -52,7 +52,7 @@ ATTACKS: dict[str, dict[str, Any]] = {
 }
 REFUSED = ("20,000 choices",)
 ENDED = ("nested regex", "ambiguous grammar", "large schema")
-SERVED: dict[str, dict[str, Any]] = {"long regex": {"max_tokens": 200}, "3,000 choices": {"max_tokens": 6}}
+SERVED: dict[str, dict[str, Any]] = {"long regex": {"max_tokens": 60}, "3,000 choices": {"max_tokens": 6}}
 """These are answered, so the stream shares its steps with them: it is compared to one beside plain answers as long."""
 
 

@@ -34,6 +34,7 @@ from tests.engines.serve_process import (
     name_of,
     serving,
     still_there,
+    words_of,
 )
 from tests.engines.test_processes import ONE_REPLICA
 from tests.support.free_port import free_port
@@ -165,24 +166,24 @@ def test_serve_waits_for_the_nodes_that_the_autoscaler_starts_for_it_and_leaves_
 
 
 def test_two_deployments_on_one_ray_have_cores_and_a_name_of_their_own(
-    short_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    short_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_model: dict[str, str]
 ):
     with ray_head(short_folder) as (address, head):
         wait_answers(address, head)
-        joined = ("--address", address, *ONE_REPLICA)
+        joined = ("--address", address, *ONE_REPLICA, *words_of(small_model))
         with serving(*joined, "--name", "first") as first:
             urls = [first.wait_ready()]
             monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))  # as on another machine of the cluster
-            with serving(*joined, "--name", "first") as refused:
+            briefly = ("--set", "ray.placement_timeout_s=12")
+            with serving(*joined, "--name", "first") as refused, serving(*joined, "--name", "second") as second:
                 assert refused.wait_exit() == 1
                 assert "a deployment named 'first' runs on this Ray cluster already" in refused.output
                 assert is_quoted(refused.output)
-            with serving(*joined, "--name", "second") as second:
-                urls.append(second.wait_ready())
-                cores = [row.cores for serve in (first, second) for row in serve.table().values()]
-                assert sorted(cores) == ["0", "1"]
-                briefly = ("--set", "ray.placement_timeout_s=12")
+                second.wait_said("loading the engine", START_WITHIN_S)  # so it has its core, the last one
                 with serving(*joined, "--name", "third", *briefly) as third:
+                    urls.append(second.wait_ready())
+                    cores = [row.cores for serve in (first, second) for row in serve.table().values()]
+                    assert sorted(cores) == ["0", "1"]
                     assert third.wait_exit() == 1
                     waits = [line for line in third.lines if "waiting for Ray to place worker-0" in line]
                     assert waits

@@ -24,6 +24,7 @@ from tests.engines.serve_process import (
     name_of,
     serving,
     still_there,
+    words_of,
 )
 
 Figure = Callable[[str], None]
@@ -42,8 +43,10 @@ def completes(url: str) -> None:
     assert reply.json()["usage"]["completion_tokens"] == 5
 
 
-def test_while_one_replica_is_away_the_other_goes_on_and_says_so_and_none_outlives_serve(figure: Figure):
-    with serving(*COLOCATED, *NO_RESTARTS, shares_parent=False) as serve:
+def test_while_one_replica_is_away_the_other_goes_on_and_says_so_and_none_outlives_serve(
+    small_model: dict[str, str], figure: Figure
+):
+    with serving(*COLOCATED, *NO_RESTARTS, *words_of(small_model), shares_parent=False) as serve:
         url = serve.wait_ready()
         table = serve.table()
         pools = {name: worker.pool for name, worker in table.items()}
@@ -73,7 +76,7 @@ def test_while_one_replica_is_away_the_other_goes_on_and_says_so_and_none_outliv
 def test_ctrl_c_while_it_starts_leaves_no_process():
     with serving(*ONE_REPLICA) as serve:
         serve.wait_said("loading the engine", START_WITHIN_S)
-        time.sleep(3)
+        time.sleep(1)
         family = serve.family()
         os.kill(serve.process.pid, signal.SIGINT)
         assert serve.wait_exit() == 0, serve.output

@@ -12,7 +12,7 @@ from tests.engines.harness import Engines, Figure, first_difference
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="session")]
 
-NUM_TOKENS = 28
+NUM_TOKENS = 20
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
@@ -40,7 +40,7 @@ async def test_an_answer_goes_on_after_repeated_tokens_as_if_nothing_had_happene
     params = {"temperature": 0.0, "ignore_eos": True, "max_tokens": NUM_TOKENS, **wish}
     await engines.cold()  # a cached prefix makes steps of another shape, which round otherwise in bfloat16
     whole = (await engines.reference(prompt, NUM_TOKENS, **params)).token_ids
-    for had in (1, 17):
+    for had in (1, 11):
         assert len(whole) > had
         await engines.cold()
         rest, _ = await engines.run(
@@ -58,7 +58,7 @@ async def test_a_plain_answer_goes_on_after_its_tokens_became_prompt(engines: En
     prompt, params = text[31_000:31_100], SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=NUM_TOKENS)
     whole = (await engines.reference(prompt, NUM_TOKENS)).token_ids
     different = []
-    for had in (1, 7, 17, NUM_TOKENS - 1):
+    for had in (1, 7, NUM_TOKENS - 1):
         rest, _ = await engines.run(
             engines.decode,
             leg="decode",
@@ -73,4 +73,4 @@ async def test_a_plain_answer_goes_on_after_its_tokens_became_prompt(engines: En
             behind_nat = await engines.behind_best_nat(prompt, whole[:position], ours[position])
             assert engines.is_tie(behind_nat)
             different.append((had, position, behind_nat))
-    figure(f"4 answers continued, {len(different)} ties: {different}")
+    figure(f"3 answers continued, {len(different)} ties: {different}")

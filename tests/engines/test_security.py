@@ -33,12 +33,12 @@ def listening() -> dict[str, str]:
 
 
 async def test_with_certificates_and_a_key_it_serves_its_own_and_refuses_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_model: dict[str, str]
 ):
     monkeypatch.setenv("RIDGELINE_API_KEYS", KEY)
     tls = Authority(tmp_path).issue()
     files = {f"security.tls.{name}": getattr(tls, name) for name in ("ca_file", "cert_file", "key_file")}
-    async with deployed({**files, "transfer.transport": "grpc", **SHORT_STEPS}, tls) as engines:
+    async with deployed({**files, "transfer.transport": "grpc", **SHORT_STEPS, **small_model}, tls) as engines:
         model = {"model": engines.model}
         refused = await engines.http.post("/v1/completions", json={**model, **BODY})
         assert refused.status_code == 401

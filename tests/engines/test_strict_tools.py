@@ -63,7 +63,7 @@ async def verdict(engines: Engines, seed: int) -> str:
 
 
 @pytest.mark.parametrize(
-    "tools", [30, pytest.param(strict_tools.TOOLS, marks=pytest.mark.long)], ids=lambda tools: f"{tools} tools"
+    "tools", [20, pytest.param(strict_tools.TOOLS, marks=pytest.mark.long)], ids=lambda tools: f"{tools} tools"
 )
 async def test_no_arguments_of_a_strict_tool_break_its_schema(serving: Engines, figure: Figure, tools: int):
     free = asyncio.Semaphore(AT_ONCE)

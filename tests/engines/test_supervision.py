@@ -37,8 +37,8 @@ DRAIN_S = 120
 
 
 @pytest.fixture(scope="module")
-def deployed() -> Iterator[Deployed]:
-    settings = {**SMALL_SPLIT, "server.drain_timeout_s": str(DRAIN_S)}
+def deployed(small_model: dict[str, str]) -> Iterator[Deployed]:
+    settings = {**SMALL_SPLIT, **small_model, "server.drain_timeout_s": str(DRAIN_S)}
     with deployed_by_serve("--prefill", "1", "--decode", "2", settings=settings) as one:
         yield one
 
@@ -254,8 +254,8 @@ def test_sigterm_to_a_worker_drains_it(deployed: Deployed):
     deployed.completes()
 
 
-LAST_TOKENS = 150
-"""On a fast machine a second and a half, in which a new request is refused; on a slow one less than a drain's time."""
+LAST_TOKENS = 200
+"""On a fast machine a third of a second, in which a new request is refused; on a slow one less than a drain's time."""
 
 
 def refusal(url: str) -> str:

@@ -1,6 +1,6 @@
 """A model that cannot be served is refused on vLLM's own configuration of it, before anything is loaded.
 
-Which models are: `tests/components/engine/connector/test_transferable_models.py`.
+Which models are: `test_transferable_models.py`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from ridgeline.engine import vllm_engine
 from ridgeline.engine.connector.transferable_models import UnsupportedModel
 from ridgeline.engine.vllm_engine import VllmEngine
 from tests.support.samples import engine_config
-
-pytestmark = pytest.mark.engines  # none is started, but vLLM takes a quarter of a minute to look at each model
 
 SMALL = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 6}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096}
