@@ -175,7 +175,7 @@ class PoolsConfig(Section):
     adaptive: PoolConfig | None = Field(
         default=None,
         description="null: prefill's settings, with the workers of prefill and decode together and the larger "
-        "max_num_seqs of the two",
+        "max_num_seqs of the two; resources only if both have the same",
     )
 
     def for_adaptive(self) -> PoolConfig:
@@ -183,9 +183,11 @@ class PoolsConfig(Section):
         if self.adaptive is not None:
             return self.adaptive
         max_num_seqs = max(self.prefill.max_num_seqs, self.decode.max_num_seqs)
+        alike = self.prefill.resources == self.decode.resources
         return self.prefill.model_copy(
             update={
                 "workers": self.prefill.workers + self.decode.workers,
+                "resources": self.prefill.resources if alike else {},  # else half of the machines would stay empty
                 "itl_target_ms": 0.0,
                 "max_num_seqs": max_num_seqs,
                 # Decodes count in a step's budget: without room for them, a prompt as long as it takes two steps.
