@@ -378,6 +378,11 @@ class RidgelineConfig(Section):
         """Return the GPUs that each worker of a pool takes."""
         return pool.gpus_per_worker / (GPU_SHARERS if self.ray.share_gpus else 1)
 
+    def takes(self, pool: PoolConfig) -> dict[str, float]:
+        """Return what each worker of a pool takes of a machine, by Ray's names."""
+        numbers = {"CPU": float(pool.cores_per_worker), "GPU": self.gpus_of(pool), **pool.resources}
+        return {name: number for name, number in numbers.items() if number}
+
     def uses_mps(self) -> bool:
         """Return whether engines of this mode have shares of a GPU's multiprocessors."""
         return any(pool.mps_active_thread_percent is not None for pool in self.active_pools().values())
