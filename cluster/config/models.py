@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from ridgeline.cluster.config.api_keys import KeyHashes, key_hashes
 from ridgeline.cluster.config.autoscale import AutoscaleConfig, PoolBounds
 from ridgeline.cluster.node_address import network_of
 from ridgeline.contracts.log_lines import LoggingConfig, ProcessLogging
@@ -298,6 +299,10 @@ class SecurityConfig(Section):
         description="file of keys for /metrics; keys of admin_keys_file open it too; null: open to all",
     )
     tls: TlsConfig = TlsConfig()
+
+    def keys(self) -> KeyHashes:
+        """Read all keys. Raises ApiKeyError."""
+        return key_hashes(self.api_keys_file, self.admin_keys_file, metrics_keys_file=self.metrics_keys_file)
 
 
 class RidgelineConfig(Section):

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
+from ridgeline.cluster.config.api_keys import ApiKeyError, KeyHashes
 from ridgeline.cluster.config.models import RidgelineConfig
 from ridgeline.cluster.ray_nodes import what_there_is
 from ridgeline.cluster.runtime.actors import NodePlace
@@ -38,6 +39,8 @@ LET_GO_WITHIN_S = 1.0
 """For workers to close each other's KV caches: they do so between two steps, and one that hangs is not waited for."""
 STOP_WORKERS_WITHIN_S = 15.0
 PROGRESS_EVERY_S = 10.0
+KEYS_EVERY_S = 5.0
+NEW_KEYS = "the files of keys have changed: only the keys that they hold now count"
 MEASURED_WITHIN_S = 30.0
 """More than a router takes to measure (`ridgeline.router.idle_times`)."""
 T = TypeVar("T")
@@ -70,6 +73,8 @@ class Deployment:
     autoscaler: Autoscaler
     warnings: list[str] = field(default_factory=list)
     """What operators should mend in their settings."""
+    read_keys: Callable[[], KeyHashes] = KeyHashes
+    """Returns what the files of keys hold now. Raises ApiKeyError."""
 
     async def watch(self, say: Say, on_away: Callable[[Mapping[str, str]], None] = lambda _: None) -> None:
         """Bring back what dies, carry out operations, give some if pools follow their load, and report all of it.
@@ -82,8 +87,22 @@ class Deployment:
                 group.create_task(self.supervisor.run(say, on_away), name="supervisor")
                 group.create_task(self.operations.run(say), name="operations")
                 group.create_task(self.autoscaler.run(say), name="autoscaler")
+                group.create_task(self._follow_key_files(say), name="keys")
         except* DeploymentFailed as failures:
             raise failures.exceptions[0] from None
+
+    async def _follow_key_files(self, say: Say) -> None:
+        """Give the routers each change of the files of keys; those that cannot be used change nothing."""
+        said = ""
+        while True:
+            await asyncio.sleep(KEYS_EVERY_S)
+            try:
+                if any([await router.use_keys(self.read_keys()) for router in self.routers]):
+                    say(NEW_KEYS)
+                said = ""
+            except (ApiKeyError, DeploymentFailed) as error:
+                if (now := f"the former keys count: {error}") != said:
+                    say(said := now)
 
     async def drain(self, timeout_s: float) -> int | None:
         """Refuse new requests and wait for the running ones; returns how many did not end in time.
@@ -207,7 +226,8 @@ async def _start(
     autoscaler = Autoscaler(plan.config.autoscale, group.lead, group.routers, supervisor, operations)
     pairs = list(await group.lead.call("kv_pairs"))  # what carries KV between which workers
     warnings = await limits_too_short(plan.config.router.slo, group.routers[0], say)
-    return Deployment(url, rows, pairs, group.routers, supervisor, operations, autoscaler, warnings)
+    keys = plan.config.security.keys
+    return Deployment(url, rows, pairs, group.routers, supervisor, operations, autoscaler, warnings, keys)
 
 
 async def limits_too_short(slo: SloConfig, router: RouterHandle, say: Say) -> list[str]:
