@@ -85,6 +85,7 @@ errors = Console(stderr=True, width=None if sys.stderr.isatty() else PIPED_WIDTH
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file, for instance deploy/local.yaml")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="override one setting: section.key=value")]
+AddressOption = Annotated[str | None, typer.Option(help="existing Ray cluster: auto or host:port")]
 ModelOption = Annotated[str | None, typer.Option(help="directory, hub name or smollm2-135m")]
 LOCAL_URL = "http://127.0.0.1:8000"
 
@@ -281,7 +282,7 @@ def serve(
     model: ModelOption = None,
     port: Annotated[int | None, typer.Option(help="HTTP port")] = None,
     host: Annotated[str | None, typer.Option(help="HTTP address")] = None,
-    address: Annotated[str | None, typer.Option(help="existing Ray cluster: auto or host:port")] = None,
+    address: AddressOption = None,
     prefill: Annotated[int | None, typer.Option(help="number of prefill workers")] = None,
     decode: Annotated[int | None, typer.Option(help="number of decode workers")] = None,
     settings: SetOption = None,
@@ -349,9 +350,14 @@ def logs(
 
 
 @app.command()
-def doctor(config: ConfigOption = None, settings: SetOption = None) -> None:
-    """Check whether this machine can run the configuration; every failure names its fix."""
-    results = doctor_checks.checks(load(config, settings).config)
+def doctor(config: ConfigOption = None, settings: SetOption = None, address: AddressOption = None) -> None:
+    """Check whether this machine, or with --address a Ray cluster, can run the configuration; failures name fixes."""
+    loaded = load(config, settings, ray__address=address).config
+    results = doctor_checks.checks(loaded)
+    if loaded.ray.address is not None and not doctor_checks.failures(results):
+        from ridgeline.cluster.doctor.joined import joined_checks
+
+        results += asyncio.run(joined_checks(loaded))
     console.print(doctor_checks.report(results))
     if doctor_checks.failures(results):
         raise typer.Exit(1)

@@ -71,6 +71,10 @@ class Router(RouterControl):
     TITLE = "router"
 
     def __init__(self, settings: RouterSettings) -> None:
+        clients, admins = {*settings.api_key_hashes}, {*settings.admin_key_hashes}
+        settings = replace(settings, api_key_hashes=clients, admin_key_hashes=admins)
+        self._keys = clients, admins, metrics_readers(settings)
+        """Changed in place: whoever checks keys has them."""
         self._settings = settings
         self._args = server_args(settings)
         router_id, shares = secrets.token_hex(8), settings.routers > 1
@@ -266,7 +270,7 @@ class Router(RouterControl):
                 ),
                 self._readiness,
                 self._gates,
-                metrics_endpoint(self._refresh_metrics, REGISTRY, metrics_readers(self._settings)),
+                metrics_endpoint(self._refresh_metrics, REGISTRY, self._keys[-1]),
             )
             server = uvicorn.Server(self._uvicorn_config(app))
             serving = group.create_task(server.serve(sockets=[sock]), name="http")
@@ -314,6 +318,13 @@ class Router(RouterControl):
             prompt_tokens=probe_prompt_tokens(self.fleet.workers[0].description.block_size),
         )
 
+    async def use_keys(self, settings: RouterSettings) -> None:
+        """Let the keys of these settings open what the former ones did, from the next request on."""
+        now = settings.api_key_hashes, settings.admin_key_hashes, metrics_readers(settings)
+        for held, hashes in zip(self._keys, now, strict=True):
+            held.clear()
+            held.update(hashes)
+
     async def limits_too_short(self) -> list[str]:
         """Return which limits of `router.slo` an idle server cannot keep, as measured now; call it after the start."""
         slo, probe = self._settings.router.slo, self._probe()
@@ -347,9 +358,9 @@ class Router(RouterControl):
         )
 
 
-def metrics_readers(settings: RouterSettings) -> frozenset[bytes]:
+def metrics_readers(settings: RouterSettings) -> set[bytes]:
     """Return the hashes of the keys that open /metrics; none if it is open to all."""
-    return settings.metrics_key_hashes | settings.admin_key_hashes if settings.metrics_key_hashes else frozenset()
+    return {*settings.metrics_key_hashes, *settings.admin_key_hashes} if settings.metrics_key_hashes else set()
 
 
 def _bound_socket(settings: RouterSettings, shared: SharedWith | None) -> socket.socket:

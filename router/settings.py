@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from ipaddress import IPv6Address
 from typing import Annotated, Any, Literal
@@ -303,11 +303,11 @@ class RouterSettings:
     """Those of the engines' arguments that say what the model is."""
     server_args: Mapping[str, Any] = field(default_factory=dict)
     """vLLM's own arguments for its HTTP front."""
-    api_key_hashes: frozenset[bytes] = frozenset()
+    api_key_hashes: Set[bytes] = frozenset()
     """`client_identity.hash_key` of each client's key; if empty, everybody may call."""
-    admin_key_hashes: frozenset[bytes] = frozenset()
+    admin_key_hashes: Set[bytes] = frozenset()
     """Hashes of the keys that open the operator's paths; if empty, see `admin_access`."""
-    metrics_key_hashes: frozenset[bytes] = frozenset()
+    metrics_key_hashes: Set[bytes] = frozenset()
     """Hashes of the keys that open /metrics, as operators' keys do; if empty, it is open to all."""
     stall_timeout_s: float
     """An engine with work and without a step for this long is replaced; it gets no new work after a third of it."""

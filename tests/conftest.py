@@ -11,7 +11,9 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +34,13 @@ def pytest_collection_finish() -> None:
     """What is here by now stays, and is never looked through again."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder for Ray, whose sockets' paths must not be longer than 107 characters."""
+    with tempfile.TemporaryDirectory(prefix="rl-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

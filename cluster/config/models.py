@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from ridgeline.cluster.config.api_keys import KeyHashes, key_hashes
 from ridgeline.cluster.config.autoscale import AutoscaleConfig, PoolBounds
 from ridgeline.cluster.node_address import network_of
 from ridgeline.contracts.log_lines import LoggingConfig, ProcessLogging
@@ -175,7 +176,7 @@ class PoolsConfig(Section):
     adaptive: PoolConfig | None = Field(
         default=None,
         description="null: prefill's settings, with the workers of prefill and decode together and the larger "
-        "max_num_seqs of the two",
+        "max_num_seqs of the two; resources only if both have the same",
     )
 
     def for_adaptive(self) -> PoolConfig:
@@ -183,9 +184,11 @@ class PoolsConfig(Section):
         if self.adaptive is not None:
             return self.adaptive
         max_num_seqs = max(self.prefill.max_num_seqs, self.decode.max_num_seqs)
+        alike = self.prefill.resources == self.decode.resources
         return self.prefill.model_copy(
             update={
                 "workers": self.prefill.workers + self.decode.workers,
+                "resources": self.prefill.resources if alike else {},  # else half of the machines would stay empty
                 "itl_target_ms": 0.0,
                 "max_num_seqs": max_num_seqs,
                 # Decodes count in a step's budget: without room for them, a prompt as long as it takes two steps.
@@ -297,6 +300,10 @@ class SecurityConfig(Section):
     )
     tls: TlsConfig = TlsConfig()
 
+    def keys(self) -> KeyHashes:
+        """Read all keys. Raises ApiKeyError."""
+        return key_hashes(self.api_keys_file, self.admin_keys_file, metrics_keys_file=self.metrics_keys_file)
+
 
 class RidgelineConfig(Section):
     """The whole configuration. `load_config` builds it and also checks it across sections."""
@@ -375,6 +382,11 @@ class RidgelineConfig(Section):
     def gpus_of(self, pool: PoolConfig) -> float:
         """Return the GPUs that each worker of a pool takes."""
         return pool.gpus_per_worker / (GPU_SHARERS if self.ray.share_gpus else 1)
+
+    def takes(self, pool: PoolConfig) -> dict[str, float]:
+        """Return what each worker of a pool takes of a machine, by Ray's names."""
+        numbers = {"CPU": float(pool.cores_per_worker), "GPU": self.gpus_of(pool), **pool.resources}
+        return {name: number for name, number in numbers.items() if number}
 
     def uses_mps(self) -> bool:
         """Return whether engines of this mode have shares of a GPU's multiprocessors."""

@@ -5,6 +5,7 @@ before anything starts, and on each node of a joined cluster before an engine lo
 """
 
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 
 from rich.table import Table
@@ -32,7 +33,16 @@ from ridgeline.cluster.errors import ServingError
 from ridgeline.contracts.section import GIB, MIB
 from ridgeline.contracts.vocabulary import Pool
 
-__all__ = ["CheckResult", "checks", "failures", "node_checks", "refuse_unfit_machine", "report", "resolve_dtype"]
+__all__ = [
+    "CheckResult",
+    "checks",
+    "failures",
+    "node_checks",
+    "refuse_unfit_machine",
+    "report",
+    "resolve_dtype",
+    "unfit_for",
+]
 
 ENGINE_OVERHEAD_BYTES = int(1.2 * GIB)  # code, tokenizer and activations of one rank, about
 GPU_RANK_HOST_BYTES = 4 * GIB
@@ -77,6 +87,12 @@ def node_checks(
     pools = {name: config.all_pools()[name].model_copy(update={"workers": number}) for name, number in workers.items()}
     found = [result for check in _SOFTWARE for result in check(engines_here, host)]
     return found + [result for check in _SIZES for result in check(config, host, pools)]
+
+
+def unfit_for(config: RidgelineConfig, pools: Sequence[Pool]) -> list[str]:
+    """Return why this machine of a joined cluster can run no worker of these pools; in a process of its own."""
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # by which Ray hides all GPUs from a task that takes none
+    return [*dict.fromkeys(fix for pool in pools for fix in failures(node_checks(config, {pool: 1})))]
 
 
 def failures(results: Sequence[CheckResult]) -> list[str]:

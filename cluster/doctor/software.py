@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ridgeline.cluster.config.api_keys import ApiKeyError, key_hashes, open_to_all
+from ridgeline.cluster.config.api_keys import ApiKeyError, open_to_all
 from ridgeline.cluster.config.models import RidgelineConfig
 from ridgeline.cluster.doctor.facts import HostFacts
 from ridgeline.contracts.rpc.address import join_host_port
@@ -132,7 +132,7 @@ def security(config: RidgelineConfig, _: HostFacts) -> Iterator[CheckResult]:
     """Check keys wherever the engines run, and certificates only here: on a joined cluster each process does."""
     files = config.security
     try:
-        keys = key_hashes(files.api_keys_file, files.admin_keys_file, metrics_keys_file=files.metrics_keys_file)
+        keys = files.keys()
     except ApiKeyError as error:
         yield CheckResult("api keys", False, "cannot be used", str(error))
     else:

@@ -14,8 +14,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
-import ray
-
+from ridgeline.cluster.config.api_keys import ApiKeyError, KeyHashes
+from ridgeline.cluster.config.models import RidgelineConfig
+from ridgeline.cluster.ray_nodes import what_there_is
 from ridgeline.cluster.runtime.actors import NodePlace
 from ridgeline.cluster.runtime.autoscale.loop import Autoscaler
 from ridgeline.cluster.runtime.fleet_operations import OperationRunner, OperationSteps
@@ -38,6 +39,8 @@ LET_GO_WITHIN_S = 1.0
 """For workers to close each other's KV caches: they do so between two steps, and one that hangs is not waited for."""
 STOP_WORKERS_WITHIN_S = 15.0
 PROGRESS_EVERY_S = 10.0
+KEYS_EVERY_S = 5.0
+NEW_KEYS = "the files of keys have changed: only the keys that they hold now count"
 MEASURED_WITHIN_S = 30.0
 """More than a router takes to measure (`ridgeline.router.idle_times`)."""
 T = TypeVar("T")
@@ -70,6 +73,8 @@ class Deployment:
     autoscaler: Autoscaler
     warnings: list[str] = field(default_factory=list)
     """What operators should mend in their settings."""
+    read_keys: Callable[[], KeyHashes] = KeyHashes
+    """Returns what the files of keys hold now. Raises ApiKeyError."""
 
     async def watch(self, say: Say, on_away: Callable[[Mapping[str, str]], None] = lambda _: None) -> None:
         """Bring back what dies, carry out operations, give some if pools follow their load, and report all of it.
@@ -82,8 +87,22 @@ class Deployment:
                 group.create_task(self.supervisor.run(say, on_away), name="supervisor")
                 group.create_task(self.operations.run(say), name="operations")
                 group.create_task(self.autoscaler.run(say), name="autoscaler")
+                group.create_task(self._follow_key_files(say), name="keys")
         except* DeploymentFailed as failures:
             raise failures.exceptions[0] from None
+
+    async def _follow_key_files(self, say: Say) -> None:
+        """Give the routers each change of the files of keys; those that cannot be used change nothing."""
+        said = ""
+        while True:
+            await asyncio.sleep(KEYS_EVERY_S)
+            try:
+                if any([await router.use_keys(self.read_keys()) for router in self.routers]):
+                    say(NEW_KEYS)
+                said = ""
+            except (ApiKeyError, DeploymentFailed) as error:
+                if (now := f"the former keys count: {error}") != said:
+                    say(said := now)
 
     async def drain(self, timeout_s: float) -> int | None:
         """Refuse new requests and wait for the running ones; returns how many did not end in time.
@@ -156,7 +175,7 @@ async def _start(
     plan: Plan, workers: list[WorkerHandle], group: _RouterGroup, cores: CoreTable, say: Say
 ) -> Deployment:
     say(f"placing {len(workers)} workers and {group.title} on Ray")
-    places = await _placed(workers, group, say)
+    places = await _placed(plan.config, workers, group, say)
     titles = (worker.planned.title for worker in workers)
     dtype = dtype_of_nodes(plan.config, dict(zip(titles, places, strict=True)))
     if dtype != plan.dtype:
@@ -207,7 +226,8 @@ async def _start(
     autoscaler = Autoscaler(plan.config.autoscale, group.lead, group.routers, supervisor, operations)
     pairs = list(await group.lead.call("kv_pairs"))  # what carries KV between which workers
     warnings = await limits_too_short(plan.config.router.slo, group.routers[0], say)
-    return Deployment(url, rows, pairs, group.routers, supervisor, operations, autoscaler, warnings)
+    keys = plan.config.security.keys
+    return Deployment(url, rows, pairs, group.routers, supervisor, operations, autoscaler, warnings, keys)
 
 
 async def limits_too_short(slo: SloConfig, router: RouterHandle, say: Say) -> list[str]:
@@ -222,12 +242,16 @@ async def limits_too_short(slo: SloConfig, router: RouterHandle, say: Say) -> li
         return []
 
 
-async def _placed(workers: list[WorkerHandle], group: _RouterGroup, say: Say) -> list[NodePlace]:
+async def _placed(
+    config: RidgelineConfig, workers: list[WorkerHandle], group: _RouterGroup, say: Say
+) -> list[NodePlace]:
     """Wait until Ray has placed all, which may take as long as its autoscaler needs to start machines."""
-    wishes = {worker.planned.title: _wish(worker) for worker in workers} | {one.name: "" for one in group.all}
+    takes = {one.planned.title: (one.planned.section, config.takes(one.planned.settings)) for one in workers}
+    takes |= {one.name: ("router", config.router.resources if one.kind == "router" else {}) for one in group.all}
 
     def what_waits(left: list[str]) -> str:
-        return f"waiting for Ray to place {', '.join(name + wishes[name] for name in left)}; {_what_there_is()}"
+        wishes = ", ".join(name + _wish(takes[name][1]) for name in left)
+        return f"waiting for Ray to place {wishes}; {what_there_is(takes[name] for name in left)}"
 
     begins: list[tuple[str, Awaitable[Any]]] = [
         *((worker.planned.title, worker.find_place()) for worker in workers),
@@ -236,26 +260,13 @@ async def _placed(workers: list[WorkerHandle], group: _RouterGroup, say: Say) ->
     try:
         return list(await _told_of(begins, what_waits, say))[: len(workers)]
     except NoPlace as error:
-        wanted = ", ".join(name + wish for name, wish in wishes.items())
-        raise PlacementError(f"{error}. Wanted: {wanted}. {_what_there_is()}: add machines or lower pools.*") from error
+        wanted = ", ".join(name + _wish(numbers) for name, (_, numbers) in takes.items())
+        there_is = await asyncio.to_thread(what_there_is, takes.values())
+        raise PlacementError(f"{error}. Wanted: {wanted}. {there_is}: add machines or lower pools.*") from error
 
 
-def _wish(worker: WorkerHandle) -> str:
-    settings = worker.planned.settings
-    numbers = {"CPU": settings.cores_per_worker, "GPU": worker.gpus, **settings.resources}
-    return f" ({', '.join(f'{number:g} {name}' for name, number in numbers.items() if number)})"
-
-
-def _what_there_is() -> str:
-    """Say which machines Ray has, and what on them nobody has taken yet."""
-    machines = sum(node["Alive"] for node in ray.nodes())
-    free = {
-        name: number
-        for name, number in sorted(ray.available_resources().items())
-        if not name.startswith("node:") and not name.endswith("memory")
-    }
-    has = ", ".join(f"{number:g} {name}" for name, number in free.items()) or "nothing"
-    return f"the cluster has {machines} machine{'' if machines == 1 else 's'}, with {has} free"
+def _wish(takes: Mapping[str, float]) -> str:
+    return f" ({', '.join(f'{number:g} {name}' for name, number in takes.items())})" if takes else ""
 
 
 async def _told_of(begins: list[tuple[str, Awaitable[T]]], sentence: Callable[[list[str]], str], say: Say) -> list[T]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from ridgeline.cluster.config.api_keys import KeyHashes, key_hashes
+from ridgeline.cluster.config.api_keys import KeyHashes
 from ridgeline.cluster.config.models import PoolConfig, RidgelineConfig
 from ridgeline.cluster.doctor.checks import resolve_dtype
 from ridgeline.cluster.doctor.facts import read_model_facts
@@ -180,11 +180,7 @@ def make_plan(config: RidgelineConfig) -> Plan:
         server_args=_server_args(config),
         workers=workers,
         roles=roles,
-        keys=key_hashes(
-            config.security.api_keys_file,
-            config.security.admin_keys_file,
-            metrics_keys_file=config.security.metrics_keys_file,
-        ),
+        keys=config.security.keys(),
         multiplies_in_fp8=multiplies_in_fp8(facts.config, config.engine_args.get("quantization")),
     )
 

@@ -32,6 +32,16 @@ from ridgeline.roofline.process_cores import usable_cores
 STARTS = 2
 END_WITHIN_S = 5.0
 CONNECT_WITHIN_S = 5.0
+TOKEN_FIX: Final = (
+    "set RAY_AUTH_MODE=token and copy ~/.ray/auth_token of the head to this machine, or set RAY_AUTH_MODE=disabled on "
+    "every machine"
+)
+JOIN_FIXES: Final = {
+    "Version mismatch": "all machines need the same Ray and Python: run `make setup` of one Ridgeline on each",
+    "Failed to connect": f"something listens there and does not take this process in; if it is Ray's head, {TOKEN_FIX}",
+    "oken": TOKEN_FIX,
+}
+"""What to do if Ray cannot be joined, by what it says."""
 logger = logging.getLogger(__name__)
 SYSTEM_CONFIG: Final[dict[str, Any]] = {
     # Ray runs workers at niceness 15, where any other process of the machine delays a token or a frame.
@@ -112,15 +122,10 @@ def _ray(config: RidgelineConfig) -> Iterator[None]:
             else:
                 _join(config.ray.address, common)
         except (OSError, RuntimeError, ValueError, RayError) as error:
-            where = config.ray.address or "on this machine"
-            raise DeploymentFailed(f"Ray did not start or answer ({where}): {error}") from error
+            where, told = config.ray.address or "on this machine", " ".join(str(error).split())
+            fix = next((f": {fix}" for sign, fix in JOIN_FIXES.items() if sign in told), "")
+            raise DeploymentFailed(f"Ray did not start or answer ({where}): {told.removesuffix('.')}{fix}") from error
         yield
-
-
-def logs_folder() -> Path:
-    """Return where the Ray that runs has its logs on this machine."""
-    context = ray.get_runtime_context()
-    return Path(context.get_temp_dir(), context.get_session_name(), "logs")
 
 
 def _start_here(config: RidgelineConfig, common: dict[str, Any]) -> AbstractContextManager[None]:
@@ -147,6 +152,13 @@ def _start_here(config: RidgelineConfig, common: dict[str, Any]) -> AbstractCont
 
 def _join(address: str, common: dict[str, Any]) -> None:
     """Join a cluster. Raises ConnectionError at once if nobody listens, for which Ray itself waits a minute."""
+    said = os.environ.get(ray_constants.RAY_ADDRESS_ENVIRONMENT_VARIABLE, "") if address == "auto" else ""
+    replaced = f"; auto means RAY_ADDRESS here, which is {said}: unset it if that is wrong" if said else ""
+    if "://" in (said or address):
+        raise ValueError(
+            f"{said or address} is an address of Ray's client or of its jobs; --address is host:port of Ray's head "
+            f"itself, port 6379 if nobody has chosen another{replaced}"
+        )
     host, colon, port = (services.canonicalize_bootstrap_address(address) or "").rpartition(":")
     if colon and port.isdecimal() and "/" not in host:
         try:
@@ -154,7 +166,7 @@ def _join(address: str, common: dict[str, Any]) -> None:
         except OSError as error:
             raise ConnectionError(
                 f"nothing answers at {host}:{port} ({error.strerror or error}): --address is that of Ray's head, which "
-                "`ray start --head` prints, or auto on a machine of the cluster while Ray runs there"
+                f"`ray start --head` prints, or auto on a machine of the cluster while Ray runs there{replaced}"
             ) from error
     ray.init(address=address, **common)
 

@@ -1,7 +1,8 @@
 """Which worker gets which role in each mode, or why the mode of a deployment cannot change.
 
-Workers are started once. So a mode can be changed only if every worker has the same hardware, memory and engine
-arguments in the pool that it has in the other mode; the limits of a step may differ, since they are set at run time.
+Workers are started once. So a mode can be changed only if every worker has the same cores, GPUs, memory and engine
+arguments in the pool that it has in the other mode. The limits of a step may differ, since they are set at run time.
+So may `resources`: they say where Ray places a worker when it starts, and a change of mode moves none.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ KEPT = (
     "tensor_parallel_size",
     "kv_cache_memory_bytes",
     "mps_active_thread_percent",
-    "resources",
     "engine_args",
 )
 """What a worker cannot change while it serves. The limits of its steps it can."""

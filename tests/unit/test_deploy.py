@@ -20,7 +20,7 @@ from ridgeline.cluster.config.loader import LoadedConfig, load_config
 from ridgeline.cluster.config.models import RidgelineConfig
 from ridgeline.cluster.doctor.checks import checks, failures
 from ridgeline.cluster.doctor.facts import ModelFacts
-from ridgeline.cluster.runtime.roles import mode_roles
+from ridgeline.cluster.runtime.roles import MODES, mode_roles
 from ridgeline.cluster.runtime.services import SLOW_LOOP_S
 from ridgeline.router.front.http.routes import ROUTES
 
@@ -172,6 +172,29 @@ def test_make_keeps_to_the_engine_that_the_environment_has(tmp_path, ready, extr
     assert shown.stdout.split() == [extra]
 
 
+# --- modes
+
+
+def shipped(tmp_path: Path) -> dict[str, Path]:
+    """The files that `ridgeline serve` reads, by name, that of Kubernetes too."""
+    paths = {path.stem: path for path in (REPOSITORY / "deploy").glob("*.yaml") if "\npools:" in path.read_text()}
+    documents = yaml.safe_load_all((REPOSITORY / "deploy/kuberay.yaml").read_text())
+    (settings,) = (document["data"]["serve.yaml"] for document in documents if document["kind"] == "ConfigMap")
+    paths["kuberay"] = tmp_path / "serve.yaml"
+    paths["kuberay"].write_text(settings)
+    return paths
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_deployment_of_several_engines_can_change_its_mode_while_it_serves(tmp_path, mode):
+    paths = shipped(tmp_path)
+    assert paths.keys() == {"local", "one-gpu", "one-host-gpu", "cluster-serve", "kuberay"}
+    del paths["one-gpu"]  # one engine alone cannot be a pair
+    roles = {name: mode_roles(load_config(path, {"mode": mode}).config, ModelFacts()) for name, path in paths.items()}
+    assert {name: dict(one.why_not) for name, one in roles.items()} == {name: {} for name in paths}
+    assert all(one.by_mode.keys() == {*MODES} for one in roles.values())
+
+
 # --- one machine with GPUs
 
 
@@ -186,7 +209,6 @@ def test_one_host_has_two_gpus_in_either_mode_and_starts_its_own_ray(one_host):
     sums = {mode: sum(pool.workers * pool.gpus_per_worker for pool in pools.values()) for mode, pools in taken.items()}
     assert sums == {"disaggregated": 2, "colocated": 2}
     assert config.ray.address is None
-    assert mode_roles(config, ModelFacts()).why_not == {}  # `ridgeline mode` can change it while it serves
 
 
 def test_one_hosts_steps_cache_and_patience_are_those_of_gpus_and_the_table_says_so(one_host):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -67,6 +68,24 @@ _KINDS: dict[type[BaseException], type[DeploymentFailed]] = {
 """What each exception of an actor becomes on this side."""
 
 
+LACKS = re.compile(
+    r"No module named '[^']+'|cannot import name '[^']+'|an't get attribute '[^']+'|has no attribute '[^']+'"
+)
+"""What Python says on a machine without this Ridgeline."""
+
+
+def why_not_started(error: RayError) -> str:
+    """Return why Ray could not run our code; of a machine that lacks it, or has another version, with the fix."""
+    text = str(error).strip()
+    if not (lacks := LACKS.findall(text)):
+        return text.splitlines()[0]
+    host = re.search(r"\bip=([\w.:]+)", text)
+    return (
+        f"{lacks[-1]} in the Python that runs Ray{f' on {host[1]}' if host else ' there'}: run `make setup` of this "
+        "Ridgeline on that machine, and start Ray from its .venv"
+    )
+
+
 async def answered(asked: Awaitable[T], within_s: float) -> T:
     """Return the answer. Raises TimeoutError if there is none in time, and then no longer waits for it.
 
@@ -120,7 +139,7 @@ class ActorHandle:
             limit = f"{self._placement_timeout_s:.0f} s (ray.placement_timeout_s)"
             raise NoPlace(f"Ray found no place for {self.name} within {limit}") from error
         except RayError as error:
-            raise DeploymentFailed(f"Ray could not start {self.name}: {str(error).splitlines()[0]}") from error
+            raise DeploymentFailed(f"Ray could not start {self.name}: {why_not_started(error)}") from error
         return self._place
 
     async def _other_place(self, former: NodePlace | None) -> NodePlace:

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ridgeline.cluster.config.api_keys import KeyHashes
 from ridgeline.cluster.config.models import RidgelineConfig
 from ridgeline.cluster.folders import log_name
 from ridgeline.cluster.runtime.actors import ServiceActor, engine_environment
@@ -185,6 +186,20 @@ class RouterHandle(RoutingHandle):
         await self.find_place()
         await self.prepare()
         await self.serve(addresses, self._hardware, some=True)
+
+    async def use_keys(self, keys: KeyHashes) -> bool:
+        """Have it take these keys, and its successors; False if it has them. Raises ActorGone or DeploymentFailed."""
+        settings = replace(
+            self._settings,
+            api_key_hashes=keys.clients,
+            admin_key_hashes=keys.admins,
+            metrics_key_hashes=keys.metrics,
+        )
+        if settings == self._settings:
+            return False
+        await self.call("use_keys", settings, timeout_s=ANSWER_WITHIN_S)
+        self._settings = settings
+        return True
 
     async def take_operation(self, within_s: float, cancelling: str) -> Asked:
         """Return what operators want beside what is being cancelled, or wait for it up to this many seconds.

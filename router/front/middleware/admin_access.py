@@ -14,6 +14,7 @@ be a loopback name: a page whose own name was made to resolve to this machine is
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Final
@@ -36,7 +37,7 @@ _SET_FILE: Final = "set security.admin_keys_file and send a key of that file"
 class AdminAccess:
     """The rule described above. `clients_are_remote`: clients have keys or come through proxies."""
 
-    key_hashes: frozenset[bytes] = frozenset()
+    key_hashes: Set[bytes] = frozenset()
     clients_are_remote: bool = False
 
     def right(self, scope: Scope, shown_keys: tuple[bytes, ...]) -> AdminRight:

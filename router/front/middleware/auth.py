@@ -9,7 +9,7 @@ steer the hash of a guess towards a known one could also find the key, so nothin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Final, cast
@@ -36,7 +36,7 @@ _NO_KEY: Final = (
 class Access:
     """Who may call, and how clients are named."""
 
-    key_hashes: frozenset[bytes] = frozenset()
+    key_hashes: Set[bytes] = frozenset()
     """Hashes of clients' keys; if empty, everybody may call."""
     admin: AdminAccess = field(default_factory=AdminAccess)
     addresses: AddressClients = field(default_factory=AddressClients)

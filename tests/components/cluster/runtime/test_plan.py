@@ -261,9 +261,9 @@ def test_engines_hand_over_if_a_mode_of_the_deployment_does(planned, settings, m
     assert {plan.engine_config(worker, "h").hands_over for worker in plan.workers} == {hands_over}
 
 
-def test_every_setting_of_a_pool_is_either_kept_by_a_running_engine_or_set_at_run_time():
+def test_every_setting_of_a_pool_is_kept_by_a_running_engine_or_set_at_run_time_or_only_places_it():
     set_at_run_time = {"workers", "max_num_seqs", "max_num_batched_tokens", "itl_target_ms"}
-    assert {*KEPT} | set_at_run_time == {*PoolConfig.model_fields}
+    assert {*KEPT, "resources"} | set_at_run_time == {*PoolConfig.model_fields}
 
 
 def test_the_ranks_of_an_engine_share_its_cache(planned):

@@ -100,6 +100,12 @@ def test_tables_are_set_as_a_whole_or_entry_by_entry(write):
     assert loaded.config.router.policy.options == {"split_above_tokens": 256}
 
 
+@pytest.mark.parametrize(("decode", "adaptive"), [("{a: 1}", {"a": 1.0}), ("{b: 1}", {}), ("{}", {})])
+def test_a_worker_that_does_both_is_bound_to_the_machines_of_a_pool_only_if_both_pools_are(decode, adaptive):
+    config = load_config(None, {"pools.prefill.resources": "{a: 1}", "pools.decode.resources": decode}).config
+    assert config.pools.for_adaptive().resources == adaptive
+
+
 def test_a_table_may_be_merged_with_what_is_set_in_it_again(write):
     anchors = "pools:\n  prefill:\n    resources: &r {a: 1}\n  decode:\n    resources: {<<: *r, a: 2}\n"
     assert load_config(write(anchors)).config.pools.decode.resources == {"a": 2.0}

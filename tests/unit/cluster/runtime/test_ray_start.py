@@ -64,6 +64,25 @@ async def test_an_address_at_which_nobody_listens_is_an_error_at_once():
     assert is_quoted(str(refused.value))
 
 
+@pytest.mark.parametrize(
+    ("address", "variable", "parts"),
+    [
+        ("auto", "ray://10.0.0.1:10001", ["Ray's client", "auto means RAY_ADDRESS", "unset it"]),
+        ("auto", "http://10.0.0.1:8265", ["its jobs", "auto means RAY_ADDRESS"]),
+        ("auto", "127.0.0.1:9", ["nothing answers", "auto means RAY_ADDRESS here, which is 127.0.0.1:9"]),
+        ("ray://10.0.0.1:10001", "", ["Ray's client", "port 6379"]),
+    ],
+)
+async def test_an_address_of_the_shell_that_is_none_of_rays_head_is_named(monkeypatch, address, variable, parts):
+    monkeypatch.setenv("RAY_ADDRESS", variable)
+    with pytest.raises(DeploymentFailed) as refused:
+        async with ray_runtime(load_config(None, {"ray.address": address}).config):
+            pass
+    assert all(part in str(refused.value) for part in parts), refused.value
+    assert ("RAY_ADDRESS" in str(refused.value)) == bool(variable)
+    assert is_quoted(str(refused.value))
+
+
 def test_python_does_not_warn_of_the_processes_of_a_start_that_came_to_nothing(monkeypatch):
     starts = []
 

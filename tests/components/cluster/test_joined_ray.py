@@ -1,0 +1,99 @@
+"""A Ray cluster that cannot be joined, or whose machines are unfit: `doctor` and `serve` name each fault with a fix."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.engines.serve_process import RIDGELINE, serving
+from tests.support.free_port import free_port
+from tests.support.joined_ray import OPEN, ROUTER_ONLY, autoscaled, ray_head, ray_node, without_ridgeline
+from tests.support.symptoms import is_quoted
+
+WITHIN_S = 120.0
+TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 40}
+OLDER_RAY = "import ray; ray.__version__ = '2.59.0'; from ray.scripts.scripts import main; main()"
+
+
+def doctor(port: int, *settings: str, shell: Mapping[str, str] = OPEN) -> tuple[int, str]:
+    """The exit status of `ridgeline doctor` on the cluster at this port, and its output in one line."""
+    command = [str(RIDGELINE), "doctor", "--address", f"127.0.0.1:{port}"]
+    command += [word for setting in settings for word in ("--set", setting)]
+    environment = {**os.environ, "COLUMNS": "250", **shell}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WITHIN_S, check=False)
+    return ended.returncode, " ".join((ended.stdout + ended.stderr).split())
+
+
+def doctor_says(words: str, status: int, port: int, *settings: str) -> None:
+    """Ask until it says so: a node joins, or is missed, or the autoscaler reports, some seconds after its start."""
+    give_up_s = time.monotonic() + WITHIN_S
+    while status != (answer := doctor(port, *settings))[0] or words not in answer[1]:
+        assert time.monotonic() < give_up_s, answer
+
+
+def test_machines_that_have_not_joined_or_lack_ridgeline_are_named_until_all_are_fit(short_folder: Path):
+    port = free_port()
+    with ray_head(short_folder, port, *ROUTER_ONLY):
+        status, told = doctor(port)
+        assert status == 1
+        assert "pools.prefill 0 of 1 have a place" in told
+        assert "Only the head has joined" in told
+        status, told = doctor(port, "pools.prefill.resources={ridgeline_prefill: 1}", "router.resources={elsewhere: 1}")
+        assert "no machine has elsewhere: start Ray on one that has (`ray start --resources=" in told
+        with ray_node(port, "--num-cpus=2", environment=without_ridgeline(short_folder)):
+            doctor_says("No module named 'ridgeline'", 1, port)
+            with serving("--address", f"127.0.0.1:{port}", shell=OPEN) as refused:
+                assert refused.wait_exit(WITHIN_S) == 1
+            assert "No module named 'ridgeline'" in refused.output
+            assert is_quoted(refused.output), refused.output
+        with ray_node(port, "--num-cpus=2"):
+            doctor_says("2 machines", 0, port)
+            status, told = doctor(port, "pools.decode.cores_per_worker=4")
+            assert status == 1
+            assert "one worker takes 4 CPU of one machine, and the largest has 2: lower pools.decode.cores_per" in told
+
+
+def test_a_cluster_that_asks_for_a_token_is_joined_with_it_and_else_the_fix_is_named(
+    short_folder: Path, tmp_path: Path
+):
+    port = free_port()
+    with ray_head(short_folder, port, "--num-cpus=2", environment=TOKEN):
+        homeless = {"HOME": str(tmp_path), "XDG_CACHE_HOME": os.path.expanduser("~/.cache")}
+        for shell in (OPEN, {"RAY_AUTH_MODE": "token"}):  # the first takes 20 s, which Ray tries for
+            status, told = doctor(port, shell={**homeless, **shell})
+            assert status == 1, told
+            assert "copy ~/.ray/auth_token of the head" in told, told
+            assert is_quoted(told)
+        assert doctor(port, shell=TOKEN)[0] == 0
+
+
+def test_a_cluster_of_another_ray_is_named_with_both_versions(short_folder: Path):
+    port = free_port()
+    with ray_head(short_folder, port, "--num-cpus=2", program=(sys.executable, "-c", OLDER_RAY)):
+        status, told = doctor(port)
+        assert status == 1
+        assert "Ray: 2.59.0" in told
+        assert "make setup" in told
+        assert is_quoted(told)
+
+
+@pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
+def test_who_waits_for_machines_is_told_why_the_cloud_has_none(short_folder: Path, v2: bool):
+    port = free_port()
+    options, environment = autoscaled(short_folder, port, v2=v2, full=True)
+    places = ("pools.prefill.resources={ridgeline_prefill: 1}", "pools.decode.resources={ridgeline_decode: 1}")
+    settings = [word for one in (*places, "ray.placement_timeout_s=25") for word in ("--set", one)]
+    with ray_head(short_folder, port, *options, environment=environment):
+        doctor_says("Ray's autoscaler launches machines", 0, port, *places)
+        with serving("--address", f"127.0.0.1:{port}", *settings, shell=OPEN) as one:
+            assert one.wait_exit(WITHIN_S) == 1
+        waits, _, end = " ".join(one.output.split()).partition("error: ")
+        assert "waiting for Ray to place worker-0 (prefill)" in waits
+        assert all("there is no p5.48xlarge in us-west-2a" in told for told in (waits, end)), one.output
+        assert "there is no p5.48xlarge" in doctor(port, *places)[1]

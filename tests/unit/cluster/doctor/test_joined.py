@@ -1,0 +1,57 @@
+"""Places on the machines of a joined cluster; the checks that need a Ray are in tests/components/cluster."""
+
+import pytest
+
+from ridgeline.cluster.config.loader import load_config
+from ridgeline.cluster.doctor.checks import failures, unfit_for
+from ridgeline.cluster.doctor.joined import places
+from ridgeline.cluster.ray_nodes import Autoscaler
+
+HEAD = {"CPU": 0.0, "ridgeline_router": 1.0}
+TWO_CORES = {"CPU": 2.0}
+ROUTER = {"router.resources": "{ridgeline_router: 1}"}
+GPUS = {f"pools.{pool}.gpus_per_worker": "1" for pool in ("prefill", "decode")}
+
+
+NOBODY = Autoscaler()
+
+
+def found(machines, settings=(), says=NOBODY):
+    return list(places(load_config(None, {"ray.address": "auto", **dict(settings)}).config, machines, says))
+
+
+@pytest.mark.parametrize(
+    ("machines", "settings", "sentences"),
+    [
+        pytest.param([HEAD, TWO_CORES], ROUTER, [], id="all"),
+        pytest.param([TWO_CORES], {}, [], id="one_machine_for_all"),
+        pytest.param([HEAD], ROUTER, ["Only the head has joined"] * 2, id="only_the_head"),
+        pytest.param([TWO_CORES, TWO_CORES], ROUTER, ["no machine has ridgeline_router"], id="no_place_for_the_router"),
+        pytest.param(
+            [HEAD, TWO_CORES],
+            {"pools.decode.workers": "3"},
+            [
+                "2 more places",
+            ],
+            id="pools_share_the_machines",
+        ),
+        pytest.param([HEAD, TWO_CORES], GPUS, ["no machine has GPU"] * 2, id="gpus"),
+    ],
+)
+def test_workers_and_the_router_need_a_place_each_on_the_machines_that_have_joined(machines, settings, sentences):
+    fixes = failures(found(machines, settings))
+    assert len(fixes) == len(sentences)
+    assert all(sentence in fix for sentence, fix in zip(sentences, fixes, strict=True)), fixes
+
+
+def test_machines_that_the_autoscaler_is_to_launch_are_no_failure():
+    results = found([HEAD], ROUTER, Autoscaler(launches=True))
+    assert failures(results) == []
+    assert [bool(result.fix) for result in results] == [False, True, True]
+
+
+def test_a_machine_whose_gpus_its_pod_does_not_see_is_unfit_for_pools_with_gpus_alone(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))  # no nvidia-smi
+    config = load_config(None, {"ray.address": "auto", **GPUS}).config
+    assert any("GPUs cannot be used" in fix for fix in unfit_for(config, ["prefill"]))
+    assert unfit_for(config, []) == []
