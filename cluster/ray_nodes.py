@@ -32,7 +32,7 @@ _SETTINGS: Final = {"CPU": "cores_per_worker", "GPU": "gpus_per_worker"}
 
 
 @dataclass(frozen=True)
-class Autoscaler:
+class AutoscalerReport:
     """What Ray's autoscaler says, whichever version of it runs."""
 
     launches: bool = False
@@ -46,18 +46,18 @@ class Autoscaler:
         return "; ".join(f"Ray's autoscaler {how}: {', '.join(lines)}" for how, lines in parts.items() if lines)
 
 
-def ask_autoscaler() -> Autoscaler:
+def ask_autoscaler() -> AutoscalerReport:
     """Return what `ray status -v` shows of machines; nothing if it cannot be had."""
     try:
         status = internal_kv_get_gcs_client().internal_kv_get(DEBUG_AUTOSCALING_STATUS.encode(), timeout=ANSWER_S)
         told = debug_status(status, b"", verbose=True, address=ray.get_runtime_context().gcs_address)
     except RayError:
-        return Autoscaler()
+        return AutoscalerReport()
     # Without a file of node types each machine counts as a type of its own, with this name.
     launches = "\nActive:\n" in told and not any(" node_" in line for line in _lines(told, "Active"))
     failures = (re.sub(r" \(latest_attempt: [\d:]+\)( -$)?", "", line) for line in _lines(told, "Recent failures"))
     reasons = latest_reasons(logs_folder() / "monitor.log")
-    return Autoscaler(launches, _lines(told, "Pending"), (*dict.fromkeys(failures), *reasons))
+    return AutoscalerReport(launches, _lines(told, "Pending"), (*dict.fromkeys(failures), *reasons))
 
 
 def _lines(report: str, title: str) -> list[str]:

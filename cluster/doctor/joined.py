@@ -16,7 +16,7 @@ from ridgeline.cluster.config.models import RidgelineConfig
 from ridgeline.cluster.doctor.checks import unfit_for
 from ridgeline.cluster.doctor.software import CheckResult, judged
 from ridgeline.cluster.errors import ServingError
-from ridgeline.cluster.ray_nodes import Autoscaler, Resources, ask_autoscaler, fits, why_no_place
+from ridgeline.cluster.ray_nodes import AutoscalerReport, Resources, ask_autoscaler, fits, why_no_place
 from ridgeline.cluster.runtime.handles.actor import why_not_started
 from ridgeline.cluster.runtime.ray_start import ray_runtime
 
@@ -37,7 +37,7 @@ async def joined_checks(config: RidgelineConfig) -> list[CheckResult]:
         return [CheckResult("ray", False, "cannot be joined", f"{error}.")]
 
 
-def places(config: RidgelineConfig, machines: Sequence[Resources], says: Autoscaler) -> Iterator[CheckResult]:
+def places(config: RidgelineConfig, machines: Sequence[Resources], says: AutoscalerReport) -> Iterator[CheckResult]:
     """Check that the machines have places for all workers and the router, if nothing else ran there."""
     left = [dict(machine) for machine in machines]
     wanted = [
@@ -60,7 +60,7 @@ def places(config: RidgelineConfig, machines: Sequence[Resources], says: Autosca
         yield judged(f"places, {section}", found == number, detail, f"{why}.{alone if len(machines) == 1 else ''}")
 
 
-def _autoscaler(says: Autoscaler) -> Iterator[CheckResult]:
+def _autoscaler(says: AutoscalerReport) -> Iterator[CheckResult]:
     if says.failures:
         fix = f"{', '.join(says.failures)}: monitor.log among Ray's logs on the head tells more."
         yield CheckResult("autoscaler", True, "machines failed or were lost", fix)

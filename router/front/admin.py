@@ -218,7 +218,12 @@ def _record_route(record: Callable[[Wanted], AsyncGenerator[bytes, None]], stopp
 async def _until_stopped(
     lines: AsyncGenerator[bytes, None], readers: asyncio.Semaphore, stopping: asyncio.Event, last_words: bytes
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the lines; the last one says so if the server stops or the dispatcher is lost."""
+    """Yield the lines; the last one says so if the server stops or the dispatcher is lost.
+
+    Of readers that come together, those who find no room here get nothing, and are refused when they come again.
+    """
+    if readers.locked():
+        return
     async with readers, aclosing(lines):
         stops = asyncio.ensure_future(stopping.wait())
         following: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()

@@ -126,6 +126,7 @@ def server_args(settings: RouterSettings) -> Namespace:
             *("--dtype", settings.dtype),
             *("--max-model-len", str(settings.max_model_len)),
             "--disable-log-stats",
+            "--enable-offline-docs",  # else /docs runs a script from elsewhere, on the origin where operators have keys
         ]
     )
     vars(args).update(settings.server_args)

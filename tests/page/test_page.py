@@ -151,8 +151,37 @@ async def test_held_figures_stay_until_they_go_on(opened):
         server.send(state | {"deployment": state["deployment"] | {"mode": "colocated"}})
         await asyncio.sleep(0.2)
         await expect(page.locator("#who")).to_contain_text("disaggregated")
+        server.send(state | {"verdict": state["verdict"] | {"action": None}})
+        await page.locator("button.gr").first.click()
+        await expect(page.locator("#open h3")).to_be_visible()
         await page.get_by_role("button", name="Go on").click()
+        await page.get_by_role("button", name="show newest").click()
+        server.send(state | {"deployment": state["deployment"] | {"mode": "colocated"}})
         await expect(page.locator("#who")).to_contain_text("colocated")
+
+
+async def test_a_connection_whose_other_end_has_gone_is_given_up(opened):
+    state = kept("healthy") | {"period_s": 0.1}
+    async with opened(state) as (server, page):
+        await eventually(lambda: server.watchers == 1)
+        await eventually(lambda: server.paths.count("/ridgeline/state/stream") == 2)
+        await expect(page.locator("body")).not_to_have_class("old", timeout=15_000)
+
+
+async def test_a_chosen_worker_and_a_focused_request_stay_so_when_others_come_and_go(opened):
+    state = kept("healthy")
+    async with opened(state) as (server, page):
+        workers = [worker["id"] for pool in state["pools"] for worker in pool["workers"]]
+        await page.locator("#which").select_option(workers[1])
+        request = page.locator(f'[data-req="{state["requests"][0]["id"]}"]')
+        await request.focus()
+        pools = [pool | {"workers": pool["workers"][i == 0 :]} for i, pool in enumerate(state["pools"])]
+        newest = state["requests"][0] | {"id": "chatcmpl-new", "ended_s_ago": 0.0, "ttft_ok": False}
+        server.send(state | {"pools": pools, "requests": [newest, *state["requests"]]})
+        await expect(page.locator('[data-req="chatcmpl-new"]')).to_be_visible()
+        await expect(request).to_be_focused()
+        await page.get_by_role("button", name="Drain…").click()
+        await expect(page.get_by_role("button", name=f"Drain {workers[1]}")).to_be_visible()
 
 
 async def test_the_page_works_below_a_proxys_prefix(opened):
@@ -172,6 +201,9 @@ async def test_the_page_works_below_a_proxys_prefix(opened):
 async def test_a_key_opens_the_page_and_is_kept_by_the_tab_alone(opened):
     async with opened(kept("healthy"), key=KEY) as (server, page):
         field, button = page.get_by_label("An operator's key"), page.get_by_role("button", name="Show its figures")
+        await field.fill(KEY + "\u200b")
+        await button.click()
+        await expect(page.locator("#trouble")).to_contain_text("character")
         await field.fill("another-key")
         await button.click()
         await expect(page.locator("#trouble")).to_contain_text("needs an admin key")

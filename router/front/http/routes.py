@@ -54,7 +54,6 @@ ROUTES: Final[Mapping[str, Callers]] = {
             "/kv_event_sources",
             "/load",
             "/openapi.json",
-            "/redoc",
             "/static",
             "/tokenize",
             "/tokenizer_info",
@@ -92,8 +91,8 @@ GENERATING: Final = frozenset(
     }
 )
 """Routes whose requests run on workers."""
-ON_WISH: Final = frozenset({"/static", "/tokenizer_info"})
-"""Routes that exist only with server_args enable_offline_docs and enable_tokenizer_info_endpoint."""
+ON_WISH: Final = frozenset({"/docs/oauth2-redirect", "/static", "/tokenizer_info"})
+"""Routes that exist only with server_args enable_tokenizer_info_endpoint, or without disable_fastapi_docs."""
 OPEN_PATHS: Final = frozenset(path for path, callers in ROUTES.items() if callers == "everybody")
 
 

@@ -2,7 +2,14 @@
 
 import pytest
 
-from ridgeline.cluster.ray_nodes import LATEST_REASONS, LOG_TAIL_BYTES, Autoscaler, fits, latest_reasons, why_no_place
+from ridgeline.cluster.ray_nodes import (
+    LATEST_REASONS,
+    LOG_TAIL_BYTES,
+    AutoscalerReport,
+    fits,
+    latest_reasons,
+    why_no_place,
+)
 
 ONE_GPU = {"CPU": 8.0, "GPU": 1.0, "node:10.0.0.2": 1.0}
 TWO_GPUS = {"CPU": 16.0, "GPU": 2.0, "ridgeline_decode": 2.0}
@@ -43,11 +50,11 @@ def test_what_no_machine_has_is_named_with_the_setting_that_asks_for_it(takes, m
 @pytest.mark.parametrize(
     ("says", "told"),
     [
-        (Autoscaler(), ""),
-        (Autoscaler(launches=True), ""),
-        (Autoscaler(True, ["decode, 1 launching"]), "Ray's autoscaler has under way: decode, 1 launching"),
+        (AutoscalerReport(), ""),
+        (AutoscalerReport(launches=True), ""),
+        (AutoscalerReport(True, ["decode, 1 launching"]), "Ray's autoscaler has under way: decode, 1 launching"),
         (
-            Autoscaler(True, ["a"], ["b: Capacity", "c"]),
+            AutoscalerReport(True, ["a"], ["b: Capacity", "c"]),
             "Ray's autoscaler has under way: a; Ray's autoscaler failed: b: Capacity, c",
         ),
     ],

@@ -59,10 +59,10 @@ function operation(o) {
 }
 
 function countWanted(pool, change) {
-  const p = view.now.pools.find(each => each.pool === pool);
+  const p = view.shown.pools.find(each => each.pool === pool);
   if (!p) return;
   view.wanted[pool] = Math.max(1, wantedOf(p) + change);
-  drawControls(view.now);
+  drawControls(view.shown);
 }
 
 const post = (path, body) => ({method: "POST", path, body});
@@ -75,7 +75,7 @@ function askMode(mode) {
 }
 
 function askScale() {
-  const pools = changedPools(view.now);
+  const pools = changedPools(view.shown);
   const words = pools.map(each => `${each.pool}=${wantedOf(each)}`);
   ask({
     title: `Scale to ${pools.map(each => `${wantedOf(each)} ${each.pool}`).join(", ")}`,
@@ -146,7 +146,7 @@ async function confirmed(dialog, button, {title, request}) {
   if (refusal === null || !isAsking) {
     view.done = `${new Date().toLocaleTimeString("en-GB")}: ${title}: ${refusal ?? "the router has accepted it."}`;
     speak(view.done);
-    if (view.now) drawControls(view.now);
+    if (view.shown) drawControls(view.shown);
     if (isAsking) dialog.close();
     return;
   }

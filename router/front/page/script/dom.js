@@ -22,10 +22,25 @@ function applyStyle(element) {
 }
 
 function morph(shown, wanted) {
-  const old = [...shown.childNodes];
   const fresh = [...wanted.childNodes];
-  fresh.forEach((node, i) => (old[i] ? morphNode(shown, old[i], node) : shown.appendChild(node)));
-  old.slice(fresh.length).forEach(node => node.remove());
+  const kept = new Set(fresh.map(keyOf));
+  for (const node of [...shown.childNodes]) {
+    if (keyOf(node) && !kept.has(keyOf(node))) node.remove();
+  }
+  const keyed = new Map([...shown.childNodes].filter(keyOf).map(node => [keyOf(node), node]));
+  fresh.forEach((node, i) => {
+    const old = shown.childNodes[i];
+    const same = keyOf(node) ? keyed.get(keyOf(node)) : old && keyOf(old) ? undefined : old;
+    if (!same) return shown.insertBefore(node, old ?? null);
+    if (same !== old) shown.insertBefore(same, old);
+    return morphNode(shown, same, node);
+  });
+  [...shown.childNodes].slice(fresh.length).forEach(node => node.remove());
+}
+
+/* A request or a worker to choose is the same one, wherever it stands in its list. */
+function keyOf(node) {
+  return node.dataset?.req ?? (node.nodeName === "OPTION" ? node.value : undefined);
 }
 
 function morphNode(parent, old, node) {

@@ -39,7 +39,7 @@ function latest(requests) {
 function note(s, rows) {
   const of = isKnown(s.requests_shown_of) ? ` of ${num(s.requests_shown_of)}` : "";
   const enlarged = view.axis === "clock" ? "" : " Left of the gap: enlarged, up to decode's first step."
-    + (isKnown(s.promise.slo.ttft_s) ? " Tick: TTFT SLO." : "");
+    + (s.promise.slo.ttft_s < scaleOf(rows).cut ? " Tick: TTFT SLO." : "");
   const held = view.open ? ' <button class="k" data-act="newest">Held while one is open: show newest</button>' : "";
   return `${rows.length}${of} in the last minute, those that missed an SLO first. Upper lane: prefill leg; `
     + `lower: decode leg.${enlarged}${held}`;

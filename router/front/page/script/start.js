@@ -3,7 +3,7 @@
 const FACTS = JSON.parse($("facts").textContent); // name, model and version, which everybody may know
 
 function draw() {
-  const s = view.now;
+  const s = view.shown = view.now;
   if (!s) return;
   stream.silent_s = 0;
   document.body.classList.remove("old");
@@ -17,7 +17,7 @@ function draw() {
   drawRequests(s);
   drawControls(s);
   patch($("fnote"), `Figures of the last ${span(s.window_s)}; latencies and attainment of the last
-    ${span(s.promise.window_s)}. Tick on a bar: from here it counts as short.${whose(s)}`);
+    ${span(s.promise.window_s)}. Tick on a bar: from here it counts as short if something waits or an SLO is missed.${whose(s)}`);
   const [clause] = s.verdict.sentence.split(/[:;,.]/);
   const loud = LOUD.includes(s.verdict.severity) ? "▲ " : "";
   document.title = `${loud}${s.deployment.name ?? FACTS.name}: ${clause} · Ridgeline`;
@@ -29,7 +29,7 @@ function whose(s) {
 }
 
 const ACTIONS = {
-  verdict: () => askAdvised(view.now.verdict.action),
+  verdict: () => askAdvised(view.shown.verdict.action),
   mode: askMode,
   scale: askScale,
   less: pool => countWanted(pool, -1),
@@ -49,7 +49,7 @@ function clicked({target}) {
   const button = target.closest("[data-act],[data-req]");
   if (!button) return;
   const {act, arg, req} = button.dataset;
-  if (!view.now && !WITHOUT_STATE.includes(act)) return;
+  if (!view.shown && !WITHOUT_STATE.includes(act)) return;
   if (req !== undefined) openOrClose(req);
   else ACTIONS[act](arg);
 }
@@ -57,12 +57,12 @@ function clicked({target}) {
 function openOrClose(id) {
   if (view.open === id) return closeRequest();
   view.open = id;
-  return drawRequests(view.now);
+  return drawRequests(view.shown);
 }
 
 function closeRequest() {
   view.open = view.kept = null;
-  drawRequests(view.now);
+  drawRequests(view.shown);
 }
 
 function chooseAxis(axis) {
@@ -70,7 +70,7 @@ function chooseAxis(axis) {
   for (const button of document.querySelectorAll('[data-act="axis"]')) {
     button.setAttribute("aria-pressed", button.dataset.arg === axis);
   }
-  drawRequests(view.now);
+  drawRequests(view.shown);
 }
 
 function toggleHold() {
@@ -125,7 +125,7 @@ function start() {
   for (const name of ["pointerout", "focusout"]) document.addEventListener(name, hideTip);
   document.addEventListener("visibilitychange", followVisibility);
   $("keyform").addEventListener("submit", takeKey);
-  const redraw = () => view.now && drawRoofline(view.now);
+  const redraw = () => view.shown && drawRoofline(view.shown);
   new ResizeObserver(redraw).observe($("plot"));
   $("rooftable").parentElement.addEventListener("toggle", redraw);
   $("version").textContent = FACTS.version ? `· Ridgeline ${FACTS.version}` : "";

@@ -4,6 +4,7 @@ const KEPT_HISTORY_S = 900; // as much as the first event of a stream has
 
 const view = {
   now: null, // the latest state
+  shown: null, // the one that is drawn, which a reader may hold
   at: 0, // when it came, ms
   hold: false,
   axis: "arrival", // of the requests: from arrival, or on one clock

@@ -5,11 +5,13 @@ const KEY = "ridgeline.key"; // in sessionStorage: gone with the tab
 const FIRST_WAIT_S = 1;
 const LONGEST_WAIT_S = 10; // between two tries to connect
 const SILENT_PERIODS = 3; // without an event, after which figures are called old
+const DEAD_PERIODS = 10; // after which the connection is given up: a proxy may hold one whose other end has gone
 const READY_EVERY_S = 15; // GET /ready may cost a health probe
 
 const stream = {
   connection: null, // AbortController of the present one
-  opened_ms: 0,
+  opened_ms: 0, // when the reader opened it or came back
+  tried_ms: 0,
   wait_s: FIRST_WAIT_S,
   silent_s: 0,
   refusal: "", // the latest answer that was no stream
@@ -39,10 +41,10 @@ async function refusalOf(reply) {
 }
 
 /* Follows the stream until the tab is hidden or the server denies it; connects again after each end. */
-async function connect() {
+async function connect(opened_ms = Date.now()) {
   const connection = new AbortController();
   stream.connection?.abort();
-  Object.assign(stream, {connection, opened_ms: Date.now(), wait_s: FIRST_WAIT_S, denied: false});
+  Object.assign(stream, {connection, opened_ms, tried_ms: Date.now(), wait_s: FIRST_WAIT_S, denied: false});
   while (!connection.signal.aborted) {
     try {
       await follow(connection.signal);
@@ -104,6 +106,7 @@ function watchSilence() {
   if (!stream.connection || stream.denied || !view.now || view.hold) return;
   const period_ms = (view.now.period_s ?? 2) * 1e3;
   const isSilent = Date.now() - Math.max(view.at, stream.opened_ms) > SILENT_PERIODS * period_ms;
+  if (Date.now() - Math.max(view.at, stream.tried_ms) > DEAD_PERIODS * period_ms) connect(stream.opened_ms);
   const was = stream.silent_s;
   stream.silent_s = isSilent ? Math.round((Date.now() - view.at) / 1e3) : 0;
   if (isSilent || was) drawSilence();
@@ -113,7 +116,7 @@ function deny(message) {
   disconnect();
   sessionStorage.removeItem(KEY); // one that is refused is of no use
   Object.assign(stream, {denied: true, refusal: message, silent_s: 0});
-  view.now = view.said = null;
+  view.now = view.shown = view.said = null;
   drawStranger();
   drawTop();
   askReady();
@@ -155,8 +158,12 @@ function readiness({ready, why, pools = {}}) {
 function takeKey(event) {
   event.preventDefault(); // the key goes in a header, never in an address
   const key = $("key").value.trim();
-  if (key) sessionStorage.setItem(KEY, key);
   $("key").value = "";
+  if (/[^\x21-\x7e]/.test(key)) { // a header cannot have it
+    stream.refusal = "This key has a character that no key can have.";
+    return drawStranger();
+  }
+  if (key) sessionStorage.setItem(KEY, key);
   Object.assign(stream, {refusal: "", failed: false});
   connect();
   drawStranger();

@@ -12,6 +12,7 @@ from prometheus_client import REGISTRY
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.parser import text_string_to_metric_families
 
+from ridgeline.router.front.admin import MOST_WATCHERS
 from ridgeline.router.front.single_flight import SingleFlight
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.series_table import STEP_MODEL, documented, worker_counters
@@ -329,11 +330,26 @@ async def test_a_router_whose_inside_has_failed_says_that_it_has_ended(own, monk
         await router.stop()
 
 
+async def test_of_pages_that_come_together_no_more_watch_than_may(model):
+    async def events(http):
+        async with http.stream("GET", "/ridgeline/state/stream") as answer:
+            return [line async for line in answer.aiter_lines()]
+
+    async with serving(model) as (http, router, *_):
+        pages = [asyncio.create_task(events(http)) for _ in range(MOST_WATCHERS + 5)]
+        await eventually(lambda: sum(page.done() for page in pages) == 5)
+        await router.stop()
+        assert sorted(map(bool, await asyncio.gather(*pages))) == [False] * 5 + [True] * MOST_WATCHERS
+
+
 async def test_the_live_pages_state_comes_whole_and_as_a_stream_that_ends_with_the_server(model):
     async with serving(model) as (http, router, *_):
         state = (await http.get("/ridgeline/state")).json()
         assert [bar["id"] for bar in state["resources"]] == ["router", "prefill", "link", "kv", "bandwidth"]
         assert [worker["id"] for pool in state["pools"] for worker in pool["workers"]] == ["prefill-0", "decode-0"]
+        docs = (await http.get("/docs")).text
+        assert re.findall(r'<script src="([^"]*)"', docs) == ["/static/swagger-ui-bundle.js"], "it has operators' keys"
+        assert (await http.get("/static/swagger-ui-bundle.js")).status_code == 200
         async with http.stream("GET", "/ridgeline/state/stream") as events:
             assert events.headers["content-type"].startswith("text/event-stream")
             lines = events.aiter_lines()

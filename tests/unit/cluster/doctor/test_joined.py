@@ -5,7 +5,7 @@ import pytest
 from ridgeline.cluster.config.loader import load_config
 from ridgeline.cluster.doctor.checks import failures, unfit_for
 from ridgeline.cluster.doctor.joined import places
-from ridgeline.cluster.ray_nodes import Autoscaler
+from ridgeline.cluster.ray_nodes import AutoscalerReport
 
 HEAD = {"CPU": 0.0, "ridgeline_router": 1.0}
 TWO_CORES = {"CPU": 2.0}
@@ -13,7 +13,7 @@ ROUTER = {"router.resources": "{ridgeline_router: 1}"}
 GPUS = {f"pools.{pool}.gpus_per_worker": "1" for pool in ("prefill", "decode")}
 
 
-NOBODY = Autoscaler()
+NOBODY = AutoscalerReport()
 
 
 def found(machines, settings=(), says=NOBODY):
@@ -45,7 +45,7 @@ def test_workers_and_the_router_need_a_place_each_on_the_machines_that_have_join
 
 
 def test_machines_that_the_autoscaler_is_to_launch_are_no_failure():
-    results = found([HEAD], ROUTER, Autoscaler(launches=True))
+    results = found([HEAD], ROUTER, AutoscalerReport(launches=True))
     assert failures(results) == []
     assert [bool(result.fix) for result in results] == [False, True, True]
 
