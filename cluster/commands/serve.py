@@ -27,10 +27,11 @@ from ridgeline.cluster.config.models import RidgelineConfig
 from ridgeline.cluster.deployments.names import DeploymentFolder, HeldName
 from ridgeline.cluster.doctor.checks import refuse_unfit_machine
 from ridgeline.cluster.doctor.gpus import halved
+from ridgeline.cluster.node_launches import logs_folder
 from ridgeline.cluster.runtime.deployment import Deployment, deploy
 from ridgeline.cluster.runtime.environment import ray_variables, server_variables
 from ridgeline.cluster.runtime.plan import make_plan
-from ridgeline.cluster.runtime.ray_start import logs_folder, ray_runtime
+from ridgeline.cluster.runtime.ray_start import ray_runtime
 from ridgeline.contracts.log_lines import configure
 from ridgeline.router.fleet.pairing import KvPair
 

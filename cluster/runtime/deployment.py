@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import ray
 
+from ridgeline.cluster.node_launches import node_launches
 from ridgeline.cluster.runtime.actors import NodePlace
 from ridgeline.cluster.runtime.autoscale.loop import Autoscaler
 from ridgeline.cluster.runtime.fleet_operations import OperationRunner, OperationSteps
@@ -247,7 +248,7 @@ def _wish(worker: WorkerHandle) -> str:
 
 
 def _what_there_is() -> str:
-    """Say which machines Ray has, and what on them nobody has taken yet."""
+    """Say which machines Ray has, what on them nobody has taken yet, and how launches of more go on."""
     machines = sum(node["Alive"] for node in ray.nodes())
     free = {
         name: number
@@ -255,7 +256,8 @@ def _what_there_is() -> str:
         if not name.startswith("node:") and not name.endswith("memory")
     }
     has = ", ".join(f"{number:g} {name}" for name, number in free.items()) or "nothing"
-    return f"the cluster has {machines} machine{'' if machines == 1 else 's'}, with {has} free"
+    there_is = f"the cluster has {machines} machine{'' if machines == 1 else 's'}, with {has} free"
+    return "; ".join([there_is, *node_launches()])
 
 
 async def _told_of(begins: list[tuple[str, Awaitable[T]]], sentence: Callable[[list[str]], str], say: Say) -> list[T]:

@@ -117,12 +117,6 @@ def _ray(config: RidgelineConfig) -> Iterator[None]:
         yield
 
 
-def logs_folder() -> Path:
-    """Return where the Ray that runs has its logs on this machine."""
-    context = ray.get_runtime_context()
-    return Path(context.get_temp_dir(), context.get_session_name(), "logs")
-
-
 def _start_here(config: RidgelineConfig, common: dict[str, Any]) -> AbstractContextManager[None]:
     """Start Ray; returns what keeps the folder of its session, which the next start removes otherwise."""
     pools = config.all_pools().values()
