@@ -24,6 +24,10 @@ getattr(boto3.client(service), call.replace("-", "_"))(**dict(zip(camel.values()
 """AWS's command line, as far as the page uses it."""
 
 
+AT_HOME = 'mount --bind "$HOME/passwd" /etc/passwd && exec bash -c "$0"'
+"""ssh takes the home for `~` from there, whatever HOME says."""
+
+
 class Running:
     """A command that was begun."""
 
@@ -33,7 +37,7 @@ class Running:
         self._output = output
         with output.open("w") as opened:
             self.process = subprocess.Popen(
-                ["bash", "-c", command],
+                ["unshare", "--mount", "bash", "-c", AT_HOME, command],
                 cwd=REPOSITORY,
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -79,6 +83,10 @@ class OperatorsShell:
         self.home = folder / "operator"
         for part in ("bin", "tmp"):
             (self.home / part).mkdir(parents=True)
+        users = Path("/etc/passwd").read_text()
+        (self.home / "passwd").write_text(
+            re.sub(r"^(root:.*:).*(:.*)$", rf"\1{self.home}\2", users, flags=re.MULTILINE)
+        )
         aws = self.home / "bin/aws"
         aws.write_text(AWS)
         aws.chmod(0o755)
