@@ -86,7 +86,7 @@ test: starts model   ## the quick check that all works: lint, unit, components, 
 	@$(PARTS) -m "not slow"
 	@$(BIN)/pytest -v --durations=10 -m "core and not second_format" tests/engines
 
-test-cluster: model ## `ray up` on three hosts made of namespaces, 12 streams, a host cut off, a host lost, `ray down` (about 5 minutes; root)
+test-cluster: model ## `ray up` on an emulated EC2 with hosts made of namespaces: streams, faults, scaling, `ray down` (about 7 minutes; root)
 	@$(BIN)/pytest -v --durations=10 tests/hosts
 
 starts:

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from itertools import takewhile
 from pathlib import Path
 from typing import Final
@@ -25,7 +26,13 @@ LONGEST_LINE: Final = 300
 """Of what a cloud says when it refuses a machine."""
 LATEST_REASONS: Final = 3
 LOG_TAIL_BYTES: Final = 65536
-REASON: Final = re.compile(r"(?:Failed to launch \d+ nodes of type|Ray installation failed on instance) \S+: .+")
+RECENT_S: Final = 60.0
+"""A failure is told for so long after it; the autoscaler tries again every few seconds."""
+REASON: Final = re.compile(
+    r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),.* -- "
+    r"((?:Failed to launch \d+ nodes of type|Ray installation failed on instance) \S+: .+)$",
+    re.MULTILINE,
+)
 """What the second version of the autoscaler writes into its log alone: why a machine could not be had, or set up."""
 Resources = Mapping[str, float]
 _SETTINGS: Final = {"CPU": "cores_per_worker", "GPU": "gpus_per_worker"}
@@ -56,7 +63,7 @@ def ask_autoscaler() -> AutoscalerReport:
     # Without a file of node types each machine counts as a type of its own, with this name.
     launches = "\nActive:\n" in told and not any(" node_" in line for line in _lines(told, "Active"))
     failures = (re.sub(r" \(latest_attempt: [\d:]+\)( -$)?", "", line) for line in _lines(told, "Recent failures"))
-    reasons = latest_reasons(logs_folder() / "monitor.log")
+    reasons = latest_reasons(logs_folder() / "monitor.log", datetime.now().astimezone())
     return AutoscalerReport(launches, _lines(told, "Pending"), (*dict.fromkeys(failures), *reasons))
 
 
@@ -66,15 +73,20 @@ def _lines(report: str, title: str) -> list[str]:
     return [line.strip()[:LONGEST_LINE] for line in below if not line.startswith(" (no ")]
 
 
-def latest_reasons(monitor_log: Path) -> list[str]:
-    """Return why machines did not come, the latest first, as the autoscaler's log has it; only the head has one."""
+def latest_reasons(monitor_log: Path, now: datetime) -> list[str]:
+    """Return why machines lately did not come, the latest first, as the autoscaler's log has it on the head alone."""
     try:
         with monitor_log.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
             tail = log.read().decode(errors="replace")
     except OSError:
         return []
-    return [*dict.fromkeys(reason[:LONGEST_LINE] for reason in reversed(REASON.findall(tail)))][:LATEST_REASONS]
+    recent = (
+        reason[:LONGEST_LINE]
+        for at, reason in reversed(REASON.findall(tail))
+        if (now - datetime.fromisoformat(at).astimezone()).total_seconds() < RECENT_S
+    )
+    return [*dict.fromkeys(recent)][:LATEST_REASONS]
 
 
 def logs_folder() -> Path:

@@ -269,6 +269,7 @@ class OperationSteps:
 
     async def _start(self, operation: Operation, worker: WorkerHandle, note: Note) -> None:
         began_s = self._clock()
+        worker.tell = note
         note(f"{worker.name}: starting")
         try:
             async with asyncio.timeout(self._start_within_s):

@@ -207,6 +207,7 @@ class Supervisor:
         self._watch(worker)
 
     def _watch(self, worker: WorkerHandle) -> None:
+        worker.tell = self._say
         self._minding[worker.name] = self._group.create_task(self._mind(worker), name=f"mind-{worker.name}")
 
     async def dismiss(self, name: str) -> None:

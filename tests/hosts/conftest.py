@@ -1,115 +1,168 @@
-"""One cluster for all tests of this folder: `ray up` on three hosts, the head, a prefill and a decode worker."""
+"""The network that all tests of this folder are in, and the cluster of `ray up deploy/cluster.yaml`."""
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
-import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from ridgeline.cluster.model_store import DEFAULT_MODEL_NAME, prepare_model
-from tests.hosts.cluster_file import CLUSTER, REPOSITORY, SERVED, remote_name, write_cluster_file, write_served_file
-from tests.hosts.namespaces import CannotMakeHosts, Hosts
+from tests.hosts.ec2 import ADDRESS, METADATA_ADDRESS, OPERATORS_KEY, PREFIX, PUBLIC, REGION, Ec2
+from tests.hosts.image import FAILS, PROGRAMS, make_environment
+from tests.hosts.namespaces import CannotMakeHosts, Host, Network, left
+from tests.hosts.operators_shell import REPOSITORY, OperatorsShell, Running, documented
 
-COMMAND_WITHIN_S = 900.0
-"""Five processes import vLLM there, which a busy machine takes minutes for."""
+SERVED = "deploy/cluster-serve.yaml"
 DRAIN_S = 5.0
+CORES = {"head": "0,1", "prefill": "0", "decode": "1"}
+"""Of this machine, by node type."""
+REASON_WITHIN_S = 90.0
+READY_WITHIN_S = 420.0
 
 
 class Cluster:
-    """The hosts, and the operator's shell that the commands of docs/how-to/deploy.md are typed into."""
+    """The cluster of deploy/cluster.yaml, and the shell that the commands of docs/how-to/deploy.md are typed into."""
 
-    def __init__(self, hosts: Hosts) -> None:
-        self.hosts = hosts
-        self.head, self.prefill, self.decode = hosts.all
-        self.served = write_served_file(hosts, DRAIN_S)
-        self.file = write_cluster_file(hosts, self.head, {"prefill": self.prefill, "decode": self.decode}, self.served)
-        home = hosts.folder / "operator"
-        home.mkdir()
-        path = f"{REPOSITORY}/.venv/bin:{os.environ['PATH']}"
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        self._environment = {**kept, "HOME": str(home), "PATH": path, "COLUMNS": "250"}
-        self.took_s: dict[str, float] = {}
-        """Seconds of each command so far, by its first two words."""
-        self.output = ""
-        """What the commands have printed."""
-
-    def shell(self, command: str) -> str:
-        """Run a command of the operator's in the repository, as `source .venv/bin/activate` leaves the shell."""
-        began_s = time.monotonic()
-        ran = subprocess.run(
-            ["bash", "-c", command],
-            cwd=REPOSITORY,
-            env=self._environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=COMMAND_WITHIN_S,
-        )
-        self.took_s[" ".join(command.split()[:2])] = time.monotonic() - began_s
-        self.output += ran.stdout
-        assert ran.returncode == 0, f"{command} ended with {ran.returncode}:\n{ran.stdout[-6000:]}"
-        return ran.stdout
+    def __init__(self, shell: OperatorsShell, ec2: Ec2) -> None:
+        self.shell, self.ec2 = shell, ec2
 
     def documented(self, beginning: str) -> str:
-        """Run the page's command that begins so, with the files of these hosts in place of those it names."""
-        (command,) = [line for line in documented_commands() if line.startswith(beginning)]
-        return self.shell(command.replace(SERVED, remote_name(self.served)).replace(CLUSTER, str(self.file)))
+        """Run the page's command that begins so."""
+        return self.shell.run(documented("AWS", beginning))
 
-    def on_head(self, command: str) -> str:
+    def on_head(self, command: str, *, fails: bool = False) -> str:
         """Run a command on the head as the operator does there."""
-        return self.shell(f"ray exec {self.file} {shlex.quote(command)}")
+        return self.shell.run(f"ray exec deploy/cluster.yaml {shlex.quote(command)}", fails=fails)
+
+    @property
+    def head(self) -> Host:
+        """The host of the head."""
+        return self.ec2.hosts_of("head")[-1]
 
     @property
     def url(self) -> str:
         """Where the deployment says that it serves."""
-        return re.findall(r"^ready: (http://\S+)/v1", self.output, re.MULTILINE)[-1]
+        return re.findall(r"^ready: (http://\S+)/v1", self.shell.output, re.MULTILINE)[-1]
 
     @property
     def worker_addresses(self) -> list[str]:
-        """The data plane of prefill, then decode, as `serve` prints it."""
+        """The data plane of the first worker of prefill, then decode, as `serve` prints it."""
+        rows = [line for line in self.shell.output.splitlines() if re.match(r"│ worker-\d", line)]
         return [
-            re.findall(rf"│ {pool}\s+│.*?({host.address}:\d+)", self.output)[-1]
-            for pool, host in (("prefill", self.prefill), ("decode", self.decode))
+            re.findall(r"[\d.]+:\d+", next(row for row in rows if re.search(rf"│ {pool} +│", row)))[0]
+            for pool in ("prefill", "decode")
         ]
 
 
-def documented_commands() -> list[str]:
-    """Return the lines of the page's code blocks, without their comments."""
-    blocks = re.findall(r"```bash\n(.*?)```", (REPOSITORY / "docs/how-to/deploy.md").read_text(), re.DOTALL)
-    return [line.partition("  #")[0].strip() for block in blocks for line in block.splitlines()]
+@pytest.fixture(scope="session")
+def folder() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="hosts-"))  # pytest's own is too long for a path of a socket
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
-    """The cluster, serving; each part is left to a test of its own to judge."""
-    folder = Path(tempfile.mkdtemp(prefix="hosts-"))  # pytest's own is too long for a path of a socket
-    models = prepare_model(DEFAULT_MODEL_NAME).parents[1]
+def network(folder: Path) -> Iterator[Network]:
+    """Tests of this folder run in it: nothing that they do reaches another machine."""
     try:
-        with Hosts(folder, cores=["0,1", "0", "1"]) as hosts:
-            cluster = Cluster(hosts)
-            for host in hosts.all:
-                host.has_environment(REPOSITORY / ".venv", None if host is cluster.decode else models)
-            cluster.documented("ray get-auth-token")
-            cluster.documented("ray up")
-            cluster.documented("ray exec deploy/cluster-onprem.yaml 'cd ")
-            yield cluster
-        assert hosts.left() == []
+        with Network(folder, [ADDRESS + PREFIX, f"{METADATA_ADDRESS}/32", "10.0.0.254/24"], [PUBLIC]) as network:
+            make_environment(network.environment, network.home)
+            yield network
     except CannotMakeHosts as why:
         pytest.skip(str(why))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    assert left() == []
 
 
-def wait_until(condition, within_s: float, what: str) -> None:
+@pytest.fixture(scope="session")
+def models() -> Path:
+    """What a host has in its user's cache."""
+    return prepare_model(DEFAULT_MODEL_NAME).parents[1]
+
+
+@pytest.fixture(scope="session")
+def ec2(network: Network, folder: Path, models: Path) -> Iterator[Ec2]:
+    """An account of AWS without anything in it."""
+
+    def make_host(name: str, addresses: list[str], node_type: str) -> Host:
+        host = Host(network, name, addresses, CORES[node_type], f"AWS_ENDPOINT_URL={cloud.endpoint}")
+        host.prepare("" if node_type in cloud.locked else cloud.public_keys, PROGRAMS)
+        host.has_environment(models)
+        if node_type in cloud.broken:
+            (host.folder / "home" / FAILS).touch()
+        host.make()
+        return host
+
+    with Ec2(make_host) as cloud:
+        yield cloud
+        assert cloud.failures == []
+
+
+@pytest.fixture(scope="session")
+def shell(ec2: Ec2, folder: Path) -> Iterator[OperatorsShell]:
+    """A shell with the credentials of that account."""
+    variables = {
+        "AWS_ENDPOINT_URL": ec2.endpoint,
+        "AWS_ACCESS_KEY_ID": OPERATORS_KEY,
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": REGION,
+    }
+    shell = OperatorsShell(folder, variables)
+    yield shell
+    shell.end_all()
+
+
+@pytest.fixture(scope="session")
+def launching(shell: OperatorsShell, ec2: Ec2, folder: Path) -> tuple[Cluster, Running]:
+    """The cluster as `serve` begins there: EC2 has no GPU machine, and the head's role may not ask for one."""
+    cluster = Cluster(shell, ec2)
+    ec2.calls.clear()  # with them, the policy that other tests have attached
+    ec2.locked.clear()
+    ec2.no_capacity_of.add("p5.48xlarge")
+    for beginning in ("pip install", "ray get-auth-token", "ray up"):
+        cluster.documented(beginning)
+    served = write_served_file(folder)
+    shell.run(f"ray rsync-up deploy/cluster.yaml {served} '~/ridgeline/{SERVED}'")
+    return cluster, shell.begin(documented("AWS", "ray exec deploy/cluster.yaml 'cd "))
+
+
+@pytest.fixture(scope="session")
+def cluster(launching: tuple[Cluster, Running]) -> Cluster:
+    """The cluster, serving."""
+    cluster, serve = launching
+    serve.wait_for(lambda text: "ssm:GetParameters" in text, REASON_WITHIN_S)
+    cluster.documented("aws iam")
+    serve.wait_for(lambda text: "InsufficientInstanceCapacity" in text, REASON_WITHIN_S)
+    cluster.ec2.no_capacity_of.clear()
+    serve.wait_for(lambda text: re.search(r"^ready: ", text, re.MULTILINE), READY_WITHIN_S)
+    cluster.shell.took_s["serve"] = serve.wait(60)
+    return cluster
+
+
+def write_served_file(folder: Path) -> Path:
+    """Write what takes the place of deploy/cluster-serve.yaml: the default model, one engine a node, on a core."""
+    engine = {"workers": 1, "cores_per_worker": 1, "max_num_batched_tokens": 512, "kv_cache_memory_bytes": "512 MiB"}
+    served = {
+        "model": {"path": DEFAULT_MODEL_NAME},
+        "server": {"host": "0.0.0.0", "port": 8000, "drain_timeout_s": DRAIN_S},
+        "pools": {
+            "prefill": {**engine, "max_num_seqs": 16, "resources": {"ridgeline_prefill": 8}},
+            "decode": {**engine, "max_num_seqs": 16, "resources": {"ridgeline_decode": 8}},
+        },
+        "router": yaml.safe_load((REPOSITORY / SERVED).read_text())["router"],
+    }
+    path = folder / "cluster-serve.yaml"
+    path.write_text(yaml.safe_dump(served))
+    return path
+
+
+def wait_until(condition: Callable[[], object], within_s: float, what: str) -> None:
     """Look four times a second."""
     give_up_s = time.monotonic() + within_s
     while not condition():

@@ -1,13 +1,14 @@
-"""The commands of docs/how-to/deploy.md on three hosts, then what a cluster meets: a host cut off, lost, the end.
+"""The commands of docs/how-to/deploy.md on an EC2 that is emulated, then what a cluster meets until it is taken down.
 
-The tests stand in the order in which they run, since the last ones take hosts away.
+The tests stand in the order in which they run, since one cluster meets all of it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -21,13 +22,16 @@ from ridgeline.cluster.doctor.checks import resolve_dtype
 from ridgeline.cluster.model_store import DEFAULT_MODEL_NAME, prepare_model
 from tests.engines.conftest import book
 from tests.engines.harness import Engines, Figure, Increase, connected
-from tests.hosts.conftest import Cluster, wait_until
+from tests.hosts.conftest import REASON_WITHIN_S, Cluster, wait_until
+from tests.hosts.ec2 import OPERATORS_KEY, ROLES_KEY, tags_of
+from tests.hosts.image import APT_LOG, FAILS
+from tests.hosts.operators_shell import Running, documented
 from tests.support.patience import eventually
 
 pytestmark = [pytest.mark.engines, pytest.mark.hosts]
 on_the_sessions_loop = pytest.mark.asyncio(loop_scope="session")
 
-NUM_REQUESTS, NUM_OUTPUT_TOKENS = 12, 6
+NUM_REQUESTS, NUM_OUTPUT_TOKENS = 50, 4
 LONG_OUTPUT_TOKENS = 150
 TOKENS_BEFORE_FAULT = 10
 CUT_S = 10.0
@@ -36,6 +40,10 @@ PAUSE_S = 15.0
 NOTICED_S, PROMPT_STEPS = 5.0, 40
 """On a slow machine that prompt, of 200 tokens, takes as long as so many of the stream's own steps."""
 GONE_WITHIN_S = 30.0
+NODE_WITHIN_S = 120.0
+"""From a demand to a node that Ray has set up and joined."""
+WORKER_WITHIN_S = 240.0
+IDLE_MINUTES = 0.1
 
 
 @pytest_asyncio.fixture(loop_scope="session", scope="module")
@@ -90,44 +98,99 @@ async def streamed(engines: Engines, prompt: list[int], num_tokens: int, came_s:
     return token_ids
 
 
-async def with_fault(engines: Engines, prompt: list[int], fault: Any) -> tuple[list[int], float, float]:
-    """Tokens of a long stream in whose middle `fault` is awaited, its longest gap and how long that may be, in s."""
-    came_s: list[float] = []
-    stream = asyncio.create_task(streamed(engines, prompt, LONG_OUTPUT_TOKENS, came_s))
-    while len(came_s) < TOKENS_BEFORE_FAULT and not stream.done():  # noqa: ASYNC110 - a list has no event
-        await asyncio.sleep(0.02)
-    assert not stream.done(), "the answer was over before the fault"
+async def with_fault(
+    engines: Engines, prompts: list[list[int]], fault: Callable[[], Awaitable[None]]
+) -> tuple[list[list[int]], float, float]:
+    """Tokens of long streams in whose middle `fault` is awaited, their longest gap and how long that may be, in s."""
+    came_s: list[list[float]] = [[] for _ in prompts]
+    streams = [
+        asyncio.create_task(streamed(engines, prompt, LONG_OUTPUT_TOKENS, each))
+        for prompt, each in zip(prompts, came_s, strict=True)
+    ]
+    while min(map(len, came_s)) < TOKENS_BEFORE_FAULT and not any(stream.done() for stream in streams):  # noqa: ASYNC110
+        await asyncio.sleep(0.02)  # a list has no event
+    assert not any(stream.done() for stream in streams), "an answer was over before the fault"
     await fault()
-    token_ids = await stream
-    gaps_s = [later - earlier for earlier, later in pairwise(came_s)]
+    token_ids = await asyncio.gather(*streams)
+    gaps_s = [later - earlier for each in came_s for earlier, later in pairwise(each)]
     return token_ids, max(gaps_s), max(PAUSE_S, NOTICED_S + PROMPT_STEPS * median(gaps_s))
 
 
-def test_ray_up_starts_every_host_and_the_service_spans_them(cluster: Cluster, figure: Figure):
-    figure(", ".join(f"{command}: {seconds:.0f} s" for command, seconds in cluster.took_s.items()))
-    nodes = cluster.on_head("ray status")
-    assert "3 local.cluster.node" in nodes, "the head and both workers, started by Ray itself"
-    assert f"checking {cluster.prefill.address}, {cluster.decode.address}" in cluster.output
-    told = " ".join(cluster.output.split())
+def test_while_nodes_are_refused_serve_says_why_in_the_words_of_aws(
+    launching: tuple[Cluster, Running], cluster: Cluster
+):
+    _, serve = launching
+    waits = " ".join(serve.text.split()).split("waiting for Ray to place")[1:]
+    for code in ("UnauthorizedOperation", "InsufficientInstanceCapacity"):
+        for node_type in ("prefill", "decode"):
+            said = f"nodes of type {node_type}: Node Launch Exception ({code})"
+            assert any(said in line for line in waits), waits
+
+
+def test_ec2_was_asked_for_a_head_and_one_node_of_each_pool_and_for_nothing_else(cluster: Cluster, figure: Figure):
+    asked = Counter(
+        (call.by, call.parameters["InstanceType"], tag_of(call.parameters, "ray-user-node-type"))
+        for call in cluster.ec2.called("RunInstances")
+        for _ in range(int(call.parameters["MaxCount"]))
+    )
+    figure(", ".join(f"{node_type} {kind} x{number} by {by}" for (by, kind, node_type), number in asked.items()))
+    assert asked == {
+        (OPERATORS_KEY, "m7i.4xlarge", "head"): 1,
+        (ROLES_KEY, "p5.48xlarge", "prefill"): 1,
+        (ROLES_KEY, "p5.48xlarge", "decode"): 1,
+    }
+    running = cluster.ec2.instances()
+    assert {tags_of(one)["ray-cluster-name"] for one in running} == {"ridgeline"}
+    assert {one["Placement"]["AvailabilityZone"] for one in running} == {"us-west-2a"}
+    assert [tags_of(one)["ray-node-type"] for one in running if "IamInstanceProfile" in one] == ["head"]
+    counted = Counter(f"{call.action} {call.refused}".strip() for call in cluster.ec2.calls)
+    figure(", ".join(f"{action}: {number}" for action, number in sorted(counted.items())))
+
+
+def tag_of(parameters: dict[str, str], key: str) -> str:
+    """The value of a tag with which an instance is asked for."""
+    (name,) = (name for name, value in parameters.items() if name.startswith("TagSpec") and value == key)
+    return parameters[name.removesuffix("Key") + "Value"]
+
+
+def test_every_host_is_set_up_and_joins_with_the_resources_of_its_type(cluster: Cluster):
+    for host in (*cluster.ec2.hosts_of("prefill"), *cluster.ec2.hosts_of("decode")):
+        assert "install -qy make" in host.ssh(f"cat {APT_LOG}").stdout
+    status = cluster.on_head("ray status")
+    assert "/16.0 GPU" in status, "that the types say, though no machine here has any"
+    for name in ("decode", "prefill"):
+        assert f"1 {name}" in status
+        assert f"8.0/8.0 ridgeline_{name}" in status
+
+
+def test_the_service_spans_two_hosts(cluster: Cluster, figure: Figure):
+    figure(", ".join(f"{command}: {seconds:.0f} s" for command, seconds in cluster.shell.took_s.items()))
+    prefill, decode = cluster.ec2.hosts_of("prefill")[0], cluster.ec2.hosts_of("decode")[0]
+    told = " ".join(cluster.shell.output.split())
+    assert f"checking {', '.join(sorted((prefill.address, decode.address)))}" in told
     assert "KV goes by grpc" in told
     assert "not shm: it is on another host" in told
-    assert any("EngineCore" in line or "engine" in line for line in cluster.decode.processes())
+    assert any("EngineCore" in line for line in decode.processes())
+
+
+def test_the_port_is_forwarded_to_the_operators_machine(cluster: Cluster):
+    logs = cluster.shell.begin(documented("AWS", "ray exec deploy/cluster.yaml 'ridgeline logs"))
+    logs.wait_for(lambda text: "ready: " in text, 60)
+    models = httpx.get("http://127.0.0.1:8000/v1/models", timeout=30).json()
+    assert [one["id"] for one in models["data"]] == [DEFAULT_MODEL_NAME]
+    assert "<html" in httpx.get("http://127.0.0.1:8000/", timeout=30).text
+    logs.end()
 
 
 def test_the_terminal_is_gone_and_the_service_is_listed(cluster: Cluster):
     assert cluster.url == f"http://{cluster.head.address}:8000"
     assert "ready" in cluster.on_head("ridgeline status")
-    assert "runs on this machine already" in refused(cluster)
-
-
-def refused(cluster: Cluster) -> str:
-    """What a second `serve` of the same name says there."""
-    again = f"cd ~/ridgeline && ! ridgeline serve --address auto -c served/{cluster.served.name} --detach"
-    return cluster.on_head(again)
+    again = "cd ~/ridgeline && ridgeline serve --address auto -c deploy/cluster-serve.yaml --detach"
+    assert "runs on this machine already" in cluster.on_head(again, fails=True)
 
 
 @on_the_sessions_loop
-async def test_12_streams_over_two_hosts_are_those_of_one_engine_bit_for_bit(
+async def test_50_streams_over_two_hosts_are_those_of_one_engine_bit_for_bit(
     engines: Engines, text: list[int], figure: Figure
 ):
     before = await engines.metrics()
@@ -152,14 +215,14 @@ async def test_12_streams_over_two_hosts_are_those_of_one_engine_bit_for_bit(
 async def test_a_decode_host_that_is_cut_off_for_10_s_costs_a_pause_and_comes_back(
     cluster: Cluster, engines: Engines, text: list[int], figure: Figure
 ):
-    prompt = text[10_000:10_060]
+    prompt, (decode,) = text[10_000:10_060], cluster.ec2.hosts_of("decode")
 
     async def cut() -> None:
-        cluster.decode.cut_off()
+        decode.cut_off()
         await asyncio.sleep(CUT_S)
-        cluster.decode.join_again()
+        decode.join_again()
 
-    token_ids, longest_gap_s, most_s = await with_fault(engines, prompt, cut)
+    (token_ids,), longest_gap_s, most_s = await with_fault(engines, [prompt], cut)
     figure(f"longest gap {longest_gap_s:.1f} s for a host cut off for {CUT_S:.0f} s")
     assert len(token_ids) == LONG_OUTPUT_TOKENS
     await eventually(lambda: engines.decode.connected)  # this process's own connection was cut too
@@ -173,29 +236,62 @@ async def test_a_decode_host_that_is_cut_off_for_10_s_costs_a_pause_and_comes_ba
     assert "is gone" not in cluster.on_head("ridgeline logs"), "no worker was replaced for a cut of 10 s"
 
 
+def test_scaling_up_launches_a_node_whose_failing_set_up_is_told_and_tried_again(cluster: Cluster, figure: Figure):
+    began_s, (first,) = time.monotonic(), cluster.ec2.running("decode")
+    cluster.ec2.broken.add("decode")
+    scale = cluster.shell.begin("ray exec deploy/cluster.yaml 'ridgeline scale decode=2'")
+    wait_until(lambda: set(cluster.ec2.running("decode")) - {first}, NODE_WITHIN_S, "a second decode node")
+    (failing,) = set(cluster.ec2.running("decode")) - {first}
+    told = f"Ray installation failed on instance {failing}"
+    scale.wait_for(lambda text: told in " ".join(text.split()), REASON_WITHIN_S)
+    cluster.ec2.broken.clear()
+    cluster.ec2.hosts[failing].ssh(f"rm {FAILS}")
+    scale.wait(WORKER_WITHIN_S)
+    assert "decode has 2 workers" in scale.text
+    figure(f"a decode node more, whose set-up failed at first: {time.monotonic() - began_s:.0f} s")
+    assert len(cluster.ec2.running("decode")) == 2
+
+
 @on_the_sessions_loop
-async def test_a_host_that_is_lost_for_good_leaves_its_streams_to_the_other(
+async def test_a_node_that_ec2_takes_back_under_load_leaves_its_streams_to_the_others(
     cluster: Cluster, judged_by_prefill: Engines, text: list[int], figure: Figure
 ):
-    engines, prompt = judged_by_prefill, text[12_000:12_060]
+    engines, prompts = judged_by_prefill, [text[start : start + 60] for start in (12_000, 13_000)]
+    first = cluster.ec2.running("decode")[0]
 
-    async def lose() -> None:
-        await asyncio.to_thread(cluster.decode.kill)
+    async def take_back() -> None:
+        await asyncio.to_thread(cluster.ec2.client("ec2").terminate_instances, InstanceIds=[first])
 
-    token_ids, longest_gap_s, most_s = await with_fault(engines, prompt, lose)
-    figure(f"longest gap {longest_gap_s:.1f} s for a host that was lost")
-    assert len(token_ids) == LONG_OUTPUT_TOKENS
-    assert await wrong_tokens_nat(engines, prompt, token_ids) == []
+    streams, longest_gap_s, most_s = await with_fault(engines, prompts, take_back)
+    figure(f"longest gap {longest_gap_s:.1f} s for a node that was taken back")
+    assert [len(token_ids) for token_ids in streams] == [LONG_OUTPUT_TOKENS] * 2
+    for prompt, token_ids in zip(prompts, streams, strict=True):
+        assert await wrong_tokens_nat(engines, prompt, token_ids) == []
     assert longest_gap_s < most_s
-    assert len(await engines.tokens(text[13_000:13_030], 4)) == 4, "the other host serves alone"
+    assert len(await engines.tokens(text[14_000:14_030], 4)) == 4, "the others serve"
+    await asyncio.to_thread(wait_until, lambda: len(cluster.ec2.running("decode")) == 2, NODE_WITHIN_S, "another node")
 
 
-def test_stop_and_ray_down_leave_nothing_on_the_hosts_that_are_left(cluster: Cluster, figure: Figure):
-    cluster.took_s.clear()
-    cluster.documented("ray exec deploy/cluster-onprem.yaml 'ridgeline stop'")
+def test_after_scaling_down_an_idle_node_ends(cluster: Cluster, figure: Figure):
+    # The file's quarter of an hour is the only thing that is shortened.
+    shorter = f's/(idle_timeout_minutes"?: )15/\\1{IDLE_MINUTES}/'
+    cluster.on_head(
+        f"sed -E -i '{shorter}' ~/ray_bootstrap_config.yaml && grep -c {IDLE_MINUTES} ~/ray_bootstrap_config.yaml"
+    )
+    assert "decode has 1 worker" in cluster.on_head("ridgeline scale decode=1")
+    began_s = time.monotonic()
+    wait_until(lambda: len(cluster.ec2.running("decode")) == 1, NODE_WITHIN_S, "the idle node ends")
+    figure(f"an idle node ended {time.monotonic() - began_s:.0f} s after scaling down")
+    (ended,) = cluster.ec2.called("TerminateInstances")
+    assert ended.by == ROLES_KEY, "Ray's autoscaler ended it, and nobody else has ended anything so far"
+    assert len(cluster.ec2.running("prefill")) == 1
+    assert "ready" in cluster.on_head("ridgeline status")
+
+
+def test_stop_and_ray_down_leave_nothing_on_ec2(cluster: Cluster, figure: Figure):
+    cluster.shell.took_s.clear()
+    cluster.documented("ray exec deploy/cluster.yaml 'ridgeline stop")
     assert "no deployment runs" in cluster.on_head("ridgeline status")
     cluster.documented("ray down")
-    cluster.prefill.ssh("ridgeline/.venv/bin/ray stop")  # as the file says: `ray down` ends Ray on the head alone
-    for host in (cluster.head, cluster.prefill):
-        wait_until(lambda host=host: not host.processes(), GONE_WITHIN_S, f"{host.name} is idle: {host.processes()}")
-    figure(", ".join(f"{command}: {seconds:.0f} s" for command, seconds in cluster.took_s.items()))
+    wait_until(lambda: not cluster.ec2.instances(), GONE_WITHIN_S, "nothing runs")
+    figure(", ".join(f"{command}: {seconds:.0f} s" for command, seconds in cluster.shell.took_s.items()))

@@ -16,7 +16,7 @@ PRODUCT = (
 )
 MOST_MODULES = 12
 MOST_LINES = {
-    "cluster": 10_150,
+    "cluster": 10_200,
     "contracts": 1_050,
     "decode_worker": 1_600,
     "engine": 4_850,
@@ -26,7 +26,7 @@ MOST_LINES = {
     "roofline": 1_750,
     "router": 16_350,
     "worker_runtime": 950,
-    "tests": 53_650,
+    "tests": 54_900,
     "tools": 6_100,
 }
 """Of Python, by package. A commit that raises one says what the lines are worth; one that deletes lines lowers it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ridgeline.cluster.config.models import RidgelineConfig
 from ridgeline.cluster.errors import ServingError
 from ridgeline.cluster.model_store import DEFAULT_MODEL_NAME
+from ridgeline.cluster.ray_nodes import ask_autoscaler
 from ridgeline.cluster.runtime.actors import NodePlace
 from ridgeline.cluster.runtime.plan import Plan
 from ridgeline.cluster.runtime.processes import ProcessId, end_processes
@@ -33,6 +34,7 @@ CLEAR_WITHIN_S = 12.0
 """How long the actor may take to end what is left of its service; then the actor is ended too."""
 REMOTE_END_WITHIN_S = 30.0
 RETRY_S = 0.2
+TELL_EVERY_S = 10.0
 LISTEN_S = 0.5
 """The wait for an answer is made of parts of this length, each of which counts as that long however late it ends: a
 pause of any length costs one part, and a loop that is slow costs patience only."""
@@ -124,6 +126,8 @@ class ActorHandle:
         """Processes below the service's."""
         self._files: tuple[str, ...] = ()
         """Files of their semaphores, to be removed with them."""
+        self.tell: Callable[[str], None] = lambda _: None
+        """Is told how launches of nodes go on, while the actor has no place on one."""
 
     async def find_place(self) -> NodePlace:
         """Wait until Ray has placed the actor, in a process not seen before unless it was cleared, and return where.
@@ -133,6 +137,7 @@ class ActorHandle:
         if self._cleared is not None:
             self._place, self._cleared = self._cleared, None
             return self._place
+        telling = asyncio.create_task(self._tell_launches())
         try:
             self._place = await answered(self._other_place(self._place), self._placement_timeout_s)
         except TimeoutError as error:
@@ -140,7 +145,17 @@ class ActorHandle:
             raise NoPlace(f"Ray found no place for {self.name} within {limit}") from error
         except RayError as error:
             raise DeploymentFailed(f"Ray could not start {self.name}: {why_not_started(error)}") from error
+        finally:
+            telling.cancel()
         return self._place
+
+    async def _tell_launches(self) -> None:
+        told = ""
+        while True:
+            await asyncio.sleep(TELL_EVERY_S)
+            if (says := str(await asyncio.to_thread(ask_autoscaler))) and says != told:
+                self.tell(f"{self.name} waits for a node; {says}")
+            told = says
 
     async def _other_place(self, former: NodePlace | None) -> NodePlace:
         while True:

@@ -1,5 +1,7 @@
 """Why a worker has no place: what each of Ray's machines lacks, and what the autoscaler says."""
 
+from datetime import datetime
+
 import pytest
 
 from ridgeline.cluster.ray_nodes import (
@@ -63,6 +65,7 @@ def test_whoever_waits_is_told_of_machines_under_way_and_of_failures_alone(says,
     assert str(says) == told
 
 
+NOW = datetime.fromisoformat("2026-11-29 15:34:00").astimezone()
 LAUNCH = "2026-11-29 15:33:46,120\tINFO node_provider.py:491 -- Failed to launch 1 nodes of type decode: no capacity"
 SET_UP = (
     "2026-11-29 15:33:47,120\tINFO threaded_ray_installer.py:81 -- Ray installation failed on instance i-07: "
@@ -77,15 +80,16 @@ FINE = "2026-11-29 15:33:48,120\tINFO node_provider.py:489 -- Launched 1 nodes o
         ([FINE], []),
         ([LAUNCH, FINE, LAUNCH], ["Failed to launch 1 nodes of type decode: no capacity"]),
         ([LAUNCH, SET_UP], [SET_UP.partition(" -- ")[2], LAUNCH.partition(" -- ")[2]]),
-        ([LAUNCH, FINE * (LOG_TAIL_BYTES // len(FINE) + 1)], []),
+        ([LAUNCH, *[FINE] * (LOG_TAIL_BYTES // len(FINE) + 1)], []),
         ([LAUNCH.replace("decode", each) for each in "abcde"], [f"type {each}: no capacity" for each in "edc"]),
+        ([LAUNCH.replace("15:33", "15:31"), SET_UP], [SET_UP.partition(" -- ")[2]]),
     ],
-    ids=["fine", "again and again", "set-up", "long ago", "many"],
+    ids=["fine", "again and again", "set-up", "far above", "many", "a while ago"],
 )
 def test_the_latest_reasons_why_machines_did_not_come_are_in_the_autoscalers_log(tmp_path, lines, reasons):
     log = tmp_path / "monitor.log"
-    assert latest_reasons(log) == [], "on another machine than the head"
+    assert latest_reasons(log, NOW) == [], "on another machine than the head"
     log.write_text("\n".join(lines))
-    found = latest_reasons(log)
+    found = latest_reasons(log, NOW)
     assert len(found) == len(reasons) <= LATEST_REASONS
     assert all(one.endswith(reason) for one, reason in zip(found, reasons, strict=True)), found

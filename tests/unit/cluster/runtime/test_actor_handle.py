@@ -140,3 +140,17 @@ def test_a_joined_cluster_is_given_the_time_its_nodes_need_to_boot():
 )
 def test_a_server_on_all_addresses_is_told_at_its_nodes(url, told):
     assert reachable(url, "10.0.0.7") == told
+
+
+async def test_while_it_has_no_place_launches_of_nodes_are_told_whenever_they_change(monkeypatch):
+    news = iter(["one is launched", "one is launched", "", "it failed"])
+    monkeypatch.setattr(actor, "ask_autoscaler", lambda: next(news, ""))
+    monkeypatch.setattr(actor, "TELL_EVERY_S", 0.001)
+    waiting, told = handle(), []
+    waiting._placement_timeout_s, waiting.tell = 0.5, told.append
+    with pytest.raises(NoPlace):
+        await waiting.find_place()
+    assert told == [
+        "worker-1 waits for a node; one is launched",
+        "worker-1 waits for a node; it failed",
+    ]
