@@ -3,7 +3,7 @@
 # Called by the Makefile; safe to run again.
 # uv installs, from the package sources that pip is configured with; where uv cannot be had, pip does.
 # Versions are those of deploy/lock-cpu.txt or deploy/lock-gpu.txt, which `lock` writes anew for both.
-# usage: setup.sh PYTHON VENV cpu|gpu|clients|lock      (WITH=nixl: of pyproject.toml's extras, beside the engine, only this)
+# usage: setup.sh PYTHON VENV cpu|gpu|clients|lock      (WITH=nixl: no other extra of pyproject.toml beside the engine)
 set -euo pipefail
 python=$1 venv=$2 extra=$3
 say() { printf '\033[1m==> %s\033[0m\n' "$*"; }

@@ -18,13 +18,13 @@ HEAD = """\
 """
 
 
-def rendered(values_file: str, **more: Any) -> str:
-    """Return the manifests of a release named `ridgeline` with this file's values; `more` are values at the top."""
+def rendered(values_file: str, release: str = "ridgeline", **more: Any) -> str:
+    """Return the manifests of a release with this file's values; `more` are values at the top."""
     values = yaml.safe_load((CHART / values_file).read_text()) | more
     values.setdefault("image", {"head": "REGISTRY/ridgeline:cpu", "workers": "REGISTRY/ridgeline:gpu"})
     with helm_python.Chart.load(CHART) as chart:
         chart.validate_schema(chart.merge_values(values))
-        parts = chart.render(values, name="ridgeline")
+        parts = chart.render(values, name=release)
     return "---\n".join(text.strip() + "\n" for path, text in sorted(parts.items()) if path.endswith(".yaml"))
 
 

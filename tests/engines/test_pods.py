@@ -27,6 +27,7 @@ from tools import chart
 
 pytestmark = [pytest.mark.engines, pytest.mark.long]
 READY_WITHIN_S, DELETED_WITHIN_S = 170.0, 100.0
+RELEASE = "ridgeline-test"
 KEY, ADMIN_KEY = "a-key-of-a-client-0123456789abcdef", "a-key-of-an-operator-0123456789"
 WITH_KEY = {"Authorization": f"Bearer {KEY}"}
 ENGINE = {
@@ -44,6 +45,8 @@ def objects(image: str) -> dict[str, dict[str, Any]]:
     pools = {name: ENGINE | {"resources": {f"ridgeline_{name}": 1}} for name in ("prefill", "decode")}
     text = chart.rendered(
         "values-two-pools.yaml",
+        release=RELEASE,
+        keysSecret=f"{RELEASE}-keys",
         image={"head": image, "workers": image},
         groups={"prefill": GROUP, "decode": GROUP},
         config={"model": {"path": "smollm2-135m"}, "server": {"drain_timeout_s": 20}, "pools": pools},
@@ -60,7 +63,7 @@ class Played:
     url: str = f"http://{ADDRESSES['head']}:8000"
 
     def logs(self) -> str:
-        return "\n".join(f"--- {name}:\n{self.node.log('ridgeline-head', name)}" for name in ("ray-head", "serve"))
+        return "\n".join(f"--- {name}:\n{self.node.log(f'{RELEASE}-head', name)}" for name in ("ray-head", "serve"))
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +75,9 @@ def played() -> Iterator[Played]:
     made = objects(own or pods.HOST_IMAGE)
     spec = made["RayCluster"]["spec"]
     groups = {"head": spec["headGroupSpec"]} | {group["groupName"]: group for group in spec["workerGroupSpecs"]}
-    keys = pods.secret("ridgeline-keys", **{"api.keys": KEY, "admin.keys": ADMIN_KEY})
+    keys = pods.secret(f"{RELEASE}-keys", **{"api.keys": KEY, "admin.keys": ADMIN_KEY})
     all_pods = [
-        pods.pod_of(groups[name], f"ridgeline-{name}", address, ADDRESSES["head"], folders)
+        pods.pod_of(groups[name], f"{RELEASE}-{name}", address, ADDRESSES["head"], folders)
         for name, address in ADDRESSES.items()
     ]
     with pods.node() as node:
@@ -115,5 +118,5 @@ def test_deleted_pods_finish_their_streams_and_end_without_being_killed(played: 
             ended = deleting.result(DELETED_WITHIN_S)
     assert [line for line in said if line][-1] == "data: [DONE]", said[-3:]
     assert '"completion_tokens":200' in "".join(said).replace(" ", "")
-    assert ended["ridgeline-head-serve"] == 0, played.logs()
+    assert ended[f"{RELEASE}-head-serve"] == 0, played.logs()
     assert not [name for name, status in ended.items() if status == 128 + signal.SIGKILL]

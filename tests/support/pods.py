@@ -14,6 +14,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import sys
 import tarfile
 import tempfile
 import time
@@ -48,7 +49,7 @@ class Node:
 
     def podman(self, *words: str, stdin: str | None = None, check: bool = True, within_s: float = COMMAND_S) -> str:
         """Return what a command said; its failure fails the test with that."""
-        command = ["nsenter", "--target", str(self.holder.pid), "--mount", "--wd=/", "podman", *words]
+        command = ["nsenter", "--target", str(self.holder.pid), "--mount", "podman", *words]
         ended = subprocess.run(
             command,
             input=stdin,
@@ -64,8 +65,12 @@ class Node:
 
     def play(self, documents: list[dict[str, Any]], address: str) -> None:
         """Start a pod at this address, with the objects that it uses."""
-        pod = documents[-1]["metadata"]["name"]
-        self.made.append(["pod", "rm", "--force", "--time", "5", pod])
+        for kind, name in ((each["kind"].lower(), each["metadata"]["name"]) for each in documents):
+            if kind == "pod":
+                self.made.append(["pod", "rm", "--force", "--time", "5", name])
+            else:
+                self.made.append(["volume", "rm", "--force", name])
+                self.made += [["secret", "rm", name]] if kind == "secret" else []
         text = yaml.safe_dump_all(documents)
         self.podman("kube", "play", "--network", NETWORK, "--ip", address, "-", stdin=text)
 
@@ -120,8 +125,8 @@ def node() -> Iterator[Node]:
     holder.stdout.readline()
     made = Node(holder, os.environ | {"CONTAINERS_CONF": str(limits)})
     try:
-        made.podman("network", "create", "--ignore", "--subnet", f"{SUBNET}0/24", NETWORK)
         made.made.append(["network", "rm", "--force", NETWORK])
+        made.podman("network", "create", "--subnet", f"{SUBNET}0/24", NETWORK)
         yield made
     finally:
         for command in reversed(made.made):
@@ -145,7 +150,8 @@ def import_host_image(node: Node) -> None:
                     tar.addfile(entry)
             for name in ("passwd", "group", "ld.so.cache", "nsswitch.conf"):
                 tar.add(Path("/etc") / name, f"etc/{name}")
-        node.podman("import", "--quiet", "--change", f"ENV PATH={os.environ['PATH']}", file.name, HOST_IMAGE)
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        node.podman("import", "--quiet", "--change", f"ENV PATH={path}", file.name, HOST_IMAGE)
     node.made.append(["rmi", "--force", HOST_IMAGE])
 
 
@@ -185,7 +191,8 @@ def pod_of(group: dict[str, Any], name: str, address: str, head: str, host_folde
     for container in spec["containers"]:
         for variable in container["env"]:
             for source in variable.pop("valueFrom", {}).values():
-                variable["value"] = known.get(source.get("fieldPath", source.get("key")), "")
+                variable["value"] = known.get(source.get("fieldPath", source.get("key")))
+        container["env"] = [variable for variable in container["env"] if variable["value"]]
         del container["resources"]  # of this machine they have what there is
         container.pop("readinessProbe", None)  # podman would end a pod that is not ready
         container["volumeMounts"] += [{"name": f"host{n}", "mountPath": path} for n, path in enumerate(host_folders)]

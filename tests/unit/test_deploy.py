@@ -258,3 +258,10 @@ def test_the_image_gets_all_files_that_an_installation_needs():
         r"^COPY --chown=ridgeline (Makefile.*) \./$", (REPOSITORY / "deploy/Dockerfile").read_text(), re.M
     )
     assert all((REPOSITORY / name).exists() for name in copied[1].split())
+
+
+def test_the_image_has_extras_that_exist_and_none_for_developers():
+    added = re.search(r"\bWITH=(\S+)", (REPOSITORY / "deploy/Dockerfile").read_text())[1].split(",")
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(added) <= extras.keys() - {"dev", "docs"}
+    assert "${WITH-nixl,dev,docs}" in (REPOSITORY / "deploy/setup.sh").read_text()
