@@ -26,7 +26,7 @@ pytest.importorskip("helm_python", reason="helm-python-sdk is not there: it is i
 from tools import chart
 
 pytestmark = [pytest.mark.engines, pytest.mark.long]
-READY_WITHIN_S, DELETED_WITHIN_S = 170.0, 100.0
+READY_WITHIN_S, DELETED_WITHIN_S = 400.0, 100.0
 RELEASE = "ridgeline-test"
 KEY, ADMIN_KEY = "a-key-of-a-client-0123456789abcdef", "a-key-of-an-operator-0123456789"
 WITH_KEY = {"Authorization": f"Bearer {KEY}"}
@@ -67,7 +67,7 @@ class Played:
 
 
 @pytest.fixture(scope="module")
-def played() -> Iterator[Played]:
+def played(tmp_path_factory) -> Iterator[Played]:
     if reason := pods.why_not():
         pytest.skip(reason)
     own = os.environ.get("RIDGELINE_IMAGE")
@@ -77,7 +77,9 @@ def played() -> Iterator[Played]:
     groups = {"head": spec["headGroupSpec"]} | {group["groupName"]: group for group in spec["workerGroupSpecs"]}
     keys = pods.secret(f"{RELEASE}-keys", **{"api.keys": KEY, "admin.keys": ADMIN_KEY})
     all_pods = [
-        pods.pod_of(groups[name], f"{RELEASE}-{name}", address, ADDRESSES["head"], folders)
+        pods.pod_of(
+            groups[name], f"{RELEASE}-{name}", address, ADDRESSES["head"], folders, tmp_path_factory.mktemp("empty")
+        )
         for name, address in ADDRESSES.items()
     ]
     with pods.node() as node:

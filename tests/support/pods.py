@@ -2,7 +2,7 @@
 
 What the operator adds to a pod (`ray start`, its variables, the token) is from `BuildPod` of KubeRay 1.7. The
 autoscaler is left out: it needs Kubernetes. Podman 4.3 knows no `status.podIP`, no keys of Secrets as variables, no
-emptyDir in memory and no preStop: these are filled in, as a kubelet would.
+emptyDir for everybody or in memory, and no preStop: these are filled in, as a kubelet would.
 """
 
 from __future__ import annotations
@@ -166,7 +166,9 @@ def secret(name: str, **texts: str) -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "data": data}
 
 
-def pod_of(group: dict[str, Any], name: str, address: str, head: str, host_folders: list[str]) -> dict[str, Any]:
+def pod_of(
+    group: dict[str, Any], name: str, address: str, head: str, host_folders: list[str], empty_folders: Path
+) -> dict[str, Any]:
     """Return the pod of a group as the operator makes it; that of the head has the head's address."""
     is_head = address == head
     spec = json.loads(json.dumps(group["template"]["spec"]))
@@ -198,9 +200,10 @@ def pod_of(group: dict[str, Any], name: str, address: str, head: str, host_folde
         container["volumeMounts"] += [{"name": f"host{n}", "mountPath": path} for n, path in enumerate(host_folders)]
     volumes = [volume for volume in spec["volumes"] if "projected" not in volume]
     for volume in volumes:
-        if volume.get("emptyDir", {}).get("medium") == "Memory":
-            volume |= {"hostPath": {"path": "/dev/shm"}}
-            del volume["emptyDir"]
+        if "emptyDir" in volume:
+            folder = Path("/dev/shm") if volume.pop("emptyDir") else Path(tempfile.mkdtemp(dir=empty_folders))
+            folder.chmod(0o1777)  # podman's would be root's
+            volume["hostPath"] = {"path": str(folder)}
         if "secret" in volume:
             volume["secret"]["optional"] = False  # podman 4.3 crashes without it
     volumes += [{"name": f"host{n}", "hostPath": {"path": path}} for n, path in enumerate(host_folders)]
