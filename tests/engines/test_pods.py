@@ -75,18 +75,16 @@ def played(tmp_path_factory) -> Iterator[Played]:
     made = objects(own or pods.HOST_IMAGE)
     spec = made["RayCluster"]["spec"]
     groups = {"head": spec["headGroupSpec"]} | {group["groupName"]: group for group in spec["workerGroupSpecs"]}
-    keys = pods.secret(f"{RELEASE}-keys", **{"api.keys": KEY, "admin.keys": ADMIN_KEY})
+    keys, folder = {"api.keys": KEY, "admin.keys": ADMIN_KEY}, tmp_path_factory.mktemp("volumes")
     all_pods = [
-        pods.pod_of(
-            groups[name], f"{RELEASE}-{name}", address, ADDRESSES["head"], folders, tmp_path_factory.mktemp("empty")
-        )
+        pods.pod_of(groups[name], f"{RELEASE}-{name}", address, ADDRESSES["head"], folder, keys, folders)
         for name, address in ADDRESSES.items()
     ]
     with pods.node() as node:
         if not own:
             pods.import_host_image(node)
         for pod, address in zip(all_pods, ADDRESSES.values(), strict=True):
-            node.play([keys, made["ConfigMap"], pod] if address == ADDRESSES["head"] else [pod], address)
+            node.play([made["ConfigMap"], pod] if address == ADDRESSES["head"] else [pod], address)
         played, deadline_s = Played(node, all_pods), time.monotonic() + READY_WITHIN_S
         while not is_ready(played.url):
             assert time.monotonic() < deadline_s, played.logs()

@@ -1,13 +1,12 @@
 """Pods of the chart on this machine, by `podman kube play`: podman is the node, this is KubeRay's operator.
 
 What the operator adds to a pod (`ray start`, its variables, the token) is from `BuildPod` of KubeRay 1.7. The
-autoscaler is left out: it needs Kubernetes. Podman 4.3 knows no `status.podIP`, no keys of Secrets as variables, no
-emptyDir for everybody or in memory, and no preStop: these are filled in, as a kubelet would.
+autoscaler is left out: it needs Kubernetes. Podman 4.3 knows no `status.podIP`, no Secrets as text, no emptyDir for
+everybody or in memory, and no preStop: these are filled in, as a kubelet would.
 """
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import resource
@@ -70,7 +69,6 @@ class Node:
                 self.made.append(["pod", "rm", "--force", "--time", "5", name])
             else:
                 self.made.append(["volume", "rm", "--force", name])
-                self.made += [["secret", "rm", name]] if kind == "secret" else []
         text = yaml.safe_dump_all(documents)
         self.podman("kube", "play", "--network", NETWORK, "--ip", address, "-", stdin=text)
 
@@ -161,15 +159,13 @@ def shared_folders(*more: Path) -> list[str]:
     return [*(str(path) for path in top if path.name not in NOT_SHARED), *map(str, more)]
 
 
-def secret(name: str, **texts: str) -> dict[str, Any]:
-    data = {key: base64.b64encode(text.encode()).decode() for key, text in texts.items()}
-    return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "data": data}
-
-
 def pod_of(
-    group: dict[str, Any], name: str, address: str, head: str, host_folders: list[str], empty_folders: Path
+    group: dict[str, Any], name: str, address: str, head: str, folder: Path, keys: dict[str, str], seen: list[str]
 ) -> dict[str, Any]:
-    """Return the pod of a group as the operator makes it; that of the head has the head's address."""
+    """Return the pod of a group as the operator makes it, with the head's address or another.
+
+    Its volumes lie in `folder`, that of the Secret has `keys`, and folders of this machine are `seen`.
+    """
     is_head = address == head
     spec = json.loads(json.dumps(group["template"]["spec"]))
     ray = spec["containers"][0]
@@ -197,16 +193,20 @@ def pod_of(
         container["env"] = [variable for variable in container["env"] if variable["value"]]
         del container["resources"]  # of this machine they have what there is
         container.pop("readinessProbe", None)  # podman would end a pod that is not ready
-        container["volumeMounts"] += [{"name": f"host{n}", "mountPath": path} for n, path in enumerate(host_folders)]
+        container["volumeMounts"] += [{"name": f"host{n}", "mountPath": path} for n, path in enumerate(seen)]
     volumes = [volume for volume in spec["volumes"] if "projected" not in volume]
     for volume in volumes:
         if "emptyDir" in volume:
-            folder = Path("/dev/shm") if volume.pop("emptyDir") else Path(tempfile.mkdtemp(dir=empty_folders))
-            folder.chmod(0o1777)  # podman's would be root's
-            volume["hostPath"] = {"path": str(folder)}
-        if "secret" in volume:
-            volume["secret"]["optional"] = False  # podman 4.3 crashes without it
-    volumes += [{"name": f"host{n}", "hostPath": {"path": path}} for n, path in enumerate(host_folders)]
+            own = Path("/dev/shm") if volume.pop("emptyDir") else Path(tempfile.mkdtemp(dir=folder))
+            own.chmod(0o1777)  # podman's would be root's
+            volume["hostPath"] = {"path": str(own)}
+        if volume.pop("secret", None):
+            own = Path(tempfile.mkdtemp(dir=folder))
+            own.chmod(0o755)
+            for file, text in keys.items():
+                (own / file).write_text(text)
+            volume["hostPath"] = {"path": str(own)}
+    volumes += [{"name": f"host{n}", "hostPath": {"path": path}} for n, path in enumerate(seen)]
     return {
         "apiVersion": "v1",
         "kind": "Pod",

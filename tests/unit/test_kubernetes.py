@@ -169,6 +169,9 @@ def test_the_heads_pod_runs_the_router_and_no_engine(node_types, served):
 
 def test_pods_are_drained_for_as_long_as_the_server_needs(pods, served):
     assert min(pod["spec"]["terminationGracePeriodSeconds"] for pod in pods) > served.server.drain_timeout_s
+    # SIGTERM comes to all containers at once: Ray's wait for what runs on it.
+    waiting = [each["name"] for pod in pods for each in pod["spec"]["containers"] if "lifecycle" in each]
+    assert waiting == ["ray-head"] + ["ray-worker"] * (len(pods) - 1)
 
 
 def test_another_configuration_changes_the_pod_and_so_starts_the_cluster_anew():
