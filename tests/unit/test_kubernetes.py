@@ -15,6 +15,8 @@ from ray.autoscaler._private.util import validate_config
 
 from ridgeline.cluster.config.loader import load_config
 from ridgeline.cluster.config.models import RidgelineConfig
+from ridgeline.cluster.doctor.facts import ModelFacts
+from ridgeline.cluster.runtime.roles import mode_roles
 from ridgeline.cluster.runtime.services import SLOW_LOOP_S
 from ridgeline.router.front.http.routes import ROUTES
 
@@ -149,12 +151,15 @@ def test_rays_autoscaler_finds_room_for_every_pool_in_the_pods_with_its_resource
         assert room >= pool.workers, name
 
 
-def test_one_node_has_room_for_both_pools_at_once():
+def test_one_node_has_room_for_both_pools_at_once_and_can_change_its_mode(tmp_path):
     objects = objects_of(chart.rendered("values-one-node.yaml"))
+    path = tmp_path / "serve.yaml"
+    path.write_text(objects["ConfigMap", "ridgeline"]["data"]["serve.yaml"])
+    assert mode_roles(load_config(path).config, ModelFacts()).why_not == {}
     served = yaml.safe_load(objects["ConfigMap", "ridgeline"]["data"]["serve.yaml"])
     [group] = objects["RayCluster", "ridgeline"]["spec"]["workerGroupSpecs"]
     limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
-    pools = served["pools"].values()
+    pools = [served["pools"][name] for name in ("prefill", "decode")]
     assert group["maxReplicas"] == 1
     assert sum(pool["workers"] * pool["gpus_per_worker"] for pool in pools) == int(limits["nvidia.com/gpu"])
     assert sum(pool["workers"] * pool["cores_per_worker"] for pool in pools) <= int(limits["cpu"])
