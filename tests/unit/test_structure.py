@@ -26,8 +26,8 @@ MOST_LINES = {
     "roofline": 1_750,
     "router": 16_350,
     "worker_runtime": 950,
-    "tests": 54_900,
-    "tools": 6_100,
+    "tests": 55_200,
+    "tools": 6_110,
 }
 """Of Python, by package. A commit that raises one says what the lines are worth; one that deletes lines lowers it."""
 MAP_LINE = re.compile(r"([\w.-]+/?) {2,}\S")
