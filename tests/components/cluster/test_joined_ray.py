@@ -65,11 +65,14 @@ def test_a_cluster_that_asks_for_a_token_is_joined_with_it_and_else_the_fix_is_n
     port = free_port()
     with ray_head(short_folder, port, "--num-cpus=2", environment=TOKEN):
         homeless = {"HOME": str(tmp_path), "XDG_CACHE_HOME": os.path.expanduser("~/.cache")}
+        told = []
         for shell in (OPEN, {"RAY_AUTH_MODE": "token"}):  # the first takes 20 s, which Ray tries for
-            status, told = doctor(port, shell={**homeless, **shell})
-            assert status == 1, told
-            assert "copy ~/.ray/auth_token of the head" in told, told
-            assert is_quoted(told)
+            status, answer = doctor(port, shell={**homeless, **shell})
+            assert status == 1, answer
+            assert "copy ~/.ray/auth_token of the head" in answer, answer
+            told.append(answer)
+        assert is_quoted(told[0])
+        assert is_quoted(told[1])
         assert doctor(port, shell=TOKEN)[0] == 0
 
 
