@@ -227,13 +227,16 @@ class TestCollective(FollowingConformance, LayerConformance, TransportConformanc
             await eventually(lambda: len(self.served(prefill)) == 1)
 
     async def test_both_ends_leave_when_either_closes_and_no_thread_stays(self, harness):
+        others = set(threading.enumerate())
         async with self.nodes(harness) as (prefill, decode):
             assert await self._fetch_ok(prefill, decode, prefill.publish([1]), [1])
             assert len(self.served(prefill)) == 1
             await decode.fetcher.close()
             await eventually(lambda: not self.served(prefill))
         ours = ("kv-collect", "kv-serve")
-        await eventually(lambda: not [each for each in threading.enumerate() if each.name.startswith(ours)])
+        await eventually(
+            lambda: not [each for each in set(threading.enumerate()) - others if each.name.startswith(ours)]
+        )
 
     def group(self, decode):
         """The fetcher's end of its only group."""

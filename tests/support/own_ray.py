@@ -16,8 +16,9 @@ import ray
 
 from ridgeline.cluster.config.models import RidgelineConfig
 from ridgeline.cluster.folders import log_name
+from ridgeline.cluster.ray_nodes import logs_folder
 from ridgeline.cluster.runtime.actors import ServiceActor, engine_environment
-from ridgeline.cluster.runtime.ray_start import logs_folder, ray_runtime
+from ridgeline.cluster.runtime.ray_start import ray_runtime
 from ridgeline.cluster.runtime.service_process.launch import PRELOADED
 from tests.support.patience import PATIENCE_S
 

@@ -91,8 +91,8 @@ GENERATING: Final = frozenset(
     }
 )
 """Routes whose requests run on workers."""
-ON_WISH: Final = frozenset({"/docs/oauth2-redirect", "/static", "/tokenizer_info"})
-"""Routes that exist only with server_args enable_tokenizer_info_endpoint, or without disable_fastapi_docs."""
+ON_WISH: Final = frozenset({"/tokenizer_info"})
+"""Routes that exist only with server_args enable_tokenizer_info_endpoint."""
 OPEN_PATHS: Final = frozenset(path for path, callers in ROUTES.items() if callers == "everybody")
 
 

@@ -19,13 +19,13 @@ from tests.engines.tiny_model import WINDOW_TOKENS
 
 REPOSITORY = Path(__file__).parents[3]
 SHORT = f"mistral:{WINDOW_TOKENS}"
-FAMILIES = ("gemma3", "gpt_oss", "deepseek_mla", "mistral", SHORT)
+FAMILIES = ("gemma3", "deepseek_mla", "mistral", SHORT)
 
 
-def results(models: Path) -> dict[str, dict[str, Any]]:
+def results(models: Path, *families: str) -> dict[str, dict[str, Any]]:
     """What each family came to, in one process of its own."""
     ran = subprocess.run(
-        [sys.executable, "-m", "tests.engines.one_engine", str(models), *FAMILIES],
+        [sys.executable, "-m", "tests.engines.one_engine", str(models), *families],
         cwd=REPOSITORY,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
@@ -34,30 +34,40 @@ def results(models: Path) -> dict[str, dict[str, Any]]:
         timeout=300,
     )
     lines = [json.loads(line.removeprefix(RESULT)) for line in ran.stdout.splitlines() if line.startswith(RESULT)]
-    assert [line["family"] for line in lines] == list(FAMILIES), ran.stdout + ran.stderr
+    assert [line["family"] for line in lines] == list(families), ran.stdout + ran.stderr
     return {line["family"]: line for line in lines}
+
+
+def right(line: dict[str, Any], lengths: int = len(LENGTHS)) -> None:
+    """Each answer is that of the engine alone, and everything came through the transfer."""
+    assert "refused" not in line, line["refused"]
+    answers = line["answers"]
+    assert len(answers) == lengths
+    for answer in answers:
+        assert len(answer["whole"]) == NUM_OUTPUT_TOKENS
+        for token_ids, transfer in (answer["split"], answer["followed"]):
+            assert (answer["length"], token_ids) == (answer["length"], answer["whole"])
+            assert (transfer["outcome"], transfer["num_bytes"] > 0) == ("ok", True)
+    changed = [answer["length"] for answer in answers if answer["other"] != answer["whole"]]
+    assert len(changed) >= 2, "attention hardly matters in this model: its answers show nothing"
 
 
 @pytest.mark.slow
 def test_a_handed_over_answer_is_that_of_the_engine_alone_and_a_window_in_every_layer_is_refused(
     tmp_path: Path, subtests: pytest.Subtests
 ):
-    found = results(tmp_path)
-    for family in ("gemma3", "gpt_oss", "deepseek_mla", SHORT):
+    found = results(tmp_path, *FAMILIES)
+    for family in ("gemma3", "deepseek_mla", SHORT):
         with subtests.test(family):
-            assert "refused" not in found[family], found[family]["refused"]
-            answers = found[family]["answers"]
-            assert len(answers) == (2 if family == SHORT else len(LENGTHS))
-            for answer in answers:
-                assert len(answer["whole"]) == NUM_OUTPUT_TOKENS
-                for token_ids, transfer in (answer["split"], answer["followed"]):
-                    assert (answer["length"], token_ids) == (answer["length"], answer["whole"])
-                    assert (transfer["outcome"], transfer["num_bytes"] > 0) == ("ok", True)
-            changed = [answer["length"] for answer in answers if answer["other"] != answer["whole"]]
-            assert len(changed) >= 2, "attention hardly matters in this model: its answers show nothing"
+            right(found[family], 2 if family == SHORT else len(LENGTHS))
     with subtests.test("mistral"):
         assert found["mistral"]["refused"] == (
             "UnsupportedModel: no layer of this model keeps the KV of every token (SlidingWindowSpec, "
             f"{WINDOW_TOKENS} tokens), and what is given back cannot be handed over: serve it with mode colocated, "
             "where nothing is handed over"
         )
+
+
+@pytest.mark.long  # once in some fifty runs vLLM's answer without any hand-off is another one: gpt_oss on CPUs
+def test_gpt_oss_is_handed_over_too(tmp_path: Path):
+    right(results(tmp_path, "gpt_oss")["gpt_oss"])
