@@ -46,6 +46,7 @@ def owner(network: Network, tmp_path: Path) -> Iterator[OperatorsShell]:
     shell.end_all()
 
 
+@pytest.mark.long
 def test_ray_up_joins_every_machine_with_places_for_both_pools_and_ray_down_leaves_nothing(
     hosts: list[Host], owner: OperatorsShell, figure: Figure
 ):
