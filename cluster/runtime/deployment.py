@@ -97,7 +97,8 @@ class Deployment:
         while True:
             await asyncio.sleep(KEYS_EVERY_S)
             try:
-                if any([await router.use_keys(self.read_keys()) for router in self.routers]):
+                keys = await asyncio.to_thread(self.read_keys)
+                if any([await router.use_keys(keys) for router in self.routers]):
                     say(NEW_KEYS)
                 said = ""
             except (ApiKeyError, DeploymentFailed) as error:

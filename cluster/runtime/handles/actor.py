@@ -126,8 +126,8 @@ class ActorHandle:
         """Processes below the service's."""
         self._files: tuple[str, ...] = ()
         """Files of their semaphores, to be removed with them."""
-        self.tell: Callable[[str], None] = lambda _: None
-        """Is told how launches of nodes go on, while the actor has no place on one."""
+        self.tell: Callable[[str], None] | None = None
+        """Is told how launches of nodes go on, while the actor has no place on one; None: somebody else tells it."""
 
     async def find_place(self) -> NodePlace:
         """Wait until Ray has placed the actor, in a process not seen before unless it was cleared, and return where.
@@ -137,7 +137,7 @@ class ActorHandle:
         if self._cleared is not None:
             self._place, self._cleared = self._cleared, None
             return self._place
-        telling = asyncio.create_task(self._tell_launches())
+        telling = asyncio.create_task(self._tell_launches(self.tell)) if self.tell else None
         try:
             self._place = await answered(self._other_place(self._place), self._placement_timeout_s)
         except TimeoutError as error:
@@ -146,15 +146,16 @@ class ActorHandle:
         except RayError as error:
             raise DeploymentFailed(f"Ray could not start {self.name}: {why_not_started(error)}") from error
         finally:
-            telling.cancel()
+            if telling is not None:
+                telling.cancel()
         return self._place
 
-    async def _tell_launches(self) -> None:
+    async def _tell_launches(self, tell: Callable[[str], None]) -> None:
         told = ""
         while True:
             await asyncio.sleep(TELL_EVERY_S)
             if (says := str(await asyncio.to_thread(ask_autoscaler))) and says != told:
-                self.tell(f"{self.name} waits for a node; {says}")
+                tell(f"{self.name} waits for a node; {says}")
             told = says
 
     async def _other_place(self, former: NodePlace | None) -> NodePlace:
