@@ -248,7 +248,7 @@ async def _placed(
 ) -> list[NodePlace]:
     """Wait until Ray has placed all, which may take as long as its autoscaler needs to start machines."""
     takes = {one.planned.title: (one.planned.section, config.takes(one.planned.settings)) for one in workers}
-    takes |= {one.name: ("router", config.router.resources if one.kind == "router" else {}) for one in group.all}
+    takes |= {one.name: ("router", one.takes) for one in group.all}
 
     def what_waits(left: list[str]) -> str:
         wishes = ", ".join(name + _wish(takes[name][1]) for name in left)

@@ -155,7 +155,7 @@ def write_served_file(folder: Path) -> Path:
             "prefill": {**engine, "max_num_seqs": 16, "resources": {"ridgeline_prefill": 8}},
             "decode": {**engine, "max_num_seqs": 16, "resources": {"ridgeline_decode": 8}},
         },
-        "router": yaml.safe_load((REPOSITORY / SERVED).read_text())["router"],
+        "router": {**yaml.safe_load((REPOSITORY / SERVED).read_text())["router"], "processes": 2},  # as with GPUs: auto
     }
     path = folder / "cluster-serve.yaml"
     path.write_text(yaml.safe_dump(served))

@@ -95,6 +95,11 @@ class RoutingHandle(ActorHandle):
         self.deployment = secrets.token_hex(4)
         """See `RouterStart`."""
 
+    @property
+    def takes(self) -> dict[str, float]:
+        """Its Ray resources."""
+        return self._plan.router_takes if self.kind == "router" else {}
+
     def follow(self, plan: Plan) -> None:
         """Start by this plan instead, which was changed after the workers had been placed."""
         self._plan, self._settings = plan, plan.router_settings()
@@ -153,7 +158,7 @@ class RouterHandle(RoutingHandle):
     def __init__(self, plan: Plan, number: int = 0, dispatcher: DispatcherHandle | None = None) -> None:
         """`number`: which of several; these have a dispatcher."""
         name = "router" if dispatcher is None else f"router-{number}"
-        super().__init__(name, _routing_actor(plan, ROUTER_SERVICE, name, dict(plan.config.router.resources)), plan)
+        super().__init__(name, _routing_actor(plan, ROUTER_SERVICE, name, plan.router_takes), plan)
         self._dispatcher = dispatcher
         if dispatcher is not None:
             self.deployment = dispatcher.deployment
