@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,19 @@ def is_ready(url: str) -> bool:
         return False
 
 
+@contextmanager
+def streaming(played: Played) -> Iterator[Iterator[str]]:
+    """The lines of an answer of 60 tokens."""
+    request = body(60) | {"stream": True, "ignore_eos": True, "stream_options": {"include_usage": True}}
+    with httpx.stream("POST", f"{played.url}/v1/completions", json=request, headers=WITH_KEY, timeout=60) as answer:
+        yield answer.iter_lines()
+
+
+def assert_whole(lines: list[str]) -> None:
+    assert [line for line in lines if line][-1] == "data: [DONE]", lines[-3:]
+    assert '"completion_tokens":60' in "".join(lines).replace(" ", "")
+
+
 def test_a_client_with_a_key_is_served_over_two_pods_and_one_without_is_not(played: Played):
     assert httpx.post(f"{played.url}/v1/completions", json=body(5), timeout=60).status_code == 401
     reply = httpx.post(f"{played.url}/v1/completions", json=body(5), headers=WITH_KEY, timeout=60)
@@ -107,16 +121,26 @@ def test_a_client_with_a_key_is_served_over_two_pods_and_one_without_is_not(play
     assert 'ridgeline_requests_total{outcome="finished",path="disaggregated"} 1.0' in metrics
 
 
+def test_an_evicted_worker_drains_and_ends_without_being_killed(played: Played):
+    evicted = [pod for pod in played.pods if pod["metadata"]["name"].endswith("-decode")]
+    with streaming(played) as lines:
+        first = next(lines)
+        with ThreadPoolExecutor(1) as thread:
+            deleting = thread.submit(played.node.delete, evicted)
+            said = [first, *lines]
+            ended = deleting.result(DELETED_WITHIN_S)
+    assert_whole(said)
+    assert not [name for name, status in ended.items() if status == 128 + signal.SIGKILL]
+    played.pods.remove(*evicted)
+
+
 def test_deleted_pods_finish_their_streams_and_end_without_being_killed(played: Played):
-    request = body(60) | {"stream": True, "ignore_eos": True, "stream_options": {"include_usage": True}}
-    with httpx.stream("POST", f"{played.url}/v1/completions", json=request, headers=WITH_KEY, timeout=60) as answer:
-        lines = answer.iter_lines()
+    with streaming(played) as lines:
         first = next(lines)
         with ThreadPoolExecutor(1) as thread:
             deleting = thread.submit(played.node.delete, played.pods)
             said = [first, *lines]
             ended = deleting.result(DELETED_WITHIN_S)
-    assert [line for line in said if line][-1] == "data: [DONE]", said[-3:]
-    assert '"completion_tokens":60' in "".join(said).replace(" ", "")
+    assert_whole(said)
     assert ended[f"{RELEASE}-head-serve"] == 0, played.logs()
     assert not [name for name, status in ended.items() if status == 128 + signal.SIGKILL]

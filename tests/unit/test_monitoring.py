@@ -123,6 +123,7 @@ REQUESTS, SLOS = "ridgeline_requests_total", 'ridgeline_slo_sequences_total{slo=
 ROUTER_CPU = 'ridgeline_router_cpu_seconds_total{router="router-1"}'
 CASES = [
     ("RidgelineDown", {"up": "1x4 0x8 1x8"}, {"1m": 0, "150s": 1, "4m": 0}),
+    ("RidgelineDown", {"up": "1x4 stale"}, {"1m": 0, "150s": 1}),
     ("RidgelineSloBurn", {SLOS + '"yes"}': "0+6x40", SLOS + '"no"}': "0+4x40"}, {"8m": 1}),
     ("RidgelineSloBurn", {SLOS + '"no"}': "0+4x40"}, {"8m": 1}),
     ("RidgelineSloBurn", {SLOS + '"yes"}': "0+8x40", SLOS + '"no"}': "0+2x40"}, {"8m": 0}),
