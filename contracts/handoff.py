@@ -16,7 +16,7 @@ import msgspec
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """The exceptions that msgspec raises for bytes that are not the expected message."""
 
-WIRE_VERSION = 5
+WIRE_VERSION = 6
 """The protocol version, which must be the same in both workers: raise it when frames or messages change."""
 
 
@@ -33,10 +33,14 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     kv_dtype: str
     block_size: int
     num_layers: int
+    """Places in the cache with a row of blocks; layers of different groups share them."""
     num_kv_heads: int
     """The model's KV heads, over all ranks."""
     block_bytes: int
     """Bytes of one block in one layer on one rank."""
+    groups: tuple[str, ...] = ()
+    """Kind, tokens of a block and reach of each group of layers, in the order of a hand-off's list of blocks; empty for
+    one group that keeps every token."""
     layout: str
     isa: str
     """What determines the order of bytes in a block: the instruction set a CPU packs them for, or a GPU's attention
@@ -96,7 +100,7 @@ def shown_id(handoff_id: str) -> str:
 class KvHandoff(msgspec.Struct, frozen=True, kw_only=True):
     """An offer: these sources hold the KV of `num_tokens` tokens, kept for `lease_s` after each renewal.
 
-    A fetch names positions from 0 to `num_blocks`, in token order, never a source's own block numbers.
+    A fetch names positions from 0 to `num_blocks`, whose order both ends know, never a source's own block numbers.
     """
 
     handoff_id: str
