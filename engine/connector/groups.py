@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any
 
 import torch
 from vllm.v1.kv_cache_interface import (
@@ -27,67 +27,37 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from ridgeline.contracts.handoff import LayerGroup
 from ridgeline.engine.connector.transferable_models import UnsupportedModel
-
-Kind = Literal["full", "window", "chunk", "state"]
-KINDS: Final[Mapping[type, Kind]] = {
-    FullAttentionSpec: "full",
-    MLAAttentionSpec: "full",
-    SlidingWindowSpec: "window",
-    ChunkedLocalAttentionSpec: "chunk",
-    MambaSpec: "state",
-}
 
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """Layers with one block table, and which of its blocks whoever goes on after a prompt reads."""
+    """A group, its place in vLLM's tuples of block tables, and vLLM's description of one of its layers."""
 
     number: int
-    """Its place in vLLM's tuples of block tables."""
-    kind: Kind
-    block_size_tokens: int
+    layers: LayerGroup
     spec: Any
-    """vLLM's description of one of its layers."""
-
-    @classmethod
-    def of(cls, number: int, spec: Any) -> CacheGroup:
-        """Return vLLM's group `number`. Raises UnsupportedModel for a kind of cache that is not known."""
-        if isinstance(spec, UniformTypeKVCacheSpecs):
-            spec = spec.first_spec
-        kind = KINDS.get(type(spec))
-        if kind is None:
-            raise UnsupportedModel(f"the KV cache of this model is of an unsupported kind ({type(spec).__name__})")
-        return cls(number, kind, spec.block_size, spec)
 
     @property
-    def name(self) -> str:
-        """What two engines must have alike: kind, tokens in a block, and how far a layer sees or what a state is."""
-        reach = ""
-        if self.kind == "window":
-            reach = f":{self.spec.sliding_window}"
-        elif self.kind == "chunk":
-            reach = f":{self.spec.attention_chunk_size}"
-        elif self.kind == "state":
-            reach = "".join(f":{str(dtype).removeprefix('torch.')}" for dtype in self.spec.dtypes)
-        return f"{self.kind}:{self.block_size_tokens}{reach}"
+    def grows(self) -> bool:
+        """Whether it keeps every token."""
+        return self.layers.kind == "full"
 
-    def live(self, num_tokens: int) -> range:
-        """Return the places in the block table of what the token after `num_tokens` reads.
 
-        Counted by tokens, because a table may have blocks behind the last one that is filled.
-        """
-        end = -(-num_tokens // self.block_size_tokens)
-        match self.kind:
-            case "state":
-                first_token = (end - 1) * self.block_size_tokens
-            case "window":
-                first_token = num_tokens - self.spec.sliding_window + 1
-            case "chunk":
-                first_token = num_tokens - num_tokens % self.spec.attention_chunk_size
-            case _:
-                first_token = 0
-        return range(max(0, first_token) // self.block_size_tokens, end)
+def layer_group(spec: Any) -> LayerGroup:
+    """Return what is to be known of layers that vLLM describes so. Raises UnsupportedModel for an unknown kind."""
+    kind, size = type(spec), spec.block_size
+    if kind in (FullAttentionSpec, MLAAttentionSpec):
+        return LayerGroup(kind="full", block_size=size)
+    if kind is SlidingWindowSpec:
+        return LayerGroup(kind="window", block_size=size, reach_tokens=spec.sliding_window)
+    if kind is ChunkedLocalAttentionSpec:
+        return LayerGroup(kind="chunk", block_size=size, reach_tokens=spec.attention_chunk_size)
+    if kind is MambaSpec:
+        dtypes = " ".join(str(dtype).removeprefix("torch.") for dtype in spec.dtypes)
+        return LayerGroup(kind="state", block_size=size, state=dtypes)
+    raise UnsupportedModel(f"the KV cache of this model is of an unsupported kind ({kind.__name__})")
 
 
 class CacheGroups:
@@ -95,13 +65,18 @@ class CacheGroups:
 
     def __init__(self, config: KVCacheConfig) -> None:
         """Raises UnsupportedModel for a kind of cache that is not known."""
-        found = [CacheGroup.of(number, group.kv_cache_spec) for number, group in enumerate(config.kv_cache_groups)]
-        self.all = sorted(found, key=lambda group: group.kind != "full")
-        self.growing = [group for group in found if group.kind == "full"]
-        block_size_tokens = math.lcm(*(group.block_size_tokens for group in found))
+        found = []
+        for number, group in enumerate(config.kv_cache_groups):
+            spec = group.kv_cache_spec
+            if isinstance(spec, UniformTypeKVCacheSpecs):
+                spec = spec.first_spec
+            found.append(CacheGroup(number, layer_group(spec), spec))
+        self.all = sorted(found, key=lambda group: not group.grows)
+        self.growing = [group for group in found if group.grows]
+        block_size_tokens = math.lcm(*(group.layers.block_size for group in found))
         self.hash_block_size_tokens = config.hash_block_size or block_size_tokens
         """Each so many tokens of a request have a hash in vLLM's prefix cache."""
-        has_states = any(group.kind == "state" for group in found)
+        has_states = any(group.layers.kind == "state" for group in found)
         self.longest_tail_tokens = block_size_tokens - self.hash_block_size_tokens if has_states else 0
         """How many tokens vLLM may have found beyond the blocks that it tells a connector of."""
 
@@ -111,23 +86,23 @@ class CacheGroups:
         return len(self.all) == len(self.growing) == 1
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def layers(self) -> tuple[LayerGroup, ...]:
         """What two engines must have alike; empty if one group keeps every token."""
-        return () if self.alone else tuple(group.name for group in self.all)
+        return () if self.alone else tuple(group.layers for group in self.all)
 
     def num_blocks(self, num_tokens: int) -> int:
         """Return how many blocks a hand-off of so many tokens has."""
-        return sum(len(group.live(num_tokens)) for group in self.all)
+        return sum(len(group.layers.live(num_tokens)) for group in self.all)
 
     def num_grown(self, num_tokens: int) -> int:
         """Return how many blocks at the beginning of the list are full once so many tokens are computed."""
-        return sum(num_tokens // group.block_size_tokens for group in self.growing)
+        return sum(num_tokens // group.layers.block_size for group in self.growing)
 
     def listed(self, tables: Sequence[Sequence[int]], num_tokens: int) -> list[int]:
         """Prefill: return the list, from the request's block tables."""
         listed = [tables[number][place] for number, place in self._order(num_tokens, self.all)]
         if not all(listed):
-            raise RuntimeError(f"vLLM took back a block of {self.names} that is to be handed over: {tables}")
+            raise RuntimeError(f"vLLM took back a block of {self.layers} that is to be handed over: {tables}")
         return listed
 
     def grown(self, tables: Sequence[Sequence[int]], num_tokens: int) -> list[int]:
@@ -147,7 +122,7 @@ class CacheGroups:
             if block.block_hash is not None:
                 continue
             if block.is_null:
-                raise RuntimeError(f"vLLM allocated no block for position {position} of {self.names}")
+                raise RuntimeError(f"vLLM allocated no block for position {position} of {self.layers}")
             if position != end:
                 run = runs[position] = []
             run.append(block.block_id)
@@ -158,12 +133,12 @@ class CacheGroups:
         """Yield (group number, place in its block table) of each position."""
         several = len(self.growing) > 1
         if several:
-            growing = [(group, place) for group in self.growing for place in group.live(num_tokens)]
-            growing.sort(key=lambda one: (one[1] + 1) * one[0].block_size_tokens)
+            growing = [(group, place) for group in self.growing for place in group.layers.live(num_tokens)]
+            growing.sort(key=lambda one: (one[1] + 1) * one[0].layers.block_size)
             yield from ((group.number, place) for group, place in growing)
         for group in groups:
-            if not (several and group.kind == "full"):
-                yield from ((group.number, place) for place in group.live(num_tokens))
+            if not (several and group.grows):
+                yield from ((group.number, place) for place in group.layers.live(num_tokens))
 
 
 def regions(kv_caches: Mapping[str, Any], config: KVCacheConfig) -> dict[str, torch.Tensor]:

@@ -47,7 +47,7 @@ def kv_layout(
         weights=weights_digest(model.model, model.revision),
         dtype=str(model.dtype).removeprefix("torch."),
         kv_dtype=kv_format(first.dtype, cache.cache_dtype),
-        block_size=groups.all[0].block_size_tokens,
+        block_size=groups.all[0].layers.block_size,
         num_layers=len(rows),
         num_kv_heads=model.get_total_num_kv_heads(),
         block_bytes=row.shape[1],
@@ -55,7 +55,7 @@ def kv_layout(
         isa=_packed_for(vllm_config, first),
         engine_version=str(vllm_version),
         tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
-        groups=groups.names,
+        groups=groups.layers,
         heads_are_runs=all(heads_are_runs(group.spec, attention, layout) for group in groups.all),
     )
 

@@ -123,7 +123,7 @@ class HashingEngine:
         if transport:
             groups, rows = CacheGroups(self._cache), regions({"layer.0": raw}, self._cache)
             layout = kv_layout(
-                groups=groups.names, num_layers=len(rows), block_bytes=PAGE_BYTES, block_size=BLOCK_TOKENS
+                groups=groups.layers, num_layers=len(rows), block_bytes=PAGE_BYTES, block_size=BLOCK_TOKENS
             )
             options = TransferOptions(host="127.0.0.1", transport=transport, lease_s=30.0)
             self._worker = WorkerSide(RankLayers(rows, layout, allocation.offer(list(rows.values()))), options)

@@ -26,8 +26,8 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from ridgeline.contracts.handoff import new_handoff_id
-from ridgeline.engine.connector.groups import CacheGroup, CacheGroups, regions
+from ridgeline.contracts.handoff import LayerGroup, new_handoff_id
+from ridgeline.engine.connector.groups import CacheGroups, layer_group, regions
 from ridgeline.engine.connector.kv_connector import RidgelineConnector
 from ridgeline.engine.connector.transferable_models import UnsupportedModel
 
@@ -194,14 +194,14 @@ def test_so_it_is_where_decode_is_short_of_blocks(pair, case):
     ],
 )
 def test_of_a_prompt_what_the_next_token_reads_is_handed_over(spec, live):
-    group = CacheGroup.of(0, spec)
+    group = layer_group(spec)
     assert {tokens: group.live(tokens) for tokens in live} == live
 
 
 def test_engines_whose_groups_differ_do_not_pair():
-    def names(*specs: Any) -> tuple[str, ...]:
+    def layers(*specs: Any) -> tuple[LayerGroup, ...]:
         groups = [KVCacheGroupSpec([str(number)], spec) for number, spec in enumerate(specs)]
-        return CacheGroups(KVCacheConfig(10, [], groups)).names
+        return CacheGroups(KVCacheConfig(10, [], groups)).layers
 
     half = MambaSpec(shapes=((8,),), dtypes=(torch.bfloat16,), block_size=32)
     kinds = [
@@ -213,13 +213,13 @@ def test_engines_whose_groups_differ_do_not_pair():
         (state(),),
         (half,),
     ]
-    assert len({names(*specs) for specs in kinds}) == len(kinds)
-    assert names(window(), full()) == names(full(), window()), "vLLM's order of groups does not matter"
+    assert len({layers(*specs) for specs in kinds}) == len(kinds)
+    assert layers(window(), full()) == layers(full(), window()), "vLLM's order of groups does not matter"
 
 
 def test_kinds_and_sizes_of_blocks_that_are_not_known_are_refused():
     with pytest.raises(UnsupportedModel):
-        CacheGroup.of(0, CrossAttentionSpec(block_size=32, num_kv_heads=2, head_size=16, dtype=torch.float32))
+        layer_group(CrossAttentionSpec(block_size=32, num_kv_heads=2, head_size=16, dtype=torch.float32))
     names, size = ["layer.0", "layer.1"], 10 * 3 * PAGE_BYTES
     both = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"layer.0": LATENT, "layer.1": full()})
     tensors = [KVCacheTensor(size, [name], PAGE_BYTES, PAGE_BYTES) for name in names]
