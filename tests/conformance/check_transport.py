@@ -230,28 +230,30 @@ class TransportConformance:
             await eventually(lambda node=node: all(lease.active_reads == 0 for lease in node.leases._open.values()))
 
     @pytest.mark.parametrize(
-        ("source_ids", "first", "target_ids"),
+        ("source_ids", "targets"),
         [
-            ([], 0, []),
-            ([5], 0, [9]),
-            ([5, 6], 1, []),
-            (list(range(32)), 0, list(range(32))),
-            ([31, 0, 7, 8, 3], 0, [2, 30, 4, 5, 0]),
-            ([31, 0, 7, 8, 3], 2, [1, 0, 31]),
+            ([], {0: []}),
+            ([5], {0: [9]}),
+            ([5, 6], {1: []}),
+            (list(range(32)), {0: list(range(32))}),
+            ([31, 0, 7, 8, 3], {0: [2, 30, 4, 5, 0]}),
+            ([31, 0, 7, 8, 3], {2: [1, 0, 31]}),
+            ([31, 0, 7, 8, 3, 9], {0: [2], 2: [30, 4], 5: [0]}),
         ],
     )
-    async def test_blocks_arrive_whole_and_nothing_else_is_touched(self, harness, source_ids, first, target_ids):
+    async def test_blocks_arrive_whole_and_nothing_else_is_touched(self, harness, source_ids, targets):
         async with self.nodes(harness) as (prefill, decode):
             before = [layer.copy() for layer in decode.layers]
             handoff = prefill.publish(source_ids)
-            result = await decode.fetcher.fetch(handoff, {first: target_ids}, decode.pool)
+            result = await decode.fetcher.fetch(handoff, targets, decode.pool)
             assert result.outcome == "ok", result
-            assert result.num_bytes == len(target_ids) * NUM_LAYERS * BLOCK_BYTES
+            assert result.num_bytes == sum(map(len, targets.values())) * NUM_LAYERS * BLOCK_BYTES
             assert result.wait_s >= 0
             assert result.wire_s >= 0
             for layer in range(NUM_LAYERS):
                 expected = before[layer]
-                expected[target_ids] = prefill.layers[layer][source_ids[first : first + len(target_ids)]]
+                for first, blocks in targets.items():
+                    expected[blocks] = prefill.layers[layer][source_ids[first : first + len(blocks)]]
                 np.testing.assert_array_equal(decode.layers[layer], expected)
 
     @pytest.mark.parametrize(
