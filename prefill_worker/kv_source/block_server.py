@@ -93,15 +93,15 @@ class BlockRead:
                 yield Segment(sent, rest, False, None, lambda layer: self._wait_layer(layer, wanted))
                 sent = len(asked)
 
-    def block_ids(self) -> tuple[int, ...]:
-        """Return the blocks asked for, of which the running step may still compute some layers.
+    def block_ids(self, first: int, num_blocks: int) -> tuple[int, ...]:
+        """Return some of the blocks asked for, of which the running step may still compute some layers.
 
         Raises TransferFailed(`bad_request`) if there are fewer.
         """
-        asked = self._request.positions()
+        asked = self._request.positions()[first : first + num_blocks]
         known = self._lease.all_block_ids or self._lease.blocks.block_ids
-        if asked and asked[-1] >= len(known):
-            raise errors.TransferFailed(errors.BAD_REQUEST, f"block {asked[-1] + 1} of {len(known)}")
+        if len(asked) < num_blocks or asked[-1] >= len(known):
+            raise errors.TransferFailed(errors.BAD_REQUEST, f"{num_blocks} blocks from {first} of {len(known)}")
         return _at(asked, known)
 
     def _wait_layer(self, layer: int, wanted: Wanted) -> None:

@@ -59,12 +59,13 @@ class Pair:
         self.prefill = HashingEngine(directory, specs, transport=transport, **caching)
         self.decode = HashingEngine(directory, specs, transport=transport, **decode)
         self.draw = random.Random(5)
+        self.answer_tokens = ANSWER_TOKENS
 
     def tokens(self, number: int) -> list[int]:
         return [self.draw.randrange(3, 900) for _ in range(number)]
 
     def expected(self, prompt: list[int]) -> list[int]:
-        return self.alone.answer(self.alone.add(prompt, ANSWER_TOKENS))
+        return self.alone.answer(self.alone.add(prompt, self.answer_tokens))
 
     def prefilled(self, prompt: list[int]) -> tuple[list[int], dict[str, Any]]:
         """Compute a prompt and publish it; returns its first token and the hand-off."""
@@ -79,7 +80,7 @@ class Pair:
     def handed_over(self, prompt: list[int]) -> list[int]:
         """One leg after the other."""
         first, handoff = self.prefilled(prompt)
-        return first + self.decode.answer(self.begin(prompt + first, handoff, ANSWER_TOKENS - 1))
+        return first + self.decode.answer(self.begin(prompt + first, handoff, self.answer_tokens - 1))
 
     def overlapped(self, prompt: list[int]) -> list[int]:
         """Decode's leg begins with the prompt's first step."""
@@ -88,14 +89,14 @@ class Pair:
         while not self.prefill.events:
             self.prefill.step()
         transfer = {"handoff": self.prefill.events[0]["handoff"], "first_token_follows": True}
-        name = self.decode.add([*prompt, 0], ANSWER_TOKENS - 1, do_remote_prefill=True, **transfer)
+        name = self.decode.add([*prompt, 0], self.answer_tokens - 1, do_remote_prefill=True, **transfer)
         for _ in range(3):
             self.decode.step()
         self.prefill.answer(asked, self.decode)
         first = self.prefill.outputs[asked]
         if self.decode.abort_if_held(name):  # the router begins another leg then
             handoff = self.prefill.finished[asked]["handoff"]
-            name = self.begin(prompt + first, handoff, ANSWER_TOKENS - 1)
+            name = self.begin(prompt + first, handoff, self.answer_tokens - 1)
         return first + self.decode.answer(name, self.prefill)
 
     def together(self, prompts: list[list[int]]) -> list[list[int]]:
@@ -103,13 +104,13 @@ class Pair:
         legs = []
         for prompt in prompts:
             first, handoff = self.prefilled(prompt)
-            legs.append((first, self.begin(prompt + first, handoff, ANSWER_TOKENS - 1)))
+            legs.append((first, self.begin(prompt + first, handoff, self.answer_tokens - 1)))
         return [first + self.decode.answer(name, self.prefill) for first, name in legs]
 
     def resampled(self, prompt: list[int], less: int) -> list[int]:
         """Decode makes every token; prefill computes the prompt, or all of it but one token."""
         _, handoff = self.prefilled(prompt[: len(prompt) - less] or prompt)
-        return self.decode.answer(self.begin(prompt, handoff, ANSWER_TOKENS))
+        return self.decode.answer(self.begin(prompt, handoff, self.answer_tokens))
 
 
 @pytest.fixture
@@ -177,10 +178,13 @@ def test_so_it_is_over_grpc_and_without_prefix_caching(pair, case, setting):
 
 
 @pytest.mark.parametrize("case", ["gemma3", "all three"])
-def test_so_it_is_where_decode_is_short_of_blocks(pair, case):
+def test_so_it_is_after_a_preemption_on_decode(pair, case):
     engines = pair(case, num_blocks=60)
-    assert wrong(engines) == engines.decode.recomputes == {}
+    engines.answer_tokens = 100
+    prompts = [engines.tokens(100) for _ in range(8)]
+    assert engines.together(prompts) == [engines.expected(prompt) for prompt in prompts]
     assert engines.decode.preempted > 0
+    assert engines.decode.recomputes == {}
     assert engines.decode.zeroed_under_a_load == 0
 
 
