@@ -155,9 +155,11 @@ class WorkerSide:
     def save_kv_layer(self, layer_name: str) -> None:
         """Report that the running step has written this layer.
 
-        Without effect on a GPU, and with several groups, where nobody reads a step's layers before its end.
+        Without effect on a GPU, with several groups, where nobody reads a step's layers before its end, and for a layer
+        that only reads another one's KV.
         """
-        self._service.leases.end_layer(self._layers.get(layer_name, 0))
+        if layer_name in self._layers:
+            self._service.leases.end_layer(self._layers[layer_name])
 
     def get_transfer_results(self, *, may_wait: bool) -> KVConnectorTransferResults:
         """Return what ended since the last call, each id exactly once; `may_wait` a little for something to end."""
