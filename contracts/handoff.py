@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -16,13 +16,64 @@ import msgspec
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """The exceptions that msgspec raises for bytes that are not the expected message."""
 
-WIRE_VERSION = 5
+WIRE_VERSION = 6
 """The protocol version, which must be the same in both workers: raise it when frames or messages change."""
 
 
 HANDOFF_ID_CHARACTERS: Final = 64
 HandoffId = Annotated[str, msgspec.Meta(max_length=HANDOFF_ID_CHARACTERS)]
 """A hand-off's id as a peer may send it; longer ones are refused, because closed ids are remembered."""
+
+
+class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers with one block table, and which of its blocks a sequence needs."""
+
+    kind: Literal["full", "window", "chunk", "state"]
+    """Whether a layer keeps every token, the nearest ones, those of a chunk, or only a recurrent state."""
+    block_size: int
+    reach_tokens: int = 0
+    """Tokens of a window or a chunk."""
+    state: str = ""
+    """What a state is made of."""
+
+    def live(self, num_tokens: int) -> range:
+        """Return the places in the block table of what the token after `num_tokens` reads.
+
+        Counted by tokens, because a table may have blocks behind the last one that is filled.
+        """
+        end = -(-num_tokens // self.block_size)
+        match self.kind:
+            case "state":
+                first_token = (end - 1) * self.block_size
+            case "window":
+                first_token = num_tokens - self.reach_tokens + 1
+            case "chunk":
+                first_token = num_tokens - num_tokens % self.reach_tokens
+            case _:
+                first_token = 0
+        return range(max(0, first_token) // self.block_size, end)
+
+    def held(self, num_tokens: int) -> int:
+        """Return how many blocks a sequence of so many tokens holds while it decodes."""
+        blocks = -(-num_tokens // self.block_size)
+        match self.kind:
+            case "state":
+                return min(blocks, STATES_HELD)
+            case "window":
+                return min(blocks, -(-self.reach_tokens // self.block_size) + 1)
+            case "chunk":
+                return min(blocks, -(-self.reach_tokens // self.block_size))
+            case _:
+                return blocks
+
+
+STATES_HELD: Final = 2
+"""Blocks of a sequence's states: the one before this step, and the one that it writes."""
+
+
+def blocks_of(tokens: int, block_size: int, groups: Sequence[LayerGroup] = ()) -> int:
+    """Return the KV blocks that a sequence of so many tokens holds."""
+    return sum(group.held(tokens) for group in groups) if groups else -(-tokens // block_size)
 
 
 class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,10 +84,13 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     kv_dtype: str
     block_size: int
     num_layers: int
+    """Places in the cache with a row of blocks; layers of different groups share them."""
     num_kv_heads: int
     """The model's KV heads, over all ranks."""
     block_bytes: int
     """Bytes of one block in one layer on one rank."""
+    groups: tuple[LayerGroup, ...] = ()
+    """The groups of layers in the order of a hand-off's list of blocks; empty for one that keeps every token."""
     layout: str
     isa: str
     """What determines the order of bytes in a block: the instruction set a CPU packs them for, or a GPU's attention
@@ -48,6 +102,10 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     heads_are_runs: bool = True
     """Whether a rank's KV heads are one run of bytes in a block, so that they can be split and joined by slicing."""
     wire_version: int = WIRE_VERSION
+
+    def blocks_of(self, tokens: int) -> int:
+        """Return the KV blocks that a sequence of so many tokens holds."""
+        return blocks_of(tokens, self.block_size, self.groups)
 
     def compatibility_hash(self) -> str:
         """Return a short name for this layout: equal hashes mean equal layouts."""
@@ -96,7 +154,7 @@ def shown_id(handoff_id: str) -> str:
 class KvHandoff(msgspec.Struct, frozen=True, kw_only=True):
     """An offer: these sources hold the KV of `num_tokens` tokens, kept for `lease_s` after each renewal.
 
-    A fetch names positions from 0 to `num_blocks`, in token order, never a source's own block numbers.
+    A fetch names positions from 0 to `num_blocks`, whose order both ends know, never a source's own block numbers.
     """
 
     handoff_id: str

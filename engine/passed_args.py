@@ -25,6 +25,7 @@ FOR_THE_MODEL: Final = frozenset(
         "code_revision",
         "config_format",
         "disable_sliding_window",
+        "enable_prefix_caching",
         "generation_config",
         "hf_config_path",
         "hf_overrides",
@@ -55,6 +56,7 @@ FOR_THE_MODEL: Final = frozenset(
 
 READ_BY_THE_ROUTER: Final = FOR_THE_MODEL - {
     "allow_deprecated_quantization",
+    "enable_prefix_caching",
     "kv_cache_dtype",
     "kv_cache_dtype_skip_layers",
     "quantization",
@@ -87,7 +89,7 @@ OUR_SETTINGS: Final = {
 
 REFUSED: Final = {
     "a prefill and a decode engine must keep and hand over the same blocks": (
-        *("disable_hybrid_kv_cache_manager", "enable_prefix_caching", "kv_sharing_fast_prefill"),
+        *("disable_hybrid_kv_cache_manager", "kv_sharing_fast_prefill"),
         *("prefix_cache_retention_interval", "prefix_match_unit", "swa_bounded_replay"),
     ),
     "KV travels by Ridgeline's own connector, which is configured under transfer": (

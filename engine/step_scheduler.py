@@ -110,8 +110,11 @@ class ItlBoundedScheduler:
             self._slack.forget(request_id)
         if self.connector is not None and (arrived := self.connector.take_arrived()) is not None:
             self._update_from_kv_xfer_finished(arrived)
-        batch = self._batch() if self.step_target_s > 0.0 or self._slack else None
+        by_block = self.need_mamba_block_aligned_split
+        batch = self._batch() if self.step_target_s > 0.0 or self._slack or by_block else None
         tokens = None if batch is None else self._allowed_tokens(batch, began_s)
+        if tokens is None and by_block:
+            tokens = self.max_num_scheduled_tokens
         if batch is None or tokens is None:
             scheduled = super().schedule(throttle_prefills)  # type: ignore[misc]
         else:
@@ -203,6 +206,9 @@ class ItlBoundedScheduler:
         self.running[:] = [*batch.decoding, *batch.prompts]  # vLLM hands the budget out in this order
         if batch.needs_a_share:  # they come after the prompts that run, which must leave it to them
             self._keep_prompts_within(batch.prompts, tokens)
+        if batch.needs_a_share or self.need_mamba_block_aligned_split:
+            # The second: a prompt with states goes on by whole blocks, unless this limit is below a block. Without the
+            # limit it would wait for as long as the decoding sequences leave it less than one.
             threshold = max(tokens, per_joining)
             self.scheduler_config.long_prefill_token_threshold = min(limits[1] or threshold, threshold)
             self.adaptive_long_prefill_threshold = False  # else vLLM would raise it to a share of the whole budget

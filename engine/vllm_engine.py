@@ -101,6 +101,8 @@ class VllmEngine:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.stats = EngineStats(None)
+        self.keeps_every_token = True
+        """Whether a prompt's last token can be computed again from the prompt's own KV; known once described."""
         self._activity = Activity(computes_here=config.on_cpu)
         self._llm: AsyncLLM | None = None
         self._cause: CauseFile | None = None
@@ -148,8 +150,8 @@ class VllmEngine:
             raise UnsupportedModel(f"{self.config.model_path} cannot be served: {what}.")
         reason = why_unsupported(
             model.hf_text_config.to_dict(),
-            max_model_len=model.max_model_len,
-            hands_over=self.config.hands_over,
+            on_cpu=self.config.on_cpu,
+            prefix_caching=_caches_prefixes(self.config),
         )
         if reason is not None:
             raise UnsupportedModel(f"{self.config.model_path} cannot be served: {reason}.")
@@ -168,7 +170,9 @@ class VllmEngine:
         assert self._llm is not None
         await self._llm.collective_rpc("ridgeline_prepare")
         described = await self._llm.collective_rpc("ridgeline_describe")
-        return msgspec.convert(described[0][0], KvLayout), [str(address) for _, address in described]
+        layout = msgspec.convert(described[0][0], KvLayout)
+        self.keeps_every_token = not layout.groups
+        return layout, [str(address) for _, address in described]
 
     async def pair(self, addresses: list[str], transport: str | None = None) -> dict[str, PairedTransport | str]:
         """Pair with these sources and forget all others.
@@ -334,6 +338,10 @@ def _require_no_error(completion: Any, params: SamplingParams) -> None:
         raise InvalidTask(str(completion.stop_reason or unsaid))
 
 
+def _caches_prefixes(config: EngineConfig) -> bool:
+    return config.passed.get("enable_prefix_caching") is not False
+
+
 def _engine_args(config: EngineConfig) -> dict[str, Any]:
     args: dict[str, Any] = {
         **engine_values(config.passed),
@@ -345,7 +353,7 @@ def _engine_args(config: EngineConfig) -> dict[str, Any]:
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "tensor_parallel_size": config.tensor_parallel_size,
         "enforce_eager": config.enforce_eager,
-        "enable_prefix_caching": True,
+        "enable_prefix_caching": _caches_prefixes(config),
         "disable_log_stats": True,
         # The default multiprocess executor spins at 100 % of a core while idle; on a CPU that core is the engine's.
         "distributed_executor_backend": "uni" if config.tensor_parallel_size == 1 else "mp",

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
@@ -39,17 +39,35 @@ class SourceDescription(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FetchRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks for positions `first_block` to `first_block + num_blocks` of a hand-off, in the fetcher's layout.
+    """Asks for runs of positions of a hand-off, in the fetcher's layout.
 
     It covers bytes [part_start, part_start + part_bytes) of every block: all of them unless the rank counts differ.
     """
 
     handoff_id: HandoffId
-    first_block: int
-    num_blocks: int
+    runs: tuple[tuple[int, int], ...]
+    """First position and number of each, in order."""
     layout: KvLayout
     part_start: int
     part_bytes: int
+
+    def positions(self) -> list[int]:
+        """Return the positions one after the other, once `are_runs` has found them sound."""
+        return [position for first, count in self.runs for position in range(first, first + count)]
+
+
+Targets: TypeAlias = Mapping[int, Sequence[int]]
+"""Which blocks of the target a fetch fills, by the first position of each run."""
+
+
+def are_runs(runs: Iterable[tuple[int, int]], num_blocks: int) -> bool:
+    """Return whether these are runs of positions below `num_blocks`, each behind the one before it."""
+    end = 0
+    for first, count in runs:
+        if first < end or count < 0:
+            return False
+        end = first + count
+    return end <= num_blocks
 
 
 @dataclass(slots=True)

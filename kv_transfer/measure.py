@@ -449,7 +449,7 @@ def _hand_over(
     """
     handoff, source_cpu_s = source.publish(name, request_id, source_ids)
     cpu_s, started_s = time.process_time(), time.perf_counter()
-    service.start_fetch(request_id, handoff, 0, target_ids)
+    service.start_fetch(request_id, handoff, {0: target_ids})
     while (result := service.poll().results.get(request_id)) is None:
         if time.perf_counter() - started_s > FETCH_DEADLINE_S + 5.0:
             raise MeasureError(

@@ -23,6 +23,7 @@ from ridgeline.contracts.handoff import KvHandoff, KvLayout, TransferResult
 from ridgeline.decode_worker.kv_fetch.fetcher import Heartbeats
 from ridgeline.decode_worker.kv_fetch.results import Completed, CompletionBoard, TransferStats
 from ridgeline.kv_transfer.control import release_with_retries
+from ridgeline.kv_transfer.interfaces import Targets
 from ridgeline.kv_transfer.memory.blocks import BlockPool
 from ridgeline.kv_transfer.memory.device import OnLost, pool_of
 from ridgeline.kv_transfer.memory.shared import SharedOffer
@@ -126,19 +127,16 @@ class TransferService:
         """Stop heartbeats without releasing: the lease runs out unless it is watched or fetched again."""
         self._post(lambda: self._heartbeats.stop(handoff))
 
-    def start_fetch(
-        self, request_id: str, handoff: KvHandoff, first_block: int, target_block_ids: Sequence[int]
-    ) -> None:
-        """Start pulling the hand-off's blocks, from position `first_block` on, into the targets.
+    def start_fetch(self, request_id: str, handoff: KvHandoff, targets: Targets) -> None:
+        """Start pulling blocks of the hand-off into the targets.
 
         `poll().received` names the request exactly once; until then nothing else may use the target blocks. Heartbeats
         run until the fetch ends. Then the source is told to release, with a few retries, unless the fetch overlapped
         its prefill and failed: such a hand-off may be fetched again when it is complete. Raises ValueError if this
         request already has a fetch whose end was not polled.
         """
-        targets = tuple(target_block_ids)
         self._board.begin(request_id)
-        if not self._post(lambda: self._begin_fetch(request_id, handoff, first_block, targets)):
+        if not self._post(lambda: self._begin_fetch(request_id, handoff, targets)):
             self._board.finish(request_id, CANCELLED_RESULT)
 
     def cancel(self, request_id: str) -> None:
@@ -228,9 +226,9 @@ class TransferService:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    def _begin_fetch(self, request_id: str, handoff: KvHandoff, first_block: int, targets: tuple[int, ...]) -> None:
+    def _begin_fetch(self, request_id: str, handoff: KvHandoff, targets: Targets) -> None:
         self._heartbeats.watch(handoff)
-        task = self._loop.create_task(self._fetcher.fetch(handoff, first_block, targets, self._pool))
+        task = self._loop.create_task(self._fetcher.fetch(handoff, targets, self._pool))
         self._fetches[request_id] = task
         # A callback rather than code after the await, because a task cancelled before its first step never runs.
         task.add_done_callback(lambda ended: self._end_fetch(request_id, handoff, ended))

@@ -30,10 +30,13 @@ class PrefillHandler:
         emitted = [] if resample else task.emitted_token_ids
         goes_on = resample or params.max_tokens is None or params.max_tokens - len(emitted) > 1
         leg = sampling.prefill_leg(params, emitted_token_ids=task.emitted_token_ids, resample=resample)
+        # Decode computes the last prompt token again, to sample from it: a window or a state must be from before it.
+        less = resample and not engine.keeps_every_token and params.prompt_logprobs is None
+        prompt = task.prompt_token_ids[:-1] if less and len(task.prompt_token_ids) > 1 else task.prompt_token_ids
         handoff_id = new_handoff_id()
         if goes_on:
             leg = sampling.with_transfer(leg, {"do_remote_decode": True, "handoff_id": handoff_id})
-        stream = engine.generate(task.request_id, task.prompt_token_ids + emitted, leg, cache_salt=task.cache_salt)
+        stream = engine.generate(task.request_id, prompt + emitted, leg, cache_salt=task.cache_salt)
         passed_on = not goes_on
         try:
             async with aclosing(self._deltas(engine, task, stream, handoff_id, resample=resample)) as deltas:

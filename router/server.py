@@ -312,10 +312,11 @@ class Router(RouterControl):
 
     def _probe(self) -> HealthProbe:
         """Return a health probe; its size depends on the connected workers."""
+        known = self.fleet.workers[0].description
         return HealthProbe(
             self._orchestrator,
             vocabulary_size=self._client.model_config.get_vocab_size(),
-            prompt_tokens=probe_prompt_tokens(self.fleet.workers[0].description.block_size),
+            prompt_tokens=probe_prompt_tokens(known.block_size, known.max_model_len),
         )
 
     async def use_keys(self, settings: RouterSettings) -> None:

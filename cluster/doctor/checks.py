@@ -32,6 +32,7 @@ from ridgeline.cluster.doctor.software import (
 from ridgeline.cluster.errors import ServingError
 from ridgeline.contracts.section import GIB, MIB
 from ridgeline.contracts.vocabulary import Pool
+from ridgeline.engine.connector.transferable_models import keeps_every_token
 
 __all__ = [
     "CheckResult",
@@ -224,7 +225,7 @@ def _limits(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
         yield CheckResult("context length", False, f"{longest} asked, {positions} possible", fix)
     for sentence in model_conflicts(config, host.model):
         yield CheckResult("model's shape", False, "cannot be served as configured", sentence)
-    if host.model.kv_values_per_token:
+    if host.model.kv_values_per_token and keeps_every_token(host.model.config):
         token_bytes = host.model.kv_values_per_token * _value_bytes(config, host)
         for name, pool in config.active_pools().items():
             if pool.kv_cache_memory_bytes is not None:

@@ -9,33 +9,37 @@ from __future__ import annotations
 from ridgeline.cluster.config.models import PoolConfig, RidgelineConfig
 from ridgeline.cluster.doctor.facts import ModelFacts
 from ridgeline.contracts.vocabulary import Pool
-from ridgeline.engine.connector.transferable_models import why_unsupported
+from ridgeline.engine.connector.transferable_models import keeps_states, why_unsupported
 
 
 def model_conflicts(config: RidgelineConfig, model: ModelFacts) -> list[str]:
     """Return one sentence for each reason why this model cannot be served so; none if nothing is known about it."""
-    return [*_unsupported(config, model), *_unequal_ranks(config, model), *_head_conflicts(config, model)]
+    return _unsupported(config, model) or [*_unequal_ranks(config, model), *_head_conflicts(config, model)]
 
 
 def _unsupported(config: RidgelineConfig, model: ModelFacts) -> list[str]:
     reason = model.pooling or why_unsupported(
         model.config,
-        max_model_len=config.model.max_model_len,
-        hands_over=config.mode != "colocated",
+        on_cpu=not config.uses_gpus(),
+        prefix_caching=config.engine_args.get("enable_prefix_caching") is not False,
     )
     return [] if reason is None else [f"{config.model.path} cannot be served: {reason}."]
 
 
 def _unequal_ranks(config: RidgelineConfig, model: ModelFacts) -> list[str]:
-    if config.mode == "colocated" or not model.has_latent_kv:
+    if model.has_latent_kv:
+        kept = "one latent vector a token (MLA), whole on every rank"
+    elif keeps_states(model.config):
+        kept = "recurrent states, each rank a part of several runs of bytes"
+    else:
         return []
     ranks = [pool.ranks for pool in config.active_pools().values()]
     prefill, decode = ranks[0], ranks[-1]
-    if prefill == decode:
+    if config.mode == "colocated" or prefill == decode:
         return []
     return [
-        f"{config.model.path} keeps one latent vector a token (MLA), whole on every rank, so that the {prefill} ranks "
-        f"of a prefill engine cannot share it with the {decode} of a decode engine: set "
+        f"{config.model.path} keeps {kept}, so that the {prefill} ranks of a prefill engine cannot share them with the "
+        f"{decode} of a decode engine: set "
         "pools.prefill.tensor_parallel_size and pools.decode.tensor_parallel_size alike (on GPUs through "
         "gpus_per_worker)."
     ]

@@ -15,7 +15,15 @@ from typing import Final
 from ridgeline.contracts import errors
 from ridgeline.contracts.handoff import KvHandoff, KvLayout, TransferResult, explain_mismatch, shown_id
 from ridgeline.kv_transfer.control import GrpcControl
-from ridgeline.kv_transfer.interfaces import FetchProgress, FetchRequest, Pull, Puller, SourceDescription
+from ridgeline.kv_transfer.interfaces import (
+    FetchProgress,
+    FetchRequest,
+    Pull,
+    Puller,
+    SourceDescription,
+    Targets,
+    are_runs,
+)
 from ridgeline.kv_transfer.memory.blocks import BlockPool
 from ridgeline.kv_transfer.names import AUTO, LONGEST_FETCH_DEADLINE_S
 from ridgeline.kv_transfer.options import TransferOptions
@@ -134,22 +142,20 @@ class KvFetcher:
             f"none of {sorted(allowed)} reaches {address}: {'; '.join(reasons) or 'there is no such transport'}",
         )
 
-    async def fetch(
-        self, handoff: KvHandoff, first_block: int, target_block_ids: Sequence[int], pool: BlockPool
-    ) -> TransferResult:
-        """Pull positions `first_block` to `first_block + len(target_block_ids)` of the hand-off into the targets.
+    async def fetch(self, handoff: KvHandoff, targets: Targets, pool: BlockPool) -> TransferResult:
+        """Pull these runs of positions of the hand-off into the targets.
 
         Every failure becomes a result. Cancelling the task stops the transfer and raises CancelledError. In either
         case nothing writes to `pool` after the end; on failure the targets hold garbage.
         """
         progress = FetchProgress(started_s=time.monotonic())
         try:
-            check_fetch(handoff, first_block, target_block_ids, pool)
-            if target_block_ids:
+            check_fetch(handoff, targets, pool)
+            if any(targets.values()):
                 try:
                     async with asyncio.TaskGroup() as group:
                         for part in self._parts(handoff):
-                            pulling = self._pull_part(handoff, part, first_block, target_block_ids, pool, progress)
+                            pulling = self._pull_part(handoff, part, targets, pool, progress)
                             group.create_task(pulling)
                 except* errors.HandoffError as failures:
                     raise _first(failures) from None
@@ -169,8 +175,7 @@ class KvFetcher:
         self,
         handoff: KvHandoff,
         part: RankPart,
-        first_block: int,
-        target_block_ids: Sequence[int],
+        targets: Targets,
         pool: BlockPool,
         progress: FetchProgress,
     ) -> None:
@@ -184,13 +189,12 @@ class KvFetcher:
                 source=pairing.source,
                 request=FetchRequest(
                     handoff_id=handoff.handoff_id,
-                    first_block=first_block,
-                    num_blocks=len(target_block_ids),
+                    runs=tuple((first, len(blocks)) for first, blocks in targets.items()),
                     layout=self._layout,
                     part_start=part.source_start,
                     part_bytes=part.num_bytes,
                 ),
-                target_block_ids=target_block_ids,
+                target_block_ids=[block for blocks in targets.values() for block in blocks],
                 pool=pool.part(part.target_start, part.num_bytes),
                 progress=progress,
                 lease_s=handoff.lease_s,
@@ -227,13 +231,14 @@ class KvFetcher:
         return [handoff.addresses[part.source_rank] for part in self._parts(handoff)]
 
 
-def check_fetch(handoff: KvHandoff, first_block: int, target_block_ids: Sequence[int], pool: BlockPool) -> None:
+def check_fetch(handoff: KvHandoff, targets: Targets, pool: BlockPool) -> None:
     """Check a fetch before anything is sent; raises TransferFailed(`bad_request`) if it cannot be right."""
-    if first_block < 0 or first_block + len(target_block_ids) > handoff.num_blocks:
+    runs = [(first, len(blocks)) for first, blocks in targets.items()]
+    if not are_runs(runs, handoff.num_blocks):
         raise errors.TransferFailed(
-            errors.BAD_REQUEST,
-            f"blocks {first_block} to {first_block + len(target_block_ids)} of a hand-off of {handoff.num_blocks}",
+            errors.BAD_REQUEST, f"the runs {runs} (first block, number) of a hand-off of {handoff.num_blocks} blocks"
         )
+    target_block_ids = [block for blocks in targets.values() for block in blocks]
     if len(set(target_block_ids)) != len(target_block_ids):
         raise errors.TransferFailed(errors.BAD_REQUEST, "the target blocks are not distinct")
     try:

@@ -1,6 +1,6 @@
 """vLLM's KV connector. The scheduler side decides, the worker side moves bytes; vLLM calls both through `kv_connector`.
 
-kv_connector.py          vLLM's hooks
+kv_connector.py         vLLM's hooks
 scheduler_side.py       decides what is published, fetched and released
 worker_side.py          owns the transfer service
 messages.py             the messages between the sides, one object a step
@@ -9,6 +9,6 @@ events.py               tells a handler about its hand-off
 layout.py               what two engines must agree on to exchange KV
 accounting.py           counts FLOPs, bytes and busy seconds of each step
 step_cost.py            what a step of this model costs, by the formats of its weights and its KV
-transferable_cache.py   whether a KV cache can be handed off
-transferable_models.py  whether a model's KV can be, before it loads
+groups.py               which blocks of each group of layers a hand-off holds, in which order
+transferable_models.py  whether a model can be served, before it loads
 """

@@ -13,6 +13,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from ridgeline.engine.connector.groups import CacheGroups
 from ridgeline.engine.connector.messages import Extend
 
 MOST_PARTIAL: Final = 16
@@ -24,7 +25,8 @@ which a source must have some left for complete hand-offs."""
 class _Prompt:
     handoff_id: str
     num_tokens: int
-    block_ids: list[int] = field(default_factory=list)
+    tables: list[list[int]] = field(default_factory=list)
+    """The block table of each group."""
     announced: bool = False
     final_tokens: int = 0
     offered_blocks: int | None = None
@@ -34,8 +36,8 @@ class _Prompt:
 class PartialExports:
     """The prompts whose hand-off can be fetched while they are computed."""
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size_tokens = block_size
+    def __init__(self, groups: CacheGroups) -> None:
+        self._groups = groups
         self._prompts: dict[str, _Prompt] = {}
         self._in_flight: deque[tuple[int, dict[str, int]]] = deque()
         self._revoked: list[str] = []
@@ -59,7 +61,7 @@ class PartialExports:
         for new in scheduled.scheduled_new_reqs:
             prompt = self._prompts.get(new.req_id)
             if prompt is not None:
-                prompt.block_ids = list(new.block_ids[0])
+                prompt.tables = [list(table) for table in new.block_ids]
                 reached[new.req_id] = new.num_computed_tokens + scheduled.num_scheduled_tokens[new.req_id]
         cached = scheduled.scheduled_cached_reqs
         for request_id, blocks, computed in zip(
@@ -69,15 +71,16 @@ class PartialExports:
             if prompt is None:
                 continue
             if request_id in cached.resumed_req_ids:
-                prompt.block_ids = []
-            prompt.block_ids += blocks[0] if blocks else []
+                prompt.tables = [[] for _ in prompt.tables]
+            for table, more in zip(prompt.tables, blocks or (), strict=False):
+                table += more
             reached[request_id] = computed + scheduled.num_scheduled_tokens[request_id]
         if reached:
             self._in_flight.append((step, reached))
         self._ending = {
-            prompt.handoff_id: prompt.block_ids[: -(-prompt.num_tokens // self._block_size_tokens)]
+            prompt.handoff_id: self._groups.listed(prompt.tables, prompt.num_tokens)
             for request_id, tokens in reached.items()
-            if tokens >= (prompt := self._prompts[request_id]).num_tokens
+            if tokens >= (prompt := self._prompts[request_id]).num_tokens and self._groups.alone
         }
         return self._announce([new.req_id for new in scheduled.scheduled_new_reqs])
 
@@ -96,11 +99,15 @@ class PartialExports:
             count = self._final_blocks(prompt)
             if prompt.announced and (prompt.offered_blocks is None or count > prompt.offered_blocks):
                 prompt.offered_blocks = count
-                extended.append(Extend(request_id, prompt.handoff_id, prompt.block_ids[:count]))
+                blocks = self._groups.grown(prompt.tables, prompt.final_tokens)
+                extended.append(Extend(request_id, prompt.handoff_id, blocks))
         return extended
 
     def take_ending(self) -> dict[str, list[int]]:
-        """Return {hand-off id: all blocks} of the prompts that end in the step begun last."""
+        """Return {hand-off id: all blocks} of the prompts that end in the step begun last.
+
+        None with several groups, whose layers lie over each other: a region is final only with the last one of them.
+        """
         ending, self._ending = self._ending, {}
         return ending
 
@@ -141,4 +148,4 @@ class PartialExports:
         """Return how many blocks to offer; no more once the prompt is computed, because `publish` comes next."""
         if prompt.final_tokens >= prompt.num_tokens:
             return prompt.offered_blocks or 0
-        return prompt.final_tokens // self._block_size_tokens
+        return self._groups.num_grown(prompt.final_tokens)

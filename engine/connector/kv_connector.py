@@ -4,7 +4,7 @@ vLLM loads this class by module path in the engine process and creates it twice 
 end imports it too, so importing it must start nothing. The processes call it in this order:
 
     scheduler role  on_new_request > get_num_new_matched_tokens > update_state_after_alloc > build_connector_meta >
-                    (step) > update_connector_output > get_kv_connector_stats; request_finished at the end
+                    (step) > update_connector_output > get_kv_connector_stats; request_finished_all_groups at the end
     worker role     register_kv_caches once; each step handle_preemptions > bind_connector_metadata > (forward) >
                     start_load_kv > get_transfer_results > build_connector_worker_meta > get_kv_connector_stats
 
@@ -26,16 +26,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.outputs import KVConnectorOutput
 
 from ridgeline.engine.connector.accounting import StepAccountant
+from ridgeline.engine.connector.groups import CacheGroups, regions
 from ridgeline.engine.connector.layout import kv_layout
 from ridgeline.engine.connector.messages import CounterStats, Publish, StepInstructions, TransferResults
 from ridgeline.engine.connector.scheduler_side import IDLE_WAIT_S, POLL_S, SchedulerSide
 from ridgeline.engine.connector.step_cost import step_cost_model
-from ridgeline.engine.connector.transferable_cache import by_manager_block, require_servable
 from ridgeline.engine.connector.worker_side import WorkerSide
 from ridgeline.engine.vllm_workarounds.bounded_grammars import bound_grammars
 from ridgeline.engine.vllm_workarounds.core_loop import add_limit_steps, join_loop, send_at_once, wake
@@ -55,11 +56,10 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
-class RidgelineConnector(KVConnectorBase_V1):
+class RidgelineConnector(KVConnectorBase_V1, SupportsHMA):
     """Hands paged KV blocks from one engine to another, and counts the cost of each step.
 
-    It is not a `SupportsHMA`, so vLLM keeps all layers of a model in one group, with one list of blocks per request.
-    Layers with a sliding window then keep every token's KV like the others, though they read only their window.
+    As a `SupportsHMA` it gets layers of different kinds in groups, each with blocks of its own.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -71,24 +71,17 @@ class RidgelineConnector(KVConnectorBase_V1):
         self._worker: WorkerSide | None = None
         self._allocation = KvCacheAllocation()
         self._has_ranks = vllm_config.parallel_config.tensor_parallel_size > 1
-        require_servable(
-            kv_cache_config,
-            block_size=vllm_config.cache_config.block_size,
-            max_model_len=vllm_config.model_config.max_model_len,
-            hands_over=bool(self._settings["hands_over"]),
-        )
+        self._groups = CacheGroups(kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             add_limit_steps()
             bound_grammars()
             if self._has_ranks:
                 forget_queue_names()
             self._scheduler = SchedulerSide(
-                block_size=vllm_config.cache_config.block_size,
+                groups=self._groups,
                 lease_s=self._transfer.lease_s,
                 vocabulary_tokens=vllm_config.model_config.get_vocab_size(),
-                accountant=StepAccountant(
-                    step_cost_model(vllm_config, kv_cache_config.kv_cache_groups[0].kv_cache_spec)
-                ),
+                accountant=StepAccountant(step_cost_model(vllm_config, self._groups.all[0].spec)),
                 send_at_once=send_at_once,
                 publish_at_once=self._publish_at_once,
             )
@@ -163,8 +156,19 @@ class RidgelineConnector(KVConnectorBase_V1):
         assert isinstance(here, RidgelineConnector)
         return here.worker
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self.scheduler.request_finished(request, block_ids)
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.scheduler.request_finished_all_groups(request, block_ids)
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """Name all groups, because vLLM zeroes the new blocks of those that are not loaded, while they are filled."""
+        return tuple(range(len(self._groups.all)))
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """Keep what a layer with every token has cached, even where no state was kept: a hand-off brings the state."""
+        return True
 
     # --- worker role
 
@@ -175,15 +179,15 @@ class RidgelineConnector(KVConnectorBase_V1):
         return self._allocation.serving_torch_zeros()
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        kv_caches = by_manager_block(kv_caches, self._kv_cache_config.num_blocks)
+        rows = regions(kv_caches, self._kv_cache_config)
         rank = get_tensor_model_parallel_rank()
         if self._has_ranks:
             forget_queue_names()
         with helpers_on_all_cores_of(rank):
             cache = RankLayers(
-                layers=kv_caches,
-                layout=kv_layout(self._vllm_config, self._kv_cache_config, kv_caches),
-                shared=self._allocation.offer(list(kv_caches.values())),
+                layers=rows,
+                layout=kv_layout(self._vllm_config, self._groups, kv_caches, rows),
+                shared=self._allocation.offer(list(rows.values())),
                 rank=rank,
                 on_lost=end_process(cause_file(self._vllm_config)),
             )

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from huggingface_hub import try_to_load_from_cache
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+from vllm.v1.kv_cache_interface import AttentionSpec, MLAAttentionSpec, group_kernel_blocks
 
 from ridgeline.contracts.handoff import KvLayout
-from ridgeline.engine.connector.transferable_cache import heads_are_runs
+from ridgeline.engine.connector.groups import CacheGroups
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 NOT_OF_THE_MODEL: Final = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
 """Entries of a model's configuration that say where and by what it was read; its files may lie elsewhere on each node.
@@ -26,11 +27,17 @@ SAMPLES: Final = 64
 SAMPLE_BYTES: Final = 4096
 
 
-def kv_layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor]) -> KvLayout:
-    """Describe what two engines must agree on before they can exchange blocks."""
+def kv_layout(
+    vllm_config: VllmConfig, groups: CacheGroups, kv_caches: dict[str, Any], rows: dict[str, torch.Tensor]
+) -> KvLayout:
+    """Describe what two engines must agree on before they can exchange blocks, which are `rows` of bytes."""
     from vllm.version import __version__ as vllm_version
 
-    first = next(iter(kv_caches.values()))
+    row = next(iter(rows.values()))
+    attention = [
+        group_kernel_blocks(cache, row.shape[0]) for cache in kv_caches.values() if isinstance(cache, torch.Tensor)
+    ]
+    first = attention[0] if attention else row  # recurrent layers have lists of states
     model, cache = vllm_config.model_config, vllm_config.cache_config
     layout = cache.get_resolved_kv_cache_layout().name
     shape = {name: value for name, value in model.hf_config.to_dict().items() if name not in NOT_OF_THE_MODEL}
@@ -40,15 +47,32 @@ def kv_layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches
         weights=weights_digest(model.model, model.revision),
         dtype=str(model.dtype).removeprefix("torch."),
         kv_dtype=kv_format(first.dtype, cache.cache_dtype),
-        block_size=cache.block_size,
-        num_layers=len(kv_caches),
+        block_size=groups.all[0].layers.block_size,
+        num_layers=len(rows),
         num_kv_heads=model.get_total_num_kv_heads(),
-        block_bytes=first[0].numel() * first.element_size(),
-        layout=layout if first.dim() == 4 else f"{layout} in {first.shape[1]} parts",
+        block_bytes=row.shape[1],
+        layout=layout if first.dim() in (2, 4) else f"{layout} in {first.shape[1]} parts",
         isa=_packed_for(vllm_config, first),
         engine_version=str(vllm_version),
         tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
-        heads_are_runs=heads_are_runs(first, kv_cache_config.kv_cache_groups[0].kv_cache_spec, layout),
+        groups=groups.layers,
+        heads_are_runs=all(heads_are_runs(group.spec, attention, layout) for group in groups.all),
+    )
+
+
+def heads_are_runs(spec: Any, caches: Sequence[torch.Tensor], layout: str) -> bool:
+    """Return whether adjacent KV heads lie together in all blocks, so that ranks can divide them by slicing.
+
+    They do not if tokens come before heads, if a block consists of smaller ones or of a state, or if all keys precede
+    all values.
+    """
+    return (
+        layout in ("LBHNC", "BLHNC")
+        and isinstance(spec, AttentionSpec)
+        and not isinstance(spec, MLAAttentionSpec)
+        and getattr(spec, "num_head_slots", None) is None
+        and spec.page_size_bytes == spec.unpadded_page_size_bytes
+        and all(cache.dim() == 4 and cache.shape[1] == spec.num_kv_heads for cache in caches)
     )
 
 

@@ -49,12 +49,11 @@ class Extend:
 
 @dataclass
 class Fetch:
-    """Decode: pull the source's blocks from `first_block` on into `target_block_ids`."""
+    """Decode: pull blocks of the source into these, by the first position of each run."""
 
     request_id: str
     handoff: KvHandoff
-    first_block: int
-    target_block_ids: list[int]
+    targets: dict[int, list[int]]
 
 
 @dataclass

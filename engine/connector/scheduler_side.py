@@ -3,14 +3,14 @@
 It runs on the engine's step loop, so each method is only a few dictionary operations. Hooks have the names that vLLM
 gives them, and `kv_connector` passes calls on unchanged. Order of calls in one step:
 `on_new_request`, `get_num_new_matched_tokens`, `update_state_after_alloc`, `build_connector_meta`, (the step),
-`update_connector_output`, `request_finished`.
+`update_connector_output`, `request_finished_all_groups`.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -22,6 +22,7 @@ from ridgeline.contracts.handoff import KvHandoff, TransferResult
 from ridgeline.engine.connector.accounting import StepAccountant
 from ridgeline.engine.connector.chunks import PartialExports
 from ridgeline.engine.connector.events import TransferEvent
+from ridgeline.engine.connector.groups import CacheGroups
 from ridgeline.engine.connector.messages import (
     FIRST_TOKEN_FOLLOWS,
     NO_ROOM,
@@ -54,7 +55,7 @@ class SchedulerSide:
 
     def __init__(
         self,
-        block_size: int,
+        groups: CacheGroups,
         lease_s: float,
         vocabulary_tokens: int,
         accountant: StepAccountant,
@@ -68,7 +69,7 @@ class SchedulerSide:
         it cannot: they then go out with the step's. `publish_at_once` publishes a hand-off without waiting for the next
         step, and returns False if it cannot.
         """
-        self._block_size_tokens = block_size
+        self._groups = groups
         self._vocabulary_tokens = vocabulary_tokens
         self._lease_s = lease_s
         self._accountant = accountant
@@ -84,8 +85,6 @@ class SchedulerSide:
         self._next = StepInstructions(step=1)
         self._incoming: dict[str, KvHandoff] = {}
         """Requests whose KV is on another worker, until their fetch has been issued."""
-        self._covered: set[str] = set()
-        """Those of them whose whole prompt was in the local prefix cache when vLLM last asked."""
         self._fetching: dict[str, bool] = {}
         """Issued fetches whose end is not yet reported; False if aborted. vLLM holds the blocks in both cases."""
         self._partial_source: dict[str, KvHandoff] = {}
@@ -93,7 +92,7 @@ class SchedulerSide:
         self._publishing: set[str] = set()
         """Finished requests whose blocks stay pinned until the worker side reports them as sent."""
         self._results: dict[str, TransferResult] = {}
-        self._partial = PartialExports(block_size)
+        self._partial = PartialExports(groups)
         self._following: dict[str, Any] = {}
         """vLLM's requests whose prompt's first token is not known yet; it arrives with the KV."""
         self._held: set[str] = set()
@@ -149,8 +148,11 @@ class SchedulerSide:
         """Start heartbeats at once, because the request may wait long before vLLM starts its load."""
         params = request.kv_transfer_params or {}
         external = 0
-        if params.get(FETCH):
-            handoff = KvHandoff.from_params(params["handoff"])
+        handoff = KvHandoff.from_params(params["handoff"]) if params.get(FETCH) else None
+        if handoff is not None and handoff.num_tokens >= request.num_prompt_tokens and not self._groups.alone:
+            # vLLM would compute the last token again, whose window has been given back, or which the state includes.
+            self._next.release.append(handoff)
+        elif handoff is not None:
             external = handoff.num_tokens
             self._incoming[request.request_id] = handoff
             self._next.watch.append(handoff)
@@ -177,14 +179,10 @@ class SchedulerSide:
         if handoff is None:
             return 0, False
         missing = handoff.num_tokens - num_computed_tokens
-        if missing > 0:
-            self._covered.discard(request.request_id)
-            return missing, True
-        if request.request_id in self._following:
+        if request.request_id in self._following and missing <= self._groups.longest_tail_tokens:
             self._hold(request.request_id, handoff, "already_cached")
             return None, False
-        self._covered.add(request.request_id)
-        return 0, False
+        return max(0, missing), missing > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Issue the fetch: blocks are allocated. vLLM calls this again with 0 when the load has ended."""
@@ -192,21 +190,18 @@ class SchedulerSide:
         if handoff is None:
             return
         if num_external_tokens == 0:
-            # The local prefix cache had everything, or vLLM skipped the cache: the source may release. What vLLM found
-            # is known only from its question: it sets request.num_computed_tokens after this call.
+            # The local prefix cache had everything, or vLLM skipped the cache: the source may release.
             self._next.release.append(handoff)
-            if request.request_id not in self._covered:
+            if request.skip_reading_prefix_cache:
                 self._accountant.recompute(request.request_id, PREFIX_CACHE_SKIPPED)
                 self._results[request.request_id] = TransferResult(outcome="failed", reason=PREFIX_CACHE_SKIPPED)
-            self._covered.discard(request.request_id)
             return
-        first_block = (handoff.num_tokens - num_external_tokens) // self._block_size_tokens
-        needed = handoff.num_blocks - first_block
-        targets = list(blocks.get_unhashed_block_ids_all_groups()[0])[:needed]
         self._fetching[request.request_id] = True
         if not handoff.complete and request.request_id not in self._following:
             self._partial_source[request.request_id] = handoff
-        self._next.fetch.append(Fetch(request.request_id, handoff, first_block, targets))
+        self._next.fetch.append(
+            Fetch(request.request_id, handoff, self._groups.missing(blocks.blocks, handoff.num_tokens))
+        )
 
     # --- the step
 
@@ -251,7 +246,6 @@ class SchedulerSide:
             self._hold(request_id, handoff, NO_ROOM)
             return
         del self._incoming[request_id]
-        self._covered.discard(request_id)
         self._next.release.append(handoff)
         self._accountant.recompute(request_id, NO_ROOM)
         self._results[request_id] = TransferResult(outcome="failed", reason=NO_ROOM)
@@ -309,11 +303,12 @@ class SchedulerSide:
 
     # --- the end of a request
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Any, block_ids: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Return (whether to keep the blocks, what the output carries to the worker's handler)."""
         request_id = request.request_id
         self._accountant.forget(request_id)
-        self._covered.discard(request_id)
         result = self._results.pop(request_id, None)
         self._following.pop(request_id, None)
         self._held.discard(request_id)
@@ -333,10 +328,10 @@ class SchedulerSide:
             return False, {"result": msgspec.to_builtins(result)}
         return False, None
 
-    def _publish(self, request: Any, block_ids: list[int]) -> KvHandoff:
+    def _publish(self, request: Any, block_ids: Sequence[Sequence[int]]) -> KvHandoff:
         handoff_id = request.kv_transfer_params["handoff_id"]
         num_tokens = request.num_prompt_tokens
-        used = list(block_ids[: self._num_blocks(num_tokens)])
+        used = self._groups.listed(block_ids, num_tokens)
         self._publishing.add(request.request_id)
         first_token = request.output_token_ids[-1] if request.output_token_ids else None
         publish = Publish(request.request_id, handoff_id, used, num_tokens, first_token)
@@ -374,7 +369,7 @@ class SchedulerSide:
             return
         request.prompt_token_ids[-1] = token
         request._all_token_ids[-1] = token
-        if request.num_tokens % self._block_size_tokens == 0 and request.block_hashes:
+        if request.num_tokens % self._groups.hash_block_size_tokens == 0 and request.block_hashes:
             request.block_hashes.pop()  # its hash covers the placeholder
             request.update_block_hashes()
 
@@ -387,7 +382,7 @@ class SchedulerSide:
 
     def _handoff(self, handoff_id: str, num_tokens: int, *, complete: bool) -> KvHandoff:
         assert self._endpoints
-        num_blocks = self._num_blocks(num_tokens)
+        num_blocks = self._groups.num_blocks(num_tokens)
         return KvHandoff(
             handoff_id=handoff_id,
             addresses=tuple(endpoint.address for endpoint in self._endpoints),
@@ -398,6 +393,3 @@ class SchedulerSide:
             num_bytes=num_blocks * sum(endpoint.block_bytes_all_layers for endpoint in self._endpoints),
             complete=complete,
         )
-
-    def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size_tokens)

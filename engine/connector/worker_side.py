@@ -91,7 +91,7 @@ class WorkerSide:
                 num_bytes=len(blocks) * self.endpoint.block_bytes_all_layers,
             )
             self._service.publish(name, handoff.handoff_id, blocks, handoff.num_tokens)
-            self._service.start_fetch(name, handoff, 0, blocks)
+            self._service.start_fetch(name, handoff, {0: blocks})
             open_ends = {"sent", "received"}
             give_up_s = time.monotonic() + WARM_UP_LEASE_S
             while open_ends and time.monotonic() < give_up_s:
@@ -140,7 +140,7 @@ class WorkerSide:
         for handoff in instructions.unwatch:
             self._service.unwatch(handoff)
         for fetch in instructions.fetch:
-            self._service.start_fetch(fetch.request_id, fetch.handoff, fetch.first_block, fetch.target_block_ids)
+            self._service.start_fetch(fetch.request_id, fetch.handoff, fetch.targets)
         for request_id in instructions.cancel:
             self._service.cancel(request_id)
         for handoff in instructions.release:
@@ -153,8 +153,13 @@ class WorkerSide:
         )
 
     def save_kv_layer(self, layer_name: str) -> None:
-        """Report that the running step has written this layer; on a GPU this has no effect."""
-        self._service.leases.end_layer(self._layers[layer_name])
+        """Report that the running step has written this layer.
+
+        Without effect on a GPU, with several groups, where nobody reads a step's layers before its end, and for a layer
+        that only reads another one's KV.
+        """
+        if layer_name in self._layers:
+            self._service.leases.end_layer(self._layers[layer_name])
 
     def get_transfer_results(self, *, may_wait: bool) -> KVConnectorTransferResults:
         """Return what ended since the last call, each id exactly once; `may_wait` a little for something to end."""

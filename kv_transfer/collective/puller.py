@@ -151,11 +151,12 @@ class _Membership:
 
     def ask(self, piece: Readable, pull: Pull) -> Any:
         """Ask for a piece; return the call, whose answer is the checksum."""
-        first_block = pull.request.first_block + piece.first
         ask = TensorRequest(
             group=self._name,
             number=self._asked,
-            request=msgspec.structs.replace(pull.request, first_block=first_block, num_blocks=len(piece.source_ids)),
+            request=pull.request,
+            first_block=piece.first,
+            num_blocks=len(piece.source_ids),
             first_layer=piece.layers.start,
             end_layer=piece.layers.stop,
         )

@@ -154,7 +154,7 @@ class _ServedGroup:
             try:
                 with server.read(ask.request, pinned=True) as read:
                     pool = read.pool
-                    tensor = pool.gather(*_wanted(pool, ask, read.block_ids()))
+                    tensor = pool.gather(*_wanted(pool, ask, read.block_ids(ask.first_block, ask.num_blocks)))
                     [checksum] = pool.on_host([pool.checksum(tensor)])
                     self.group.send(tensor, deadline_s)
                     return checksum
@@ -170,7 +170,7 @@ def _wanted(pool: BlockPool, ask: TensorRequest, block_ids: tuple[int, ...]) -> 
     """Return what to gather. Raises TransferFailed(`bad_request`) for layers that are not there, or too many bytes."""
     layers = range(ask.first_layer, ask.end_layer)
     num_bytes = len(layers) * len(block_ids) * pool.block_bytes
-    if not 0 <= layers.start < layers.stop <= pool.num_layers or not block_ids:
+    if not 0 <= layers.start < layers.stop <= pool.num_layers:
         raise errors.TransferFailed(errors.BAD_REQUEST, f"{layers} of {pool.num_layers} layers")
     if num_bytes > max(TENSOR_BYTES[pool.device.type], pool.block_bytes):
         raise errors.TransferFailed(errors.BAD_REQUEST, f"a tensor of {num_bytes} bytes")

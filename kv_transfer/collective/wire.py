@@ -32,11 +32,14 @@ class Invitation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TensorRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks a group for these layers of the blocks of a request, which its fetcher has pinned."""
+    """Asks a group for these layers of some of the blocks of a request, which its fetcher has pinned."""
 
     group: str
     number: int
     """Counts the group's tensors from 0: they are sent in this order."""
     request: FetchRequest
+    first_block: Annotated[int, msgspec.Meta(ge=0)]
+    """Counted from the request's first."""
+    num_blocks: Annotated[int, msgspec.Meta(ge=1)]
     first_layer: int
     end_layer: int

@@ -7,14 +7,15 @@ are comes from the lease table, so a peer can never ask for a block by number.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ridgeline.contracts import errors
 from ridgeline.contracts.handoff import KvLayout, explain_mismatch, new_handoff_id
-from ridgeline.kv_transfer.interfaces import FetchRequest, SourceDescription
+from ridgeline.kv_transfer.interfaces import FetchRequest, SourceDescription, are_runs
 from ridgeline.kv_transfer.memory.blocks import BlockPool
 from ridgeline.kv_transfer.wire import frames
 from ridgeline.prefill_worker.kv_source.lease import Lease, LeaseTable
@@ -71,40 +72,46 @@ class BlockRead:
         TransferFailed(`revoked`) if the prefill was given up, TransferFailed(`bad_request`) if fewer blocks were
         published than asked for. Ends early when the peer has gone.
         """
-        first, stop = self._request.first_block, self._request.first_block + self._request.num_blocks
-        sent = first
+        asked = self._request.positions()
+        stop = asked[-1] + 1 if asked else 0
+        sent = 0
         while wanted():
-            in_last_step = stop if by_layer and sent < stop else None
-            blocks = self._leases.wait_blocks(self._lease, sent, _WAIT_SLICE_S, in_last_step)
+            due = asked[sent] if sent < len(asked) else stop
+            in_last_step = stop if by_layer and sent < len(asked) else None
+            blocks = self._leases.wait_blocks(self._lease, due, _WAIT_SLICE_S, in_last_step)
             if blocks.complete and len(blocks.block_ids) < stop:
-                raise errors.TransferFailed(errors.BAD_REQUEST, f"blocks {first} to {stop} of {len(blocks.block_ids)}")
-            ready = min(stop, len(blocks.block_ids))
+                raise errors.TransferFailed(errors.BAD_REQUEST, f"block {stop} of {len(blocks.block_ids)}")
+            ready = bisect_left(asked, len(blocks.block_ids))
             if ready > sent or blocks.complete:
                 token = blocks.first_token if blocks.complete else None
-                yield Segment(sent - first, blocks.block_ids[sent:ready], blocks.complete, token)
+                yield Segment(sent, _at(asked[sent:ready], blocks.block_ids), blocks.complete, token)
                 sent = max(sent, ready)
             if blocks.complete:
                 return
-            if by_layer and len(self._lease.all_block_ids) >= stop > sent:
-                rest = self._lease.all_block_ids[sent:stop]
-                yield Segment(sent - first, rest, False, None, lambda layer: self._wait_layer(layer, wanted))
-                sent = stop
+            if by_layer and sent < len(asked) and len(self._lease.all_block_ids) >= stop:
+                rest = _at(asked[sent:], self._lease.all_block_ids)
+                yield Segment(sent, rest, False, None, lambda layer: self._wait_layer(layer, wanted))
+                sent = len(asked)
 
-    def block_ids(self) -> tuple[int, ...]:
-        """Return the blocks asked for, of which the running step may still compute some layers.
+    def block_ids(self, first: int, num_blocks: int) -> tuple[int, ...]:
+        """Return some of the blocks asked for, of which the running step may still compute some layers.
 
         Raises TransferFailed(`bad_request`) if there are fewer.
         """
-        first, stop = self._request.first_block, self._request.first_block + self._request.num_blocks
+        asked = self._request.positions()[first : first + num_blocks]
         known = self._lease.all_block_ids or self._lease.blocks.block_ids
-        if len(known) < stop:
-            raise errors.TransferFailed(errors.BAD_REQUEST, f"blocks {first} to {stop} of {len(known)}")
-        return known[first:stop]
+        if len(asked) < num_blocks or asked[-1] >= len(known):
+            raise errors.TransferFailed(errors.BAD_REQUEST, f"{num_blocks} blocks from {first} of {len(known)}")
+        return _at(asked, known)
 
     def _wait_layer(self, layer: int, wanted: Wanted) -> None:
         while not self._leases.wait_layer(self._lease, layer, _WAIT_SLICE_S):
             if not wanted():
                 raise errors.TransferCancelled(errors.CANCELLED, "the peer went away while prefill computed")
+
+
+def _at(positions: Sequence[int], block_ids: Sequence[int]) -> tuple[int, ...]:
+    return tuple([block_ids[position] for position in positions])
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +165,8 @@ class BlockServer:
             pool = self._cache.pool.part(request.part_start, request.part_bytes)
         except ValueError as error:
             raise errors.TransferFailed(errors.BAD_REQUEST, str(error)) from error
-        if request.first_block < 0 or request.num_blocks < 0:
-            raise errors.TransferFailed(errors.BAD_REQUEST, f"{request.num_blocks} blocks from {request.first_block}")
+        if not are_runs(request.runs, pool.num_blocks):
+            raise errors.TransferFailed(errors.BAD_REQUEST, f"{len(request.runs)} runs that are no positions in order")
         if not pinned:
             self._wait_published(request.handoff_id, wanted)
         with self._cache.leases.reading(request.handoff_id, again=pinned) as lease:

@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from ridgeline.contracts.handoff import KvLayout
 from ridgeline.contracts.vocabulary import Mode, Pool
 from ridgeline.router.client_identity import ANONYMOUS
 from ridgeline.router.fleet.prefixes import BlockHashes
@@ -104,16 +105,11 @@ def route_for(demand: Demand, mode: Mode, min_remote_prefill_tokens: int, usable
     return SPLIT if "prefill" in usable else WITHOUT_PREFILL
 
 
-def blocks_needed(demand: Demand, block_size: int) -> int:
+def blocks_needed(demand: Demand, layout: KvLayout) -> int:
     """Return the KV blocks of a sequence with half of its longest answer, since most answers end earlier."""
-    return -(-(demand.prompt_tokens + demand.output_tokens // 2) // block_size)
+    return layout.blocks_of(context_tokens(demand))
 
 
 def context_tokens(demand: Demand) -> int:
     """Return the mean context of the sequence while it decodes, if its answer is as long as it may be."""
     return demand.prompt_tokens + demand.output_tokens // 2
-
-
-def prompt_blocks(demand: Demand, block_size: int) -> int:
-    """Return the KV blocks of its prompt alone."""
-    return -(-demand.prompt_tokens // block_size)

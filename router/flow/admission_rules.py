@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Literal
 
+from ridgeline.contracts.handoff import LayerGroup, blocks_of
 from ridgeline.contracts.vocabulary import Pool
 from ridgeline.router.settings import RouterConfig
 
@@ -84,10 +85,12 @@ class WorkerTotals:
     promised_blocks: int = 0
     held_blocks: int = 0
     """See `ridgeline.router.fleet.worker.Outstanding`."""
+    groups: tuple[LayerGroup, ...] = ()
+    """See `ridgeline.contracts.handoff.KvLayout`."""
 
     def blocks_of(self, tokens: int) -> int:
-        """Return the KV blocks that these tokens fill."""
-        return -(-tokens // self.block_size)
+        """Return the KV blocks that a sequence of so many tokens holds."""
+        return blocks_of(tokens, self.block_size, self.groups)
 
 
 @dataclass(frozen=True)

@@ -182,9 +182,12 @@ class HealthProbe:
         await self.orchestrator.run(request, emit)
 
 
-def probe_prompt_tokens(block_size: int) -> int:
-    """Return a little more than a KV block: one block is handed off, and no prompt waits long behind a health probe."""
-    return block_size + block_size // 4
+def probe_prompt_tokens(block_size: int, max_model_len: int) -> int:
+    """Return a little more than a KV block: one block is handed off, and no prompt waits long behind a health probe.
+
+    Where a block is as wide as a state, that may be more than a prompt can have.
+    """
+    return min(block_size + block_size // 4, max_model_len * 3 // 4)
 
 
 def ready_endpoint(readiness: Readiness, draining: Callable[[], bool]) -> Callable[[Request], Awaitable[JSONResponse]]:

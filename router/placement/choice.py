@@ -12,6 +12,7 @@ from typing import Protocol
 import msgspec
 from msgspec.structs import replace
 
+from ridgeline.contracts.handoff import LayerGroup
 from ridgeline.contracts.vocabulary import Pool
 from ridgeline.contracts.workers import StepModel, WorkerDescription
 from ridgeline.router.fleet.request_route import Demand, blocks_needed
@@ -173,7 +174,7 @@ class _Asked:
         """See `ridgeline.router.fleet.prefixes.PrefixMatch.cached_tokens_by_worker`."""
         self.busy: dict[tuple[str, str], int] = {}
         """Workers that have work, by device."""
-        self.blocks: dict[int, int] = {}
+        self.blocks: dict[int | tuple[LayerGroup, ...], int] = {}
         """KV blocks that the sequence needs, by their size."""
 
     def begin(
@@ -198,7 +199,6 @@ class WorkerView:
         self.worker_id = worker.worker_id
         self.takes_prompt = False
         self._asked = asked
-        self._block_size_tokens = worker.description.block_size
 
     @property
     def prompt_tokens(self) -> int:
@@ -249,10 +249,11 @@ class WorkerView:
 
     def has_room(self, request: RequestFeatures) -> bool:
         """Return whether its batch and its KV blocks have room for the sequence."""
-        blocks, size = self._asked.blocks, self._block_size_tokens
-        if size not in blocks:
-            blocks[size] = blocks_needed(self._asked.demand, size)
-        return self.worker.has_room(blocks[size])
+        blocks, layout = self._asked.blocks, self.worker.description.layout
+        kind = layout.groups or layout.block_size
+        if kind not in blocks:
+            blocks[kind] = blocks_needed(self._asked.demand, layout)
+        return self.worker.has_room(blocks[kind])
 
     def cached_tokens(self, request: RequestFeatures) -> int:
         """Return how many of the prompt's tokens it has, or will have once it has computed what it has."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from ridgeline.router.fleet.request_route import Demand, blocks_needed, context_tokens, prompt_blocks
+from ridgeline.router.fleet.request_route import Demand, blocks_needed, context_tokens
 from ridgeline.router.fleet.worker import Worker
 from ridgeline.router.flow.fair_queue import may_have_more
 
@@ -28,7 +28,7 @@ class Hold:
         self.computes = True
         """Whether its prompt is still to be computed."""
         whole = decode_worker is prompt_worker
-        blocks = prompt_blocks(demand, decode_worker.description.block_size)
+        blocks = decode_worker.description.layout.blocks_of(demand.prompt_tokens)
         self._prompt = prompt_worker.reserve(
             demand.prompt_tokens - cached_tokens,
             promised_blocks=blocks if whole else 0,
@@ -39,7 +39,7 @@ class Hold:
         self._decode = self._prompt
         if not whole:
             self._decode = decode_worker.reserve(
-                promised_blocks=blocks_needed(demand, decode_worker.description.block_size),
+                promised_blocks=blocks_needed(demand, decode_worker.description.layout),
                 held_blocks=blocks,
                 decode_context_tokens=context_tokens(demand),
             )

@@ -94,7 +94,7 @@ def _spec(worker: Worker, model: StepModel, fleet: Fleet) -> WorkerSpec:
         step_tokens,
         window_tokens=WINDOW_STEPS * step_tokens,
         max_num_seqs=role.max_num_seqs if role else known.max_num_seqs,
-        kv_tokens=known.num_kv_blocks * known.block_size,
+        kv_tokens=known.num_kv_blocks * known.max_model_len // known.layout.blocks_of(known.max_model_len),
         device="/".join(worker.device or ()),
     )
 
@@ -103,4 +103,4 @@ def _handover_s(worker: Worker, learned: Learned) -> float:
     """Return the seconds of the usual prompt's KV on its way; of an overlapped hand-off the end alone would count."""
     layout = worker.description.layout
     block_bytes = layout.block_bytes * layout.num_layers * layout.tensor_parallel_size
-    return learned.prompt_tokens / layout.block_size * block_bytes / learned.mean_bytes_per_s
+    return layout.blocks_of(round(learned.prompt_tokens)) * block_bytes / learned.mean_bytes_per_s

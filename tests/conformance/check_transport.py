@@ -230,28 +230,30 @@ class TransportConformance:
             await eventually(lambda node=node: all(lease.active_reads == 0 for lease in node.leases._open.values()))
 
     @pytest.mark.parametrize(
-        ("source_ids", "first", "target_ids"),
+        ("source_ids", "targets"),
         [
-            ([], 0, []),
-            ([5], 0, [9]),
-            ([5, 6], 1, []),
-            (list(range(32)), 0, list(range(32))),
-            ([31, 0, 7, 8, 3], 0, [2, 30, 4, 5, 0]),
-            ([31, 0, 7, 8, 3], 2, [1, 0, 31]),
+            ([], {0: []}),
+            ([5], {0: [9]}),
+            ([5, 6], {1: []}),
+            (list(range(32)), {0: list(range(32))}),
+            ([31, 0, 7, 8, 3], {0: [2, 30, 4, 5, 0]}),
+            ([31, 0, 7, 8, 3], {2: [1, 0, 31]}),
+            ([31, 0, 7, 8, 3, 9], {0: [2], 2: [30, 4], 5: [0]}),
         ],
     )
-    async def test_blocks_arrive_whole_and_nothing_else_is_touched(self, harness, source_ids, first, target_ids):
+    async def test_blocks_arrive_whole_and_nothing_else_is_touched(self, harness, source_ids, targets):
         async with self.nodes(harness) as (prefill, decode):
             before = [layer.copy() for layer in decode.layers]
             handoff = prefill.publish(source_ids)
-            result = await decode.fetcher.fetch(handoff, first, target_ids, decode.pool)
+            result = await decode.fetcher.fetch(handoff, targets, decode.pool)
             assert result.outcome == "ok", result
-            assert result.num_bytes == len(target_ids) * NUM_LAYERS * BLOCK_BYTES
+            assert result.num_bytes == sum(map(len, targets.values())) * NUM_LAYERS * BLOCK_BYTES
             assert result.wait_s >= 0
             assert result.wire_s >= 0
             for layer in range(NUM_LAYERS):
                 expected = before[layer]
-                expected[target_ids] = prefill.layers[layer][source_ids[first : first + len(target_ids)]]
+                for first, blocks in targets.items():
+                    expected[blocks] = prefill.layers[layer][source_ids[first : first + len(blocks)]]
                 np.testing.assert_array_equal(decode.layers[layer], expected)
 
     @pytest.mark.parametrize(
@@ -262,7 +264,7 @@ class TransportConformance:
     async def test_what_is_larger_than_one_frame_arrives_whole(self, harness, num_layers, block_bytes, ids):
         layout = make_layout(num_layers=num_layers, block_bytes=block_bytes)
         async with self.nodes(harness, (layout, layout), num_blocks=max(ids) + 1) as (prefill, decode):
-            result = await decode.fetcher.fetch(prefill.publish(ids), 0, ids[::-1], decode.pool)
+            result = await decode.fetcher.fetch(prefill.publish(ids), {0: ids[::-1]}, decode.pool)
             assert result.outcome == "ok", result
             for ours, theirs in zip(decode.layers, prefill.layers, strict=True):
                 np.testing.assert_array_equal(ours[ids[::-1]], theirs[ids])
@@ -274,8 +276,8 @@ class TransportConformance:
             offers = [(left.publish(ids, f"l{i}"), right.publish(ids, f"r{i}")) for i, ids in enumerate(halves)]
             targets = [list(range(start, start + 4)) for start in range(0, 32, 4)]
             results = await asyncio.gather(
-                *(right.fetcher.fetch(offers[i][0], 0, target, right.pool) for i, target in enumerate(targets)),
-                *(left.fetcher.fetch(offers[i][1], 0, target, left.pool) for i, target in enumerate(targets)),
+                *(right.fetcher.fetch(offers[i][0], {0: target}, right.pool) for i, target in enumerate(targets)),
+                *(left.fetcher.fetch(offers[i][1], {0: target}, left.pool) for i, target in enumerate(targets)),
             )
             assert {result.outcome for result in results} == {"ok"}, results
             for layer in range(NUM_LAYERS):
@@ -288,7 +290,7 @@ class TransportConformance:
             go_on.clear()
             ids = [1, 2, 3]
             handoff = prefill.publish(ids)
-            task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, [4, 5, 6], decode.pool))
+            task = asyncio.create_task(decode.fetcher.fetch(handoff, {0: [4, 5, 6]}, decode.pool))
             await eventually(lambda: prefill.source.bytes_sent_total > 0)
             task.cancel()
             go_on.set()  # some transports wait for what they have begun
@@ -304,7 +306,7 @@ class TransportConformance:
         async with self.nodes(harness) as (prefill, decode):
             ids = [1, 2, 3]
             handoff = prefill.publish(ids)
-            task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, [4, 5, 6], decode.pool))
+            task = asyncio.create_task(decode.fetcher.fetch(handoff, {0: [4, 5, 6]}, decode.pool))
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
@@ -318,7 +320,7 @@ class TransportConformance:
             await decode.fetcher.release(prefill.announce([1]))
             assert prefill.leases.take_finished() == {"a"}
             assert prefill.leases.take_finished() == set()
-            result = await decode.fetcher.fetch(handoff, 0, [1, 2], decode.pool)
+            result = await decode.fetcher.fetch(handoff, {0: [1, 2]}, decode.pool)
             assert (result.outcome, result.reason) == ("failed", errors.UNKNOWN_HANDOFF)
 
     async def test_release_while_reading_takes_effect_when_the_read_ends(self, harness):
@@ -326,7 +328,7 @@ class TransportConformance:
             go_on = harness.slow_down(prefill, decode)
             go_on.clear()
             handoff = prefill.publish([1, 2, 3], owner="a")
-            task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, [4, 5, 6], decode.pool))
+            task = asyncio.create_task(decode.fetcher.fetch(handoff, {0: [4, 5, 6]}, decode.pool))
             await eventually(lambda: prefill.source.bytes_sent_total > 0)
             await decode.fetcher.release(handoff)
             assert prefill.leases.take_finished() == set()
@@ -339,7 +341,7 @@ class TransportConformance:
         async with self.nodes(harness) as (prefill, decode):
             handoff = prefill.publish([1], owner="a", lease_s=0.01)
             await asyncio.sleep(0.02)
-            result = await decode.fetcher.fetch(handoff, 0, [1], decode.pool)
+            result = await decode.fetcher.fetch(handoff, {0: [1]}, decode.pool)
             assert (result.outcome, result.reason) == ("failed", errors.LEASE_EXPIRED)
             with pytest.raises(errors.LeaseExpired):
                 await decode.fetcher.renew(handoff)
@@ -349,7 +351,7 @@ class TransportConformance:
         async with self.nodes(harness) as (prefill, decode):
             prefill.source.server._publish_wait_s = 0.02
             handoff = prefill.announce([1])
-            result = await decode.fetcher.fetch(handoff, 0, [1], decode.pool)
+            result = await decode.fetcher.fetch(handoff, {0: [1]}, decode.pool)
             assert (result.outcome, result.reason) == ("failed", errors.UNKNOWN_HANDOFF)
             with pytest.raises(errors.UnknownHandoff):
                 await decode.fetcher.renew(handoff)
@@ -358,14 +360,14 @@ class TransportConformance:
         async with self.nodes(harness) as (prefill, decode):
             short = prefill.announce([1, 2, 3])
             prefill.leases.publish(short.handoff_id, "a", [1], 4, LEASE_S)
-            result = await decode.fetcher.fetch(short, 0, [1, 2, 3], decode.pool)
+            result = await decode.fetcher.fetch(short, {0: [1, 2, 3]}, decode.pool)
             assert (result.outcome, result.reason) == ("failed", errors.BAD_REQUEST)
 
     async def test_a_source_that_is_gone_is_unreachable(self, harness):
         async with self.nodes(harness) as (prefill, decode):
             handoff = prefill.publish([1])
             prefill.source.close()
-            result = await decode.fetcher.fetch(handoff, 0, [1], decode.pool)
+            result = await decode.fetcher.fetch(handoff, {0: [1]}, decode.pool)
             assert (result.outcome, result.reason) == ("failed", errors.UNREACHABLE)
             with pytest.raises(errors.TransferFailed):
                 await decode.fetcher.release(handoff)
@@ -374,7 +376,7 @@ class TransportConformance:
         async with self.nodes(harness, (LONG, LONG)) as (prefill, decode):
             harness.slow_down(prefill, decode)
             handoff = prefill.publish([1, 2, 3])
-            task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, [4, 5, 6], decode.pool))
+            task = asyncio.create_task(decode.fetcher.fetch(handoff, {0: [4, 5, 6]}, decode.pool))
             await eventually(lambda: prefill.source.bytes_sent_total > 0)
             await asyncio.to_thread(prefill.source.close)
             result = await asyncio.wait_for(task, PATIENCE_S)
@@ -396,7 +398,7 @@ class TransportConformance:
             ids, targets = [7, 3, 9, 1, 12], [20, 4, 22, 5, 24]
             handoff = msgspec.structs.replace(prefill.announce(ids), complete=False)
             prefill.leases.extend(handoff.handoff_id, "a", ids[:final_at_first])
-            task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, targets, decode.pool))
+            task = asyncio.create_task(decode.fetcher.fetch(handoff, {0: targets}, decode.pool))
             await eventually(lambda: prefill.leases._open[handoff.handoff_id].active_reads == 1)
             for final in (2, 3):
                 prefill.leases.extend(handoff.handoff_id, "a", ids[:final])
@@ -423,7 +425,7 @@ class TransportConformance:
         async with self.nodes(harness) as (prefill, decode):
             handoff = msgspec.structs.replace(prefill.announce([1, 2, 3]), complete=False)
             prefill.leases.extend(handoff.handoff_id, "a", [1, 2][:final])
-            task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, [4, 5, 6], decode.pool))
+            task = asyncio.create_task(decode.fetcher.fetch(handoff, {0: [4, 5, 6]}, decode.pool))
             await eventually(lambda: prefill.leases._open[handoff.handoff_id].active_reads == 1)
             await eventually(lambda: prefill.source.bytes_sent_total > 0 or not final)
             prefill.leases.revoke(handoff.handoff_id)
@@ -435,7 +437,7 @@ class TransportConformance:
         async with self.nodes(harness) as (prefill, decode):
             handoff = msgspec.structs.replace(prefill.announce([1, 2]), complete=False)
             prefill.leases.extend(handoff.handoff_id, "a", [])
-            task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, [4, 5], decode.pool))
+            task = asyncio.create_task(decode.fetcher.fetch(handoff, {0: [4, 5]}, decode.pool))
             await eventually(lambda: prefill.leases._open[handoff.handoff_id].active_reads == 1)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -463,7 +465,7 @@ class TransportConformance:
             node.leases.publish(handoff.handoff_id, "a", ids, 16, LEASE_S)
         try:
             for rank, node in enumerate(decode):
-                result = await node.fetcher.fetch(handoff, 0, targets, node.pool)
+                result = await node.fetcher.fetch(handoff, {0: targets}, node.pool)
                 assert result.outcome == "ok", result
                 for layer, rows in zip(whole, node.layers, strict=True):
                     expected = layer[:, rank * 2400 // our_ranks :][:, : 2400 // our_ranks]
@@ -507,7 +509,7 @@ class TransportConformance:
             go_on = harness.slow_down(prefill, decode)
             go_on.clear()
             handoff = prefill.publish([1, 2, 3], "cut")
-            task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, [4, 5, 6], decode.pool))
+            task = asyncio.create_task(decode.fetcher.fetch(handoff, {0: [4, 5, 6]}, decode.pool))
             before = prefill.source.bytes_sent_total
             await eventually(lambda: prefill.source.bytes_sent_total > before)
             task.cancel()
@@ -540,7 +542,7 @@ class TransportConformance:
 
     async def _fetch_ok(self, prefill: Node, decode: Node, handoff: KvHandoff, ids: list[int]) -> bool:
         targets = list(range(len(ids)))
-        result = await decode.fetcher.fetch(handoff, 0, targets, decode.pool)
+        result = await decode.fetcher.fetch(handoff, {0: targets}, decode.pool)
         equal = all(
             np.array_equal(ours[targets], theirs[ids])
             for ours, theirs in zip(decode.layers, prefill.layers, strict=True)
@@ -573,14 +575,14 @@ class ControlConformance:
     async def test_bad_targets_are_refused_before_anything_is_written(self, harness, targets):
         async with self.nodes(harness) as (prefill, decode):
             before = [layer.copy() for layer in decode.layers]
-            result = await decode.fetcher.fetch(prefill.publish([1, 2]), 0, targets, decode.pool)
+            result = await decode.fetcher.fetch(prefill.publish([1, 2]), {0: targets}, decode.pool)
             assert (result.outcome, result.reason) == ("failed", errors.BAD_REQUEST)
             np.testing.assert_array_equal(decode.layers, before)
 
     @pytest.mark.parametrize(("field", "value"), [("isa", "vec"), ("block_size", 8), ("wire_version", 99)])
     async def test_a_layout_mismatch_names_the_field_before_any_byte(self, harness, field, value):
         async with self.nodes(harness, (make_layout(**{field: value}), None)) as (prefill, decode):
-            result = await decode.fetcher.fetch(prefill.publish([1]), 0, [1], decode.pool)
+            result = await decode.fetcher.fetch(prefill.publish([1]), {0: [1]}, decode.pool)
             assert (result.outcome, result.reason) == ("failed", errors.LAYOUT_MISMATCH)
             assert field in result.message
             assert repr(value) in result.message
@@ -595,7 +597,7 @@ class LayerConformance:
         """A fetch of blocks 7, 3, 9 and 1, of which two are there and the others computed, one layer so far."""
         handoff = msgspec.structs.replace(prefill.announce([7, 3, 9, 1]), complete=False)
         prefill.leases.extend(handoff.handoff_id, "a", [7, 3])
-        task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, [20, 4, 22, 5], decode.pool))
+        task = asyncio.create_task(decode.fetcher.fetch(handoff, {0: [20, 4, 22, 5]}, decode.pool))
         await eventually(lambda: np.array_equal(decode.layers[-1][[20, 4]], prefill.layers[-1][[7, 3]]))
         prefill.leases.begin_last_step({handoff.handoff_id: [7, 3, 9, 1]})
         await asyncio.sleep(0.05)
@@ -610,7 +612,7 @@ class LayerConformance:
             prefill.leases.extend(handoff.handoff_id, "a", [])
             prefill.leases.begin_last_step({handoff.handoff_id: [7, 3]})
             prefill.leases.end_layer(1)
-            task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, [20, 4], decode.pool))
+            task = asyncio.create_task(decode.fetcher.fetch(handoff, {0: [20, 4]}, decode.pool))
             await eventually(lambda: np.array_equal(decode.layers[0][[20, 4]], prefill.layers[0][[7, 3]]))
             assert not np.array_equal(decode.layers[1][[20, 4]], prefill.layers[1][[7, 3]])
             prefill.leases.end_layer(NUM_LAYERS)
@@ -698,7 +700,7 @@ class FrameConformance(LayerConformance):
 
             decode.pool.write = slow_write
             handoff = prefill.publish([0, 1])
-            task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, [0, 1], decode.pool))
+            task = asyncio.create_task(decode.fetcher.fetch(handoff, {0: [0, 1]}, decode.pool))
             await eventually(lambda: prefill.source.bytes_sent_total > 0)
             await asyncio.sleep(0.3)
             ahead_bytes = prefill.source.bytes_sent_total
@@ -711,7 +713,7 @@ class FrameConformance(LayerConformance):
             before = [layer.copy() for layer in decode.layers]
             alter_frames(prefill, alter)
             handoff = prefill.publish([1, 2])
-            result = await decode.fetcher.fetch(handoff, 0, [8, 3], decode.pool)
+            result = await decode.fetcher.fetch(handoff, {0: [8, 3]}, decode.pool)
             assert (result.outcome, result.reason) == ("failed", errors.CORRUPTED), result
             untouched = [block for block in range(32) if block not in (8, 3)]
             for layer, seen in zip(decode.layers, before, strict=True):

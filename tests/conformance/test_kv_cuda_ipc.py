@@ -61,7 +61,7 @@ def test_the_memory_of_a_source_that_was_killed_is_dropped_though_nothing_is_fet
 
 
 def fetched(service, handoff: KvHandoff, request_id: str, targets: list[int]):
-    service.start_fetch(request_id, handoff, 0, targets)
+    service.start_fetch(request_id, handoff, {0: targets})
     return result_of(service, request_id)
 
 

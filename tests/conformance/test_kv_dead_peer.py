@@ -87,7 +87,7 @@ def test_a_source_frozen_in_mid_fetch_is_a_timeout_and_serves_again_when_it_goes
     os.kill(source.pid, signal.SIGSTOP)
     fetcher = service._fetcher
     patient, fetcher._options = fetcher._options, replace(fetcher._options, kv_fetch_timeout_s=DEADLINE_S)
-    service.start_fetch("frozen", handoff, 0, BLOCKS)
+    service.start_fetch("frozen", handoff, {0: BLOCKS})
     result = result_of(service, "frozen")
     fetcher._options = patient
     assert (result.outcome, result.reason) == ("failed", errors.TIMEOUT), result

@@ -82,7 +82,7 @@ async def test_a_fault_ends_as_it_says_touches_only_the_targets_and_leaves_nothi
     async with nodes(transport, plan) as (prefill, decode):
         before = [layer.copy() for layer in decode.layers]
         handoff = prefill.publish(IDS, owner="a")
-        result = await decode.fetcher.fetch(handoff, 0, TARGETS, decode.pool)
+        result = await decode.fetcher.fetch(handoff, {0: TARGETS}, decode.pool)
         assert result.outcome == ("failed" if REASON[kind] else "ok"), result
         assert result.reason == REASON[kind]
         assert result.transport == transport
@@ -93,7 +93,7 @@ async def test_a_fault_ends_as_it_says_touches_only_the_targets_and_leaves_nothi
         await eventually(lambda: prefill.leases._open[handoff.handoff_id].active_reads == 0)
 
         repair(decode)
-        assert (await decode.fetcher.fetch(handoff, 0, TARGETS, decode.pool)).outcome == "ok"
+        assert (await decode.fetcher.fetch(handoff, {0: TARGETS}, decode.pool)).outcome == "ok"
         for ours, theirs in zip(decode.layers, prefill.layers, strict=True):
             np.testing.assert_array_equal(ours[TARGETS], theirs[IDS])
         await decode.fetcher.release(handoff)
@@ -106,7 +106,7 @@ async def test_a_corrupted_fetch_has_one_wrong_block_and_no_first_token(transpor
     async with nodes(transport, FaultPlan(corrupt=1.0)) as (prefill, decode):
         handoff = prefill.announce(IDS)
         prefill.leases.publish(handoff.handoff_id, "a", IDS, 20, 30.0, first_token=77)
-        result = await decode.fetcher.fetch(handoff, 0, TARGETS, decode.pool)
+        result = await decode.fetcher.fetch(handoff, {0: TARGETS}, decode.pool)
         assert (result.reason, result.first_token) == (errors.CORRUPTED, None)
         wrong = [
             (layer, target)
@@ -120,7 +120,7 @@ async def test_a_corrupted_fetch_has_one_wrong_block_and_no_first_token(transpor
 async def test_a_cut_comes_midway_and_stops_the_writing(transport):
     async with nodes(transport, FaultPlan(seed=2, cut=1.0), LONG) as (prefill, decode):
         TRANSPORTS[transport](prefill, decode)
-        result = await decode.fetcher.fetch(prefill.publish([1, 2, 3]), 0, [4, 5, 6], decode.pool)
+        result = await decode.fetcher.fetch(prefill.publish([1, 2, 3]), {0: [4, 5, 6]}, decode.pool)
         assert result.reason == errors.UNREACHABLE
         whole_bytes = 3 * LONG.num_layers * LONG.block_bytes
         assert result.num_bytes <= whole_bytes if transport == "shm" else 0 < result.num_bytes < whole_bytes
@@ -133,7 +133,7 @@ async def test_a_dropped_fetch_ends_at_its_own_deadline_if_that_comes_first(tran
     async with nodes(transport, FaultPlan(drop=1.0, longest_drop_s=30.0)) as (prefill, decode):
         decode.fetcher._options = replace(decode.fetcher._options, kv_fetch_timeout_s=0.1)
         started_s = time.monotonic()
-        result = await decode.fetcher.fetch(prefill.publish(IDS), 0, TARGETS, decode.pool)
+        result = await decode.fetcher.fetch(prefill.publish(IDS), {0: TARGETS}, decode.pool)
         assert result.reason == errors.TIMEOUT
         assert 0.1 <= time.monotonic() - started_s < 30
 
@@ -144,7 +144,7 @@ async def test_a_fetch_cancelled_during_a_fault_is_cancelled_and_reads_nothing_a
     async with nodes(transport, plan, LONG) as (prefill, decode):
         TRANSPORTS[transport](prefill, decode)
         handoff = prefill.publish([1, 2, 3])
-        task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, [4, 5, 6], decode.pool))
+        task = asyncio.create_task(decode.fetcher.fetch(handoff, {0: [4, 5, 6]}, decode.pool))
         await asyncio.sleep(0.05)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -156,7 +156,7 @@ async def test_what_fails_by_itself_keeps_its_own_reason_when_it_was_to_be_cut(t
     async with nodes(transport, FaultPlan(cut=1.0)) as (prefill, decode):
         handoff = prefill.publish([1], owner="a")
         prefill.leases.release(handoff.handoff_id)
-        result = await decode.fetcher.fetch(handoff, 0, [1], decode.pool)
+        result = await decode.fetcher.fetch(handoff, {0: [1]}, decode.pool)
         assert result.reason in (errors.UNKNOWN_HANDOFF, errors.UNREACHABLE)  # or the cut came first
         assert prefill.leases.stats().open_leases == 0
 
@@ -175,7 +175,7 @@ async def test_300_fetches_end_in_a_result_each_as_planned_and_no_lease_is_left(
             ids = [(index + 11 * step) % 64 for step in range(8)]
             handoff = prefill.publish(ids, f"request-{index}")
             try:
-                result = await decode.fetcher.fetch(handoff, 0, targets, decode.pool)
+                result = await decode.fetcher.fetch(handoff, {0: targets}, decode.pool)
                 if result.outcome == "ok":
                     for ours, theirs in zip(decode.layers, prefill.layers, strict=True):
                         np.testing.assert_array_equal(ours[targets], theirs[ids])
@@ -208,7 +208,7 @@ def test_a_service_with_faults_completes_every_fetch_once_and_every_lease_ends(t
         results, sent = {}, set()
         for index in range(40):
             handoff = _offer(prefill, f"p{index}", [index % 32, (index + 5) % 32])
-            decode.start_fetch(f"d{index}", handoff, 0, [2 * index, 2 * index + 1])
+            decode.start_fetch(f"d{index}", handoff, {0: [2 * index, 2 * index + 1]})
         deadline_s = time.monotonic() + PATIENCE_S
         while len(results) < 40 or len(sent) < 40:
             assert time.monotonic() < deadline_s, (len(results), len(sent))

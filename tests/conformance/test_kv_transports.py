@@ -49,13 +49,13 @@ class FollowingConformance:
             for number in range(MAX_CONCURRENT_FETCHES):
                 handoff = msgspec.structs.replace(prefill.announce([number, 16 + number]), complete=False)
                 prefill.leases.extend(handoff.handoff_id, f"partial {number}", [number])
-                partial.append(decode.fetcher.fetch(handoff, 0, [2 * number, 2 * number + 1], decode.pool))
+                partial.append(decode.fetcher.fetch(handoff, {0: [2 * number, 2 * number + 1]}, decode.pool))
             following = [asyncio.create_task(fetch) for fetch in partial]
             await eventually(
                 lambda: sum(lease.active_reads for lease in prefill.leases._open.values()) == len(following)
             )
             result = await asyncio.wait_for(
-                decode.fetcher.fetch(prefill.publish([30]), 0, [30], decode.pool), PATIENCE_S
+                decode.fetcher.fetch(prefill.publish([30]), {0: [30]}, decode.pool), PATIENCE_S
             )
             assert result.outcome == "ok", result
             assert not any(task.done() for task in following)
@@ -126,7 +126,7 @@ class TestCollective(FollowingConformance, LayerConformance, TransportConformanc
 
             prefill.pool.checksum = damaging
             handoff = prefill.publish([1, 2])
-            result = await decode.fetcher.fetch(handoff, 0, [8, 3], decode.pool)
+            result = await decode.fetcher.fetch(handoff, {0: [8, 3]}, decode.pool)
             assert (result.outcome, result.reason) == ("failed", errors.CORRUPTED), result
             untouched = [block for block in range(32) if block not in (8, 3)]
             for layer, seen in zip(decode.layers, before, strict=True):
@@ -143,7 +143,7 @@ class TestCollective(FollowingConformance, LayerConformance, TransportConformanc
 
             decode.pool.scatter = slow_scatter
             prefill.pool.gather = lambda *args: gathered.append(args) or gather(*args)
-            task = asyncio.create_task(decode.fetcher.fetch(prefill.publish([1]), 0, [1], decode.pool))
+            task = asyncio.create_task(decode.fetcher.fetch(prefill.publish([1]), {0: [1]}, decode.pool))
             await eventually(lambda: gathered)
             await asyncio.sleep(0.3)
             ahead = len(gathered)
@@ -157,7 +157,7 @@ class TestCollective(FollowingConformance, LayerConformance, TransportConformanc
             handoff, groups = prefill.publish([1, 2, 3]), set()
             for _ in range(4):
                 go_on.clear()
-                task = asyncio.create_task(decode.fetcher.fetch(handoff, 0, [4, 5, 6], decode.pool))
+                task = asyncio.create_task(decode.fetcher.fetch(handoff, {0: [4, 5, 6]}, decode.pool))
                 await eventually(lambda: self.served(prefill))
                 groups.update(self.served(prefill))
                 task.cancel()
@@ -174,9 +174,9 @@ class TestCollective(FollowingConformance, LayerConformance, TransportConformanc
             go_on = harness.slow_down(prefill, decode)
             go_on.clear()
             first, second = prefill.publish([1, 2, 3], "a"), prefill.publish([7, 8, 9], "b")
-            running = asyncio.create_task(decode.fetcher.fetch(first, 0, [4, 5, 6], decode.pool))
+            running = asyncio.create_task(decode.fetcher.fetch(first, {0: [4, 5, 6]}, decode.pool))
             await eventually(lambda: self.served(prefill))
-            waiting = asyncio.create_task(decode.fetcher.fetch(second, 0, [7, 8, 9], decode.pool))
+            waiting = asyncio.create_task(decode.fetcher.fetch(second, {0: [7, 8, 9]}, decode.pool))
             await asyncio.sleep(0.02)
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -196,7 +196,7 @@ class TestCollective(FollowingConformance, LayerConformance, TransportConformanc
             decode.fetcher._options = dataclasses.replace(decode.fetcher._options, kv_fetch_timeout_s=0.4)
             with monkeypatch.context() as patched:
                 patched.setattr(PairGroup, "send", lambda self, tensor, deadline_s: None)
-                result = await decode.fetcher.fetch(handoff, 0, ids, decode.pool)
+                result = await decode.fetcher.fetch(handoff, {0: ids}, decode.pool)
             assert (result.outcome, result.reason) == ("failed", errors.TIMEOUT), result
             decode.fetcher._options = dataclasses.replace(decode.fetcher._options, kv_fetch_timeout_s=PATIENCE_S)
             assert await self._fetch_ok(prefill, decode, handoff, ids)
@@ -208,7 +208,7 @@ class TestCollective(FollowingConformance, LayerConformance, TransportConformanc
         async with self.nodes(harness) as (prefill, decode):
             go_on = harness.slow_down(prefill, decode)
             go_on.clear()
-            task = asyncio.create_task(decode.fetcher.fetch(prefill.publish([1]), 0, [1], decode.pool))
+            task = asyncio.create_task(decode.fetcher.fetch(prefill.publish([1]), {0: [1]}, decode.pool))
             await eventually(lambda: prefill.source.bytes_sent_total > 0)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):

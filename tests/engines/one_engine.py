@@ -2,7 +2,7 @@
 
 Cheaper than a deployment by far: no Ray, no router, no second copy of the model. Its prefix cache is off, so decode's
 blocks are others than prefill's and everything in them has come through the transfer. `python -m` prints one line of
-JSON for each model family it is given, `NAME` or `NAME:LONGEST`.
+JSON for each model family it is given.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NUM_OUTPUT_TOKENS = 6
 class OneEngine:
     """Runs one answer at a time, to its end."""
 
-    def __init__(self, model_path: Path, longest_tokens: int) -> None:
+    def __init__(self, model_path: Path) -> None:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -45,7 +45,7 @@ class OneEngine:
         own = {
             "model": str(model_path),
             "dtype": _dtype(model_path),
-            "max_model_len": longest_tokens,
+            "max_model_len": LONGEST_TOKENS,
             "max_num_batched_tokens": STEP_TOKENS,
             "kv_cache_memory_bytes": 32 << 20,
             "enable_prefix_caching": False,
@@ -125,14 +125,15 @@ class OneEngine:
 
 
 def _dtype(model_path: Path) -> str:
-    """Return float32, but for MLA on a CPU with AMX, whose kernel in vLLM packs weights of 16 bits only."""
+    """Return float32, but where vLLM's kernels want 16 bits: states, and MLA on a CPU with AMX."""
     import torch
 
-    has_latent_kv = "kv_lora_rank" in json.loads((model_path / "config.json").read_text())
-    return "bfloat16" if has_latent_kv and torch.cpu._is_amx_tile_supported() else "float32"
+    config = json.loads((model_path / "config.json").read_text())
+    narrow = "linear_num_key_heads" in config or ("kv_lora_rank" in config and torch.cpu._is_amx_tile_supported())
+    return "bfloat16" if narrow else "float32"
 
 
-def compare(model_path: Path, longest_tokens: int) -> list[dict[str, Any]]:
+def compare(model_path: Path) -> list[dict[str, Any]]:
     """Every prompt whole first, then all of them split: no block holds by chance what the transfer should bring.
 
     `other` is the answer to a prompt that begins otherwise: where it differs, far tokens matter.
@@ -141,9 +142,8 @@ def compare(model_path: Path, longest_tokens: int) -> list[dict[str, Any]]:
 
     wish = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True)
     draw = random.Random(5)
-    lengths = [length for length in LENGTHS if length + NUM_OUTPUT_TOKENS <= longest_tokens]
-    prompts = [[draw.randrange(3, 500) for _ in range(length)] for length in lengths]
-    with closing(OneEngine(model_path, longest_tokens)) as engine:
+    prompts = [[draw.randrange(3, 500) for _ in range(length)] for length in LENGTHS]
+    with closing(OneEngine(model_path)) as engine:
         wholes = [engine.whole(prompt, wish) for prompt in prompts]
         others = [engine.whole([7] * 16 + prompt[16:], wish) for prompt in prompts]
         splits = [engine.split(prompt, wish) for prompt in prompts]
@@ -163,10 +163,9 @@ def main(directory: Path, families: list[str]) -> None:
     from tests.engines.tiny_model import make_family
 
     for family in families:
-        name, _, longest = family.partition(":")
         line: dict[str, Any] = {"family": family}
         try:
-            line["answers"] = compare(make_family(name, directory / name), int(longest or LONGEST_TOKENS))
+            line["answers"] = compare(make_family(family, directory / family))
         except Exception as error:  # noqa: BLE001 - the test judges it
             line["refused"] = f"{type(error).__name__}: {error}"
         ensure_kv_transfer_shutdown()

@@ -228,7 +228,7 @@ async def fetched(handoff: KvHandoff, description: WorkerDescription, our_ranks:
         rows = [np.zeros((handoff.num_blocks, block_bytes), dtype=np.uint8) for _ in range(layout.num_layers)]
         cache = RankCache(HostMemory(rows), LeaseTable(), layout, rank)
         _, fetcher = make_transport(cache, TransferOptions("127.0.0.1", transport="grpc"))
-        result = await fetcher.fetch(handoff, 0, range(handoff.num_blocks), cache.pool)
+        result = await fetcher.fetch(handoff, {0: range(handoff.num_blocks)}, cache.pool)
         assert result.outcome == "ok", result
         await fetcher.release(handoff)
         await fetcher.close()

@@ -55,8 +55,8 @@ def make_tiny_model_like(config: RidgelineConfig, directory: Path, max_positions
 
 
 WINDOW_TOKENS = 128
-FAMILIES = ("gemma3", "gpt_oss", "mistral", "deepseek_mla")
-"""Shapes of attention that a Llama does not have; each is made small by `make_family`."""
+FAMILIES = ("gemma3", "gpt_oss", "mistral", "qwen3_next", "deepseek_mla")
+"""Layers that a Llama does not have; each is made small by `make_family`."""
 
 
 def make_family(name: str, directory: Path, vocabulary_tokens: int = 512, max_positions: int = 2048) -> Path:
@@ -86,6 +86,13 @@ def make_family(name: str, directory: Path, vocabulary_tokens: int = 512, max_po
         kinds = ["sliding_attention", "full_attention"] * 2
         own = {"num_hidden_layers": 4, "layer_types": kinds, "sliding_window": WINDOW_TOKENS}
         config = transformers.GptOssConfig(**common, **own, num_local_experts=4, num_experts_per_tok=2)
+    elif name == "qwen3_next":
+        states = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 128}
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+        kinds = ["linear_attention"] * 3 + ["full_attention"]
+        own = {"num_hidden_layers": 4, "layer_types": kinds, "shared_expert_intermediate_size": 64}
+        shape = {**common, "head_dim": 256, "linear_value_head_dim": 128}
+        config = transformers.Qwen3NextConfig(**shape, **states, **experts, **own)
     elif name == "mistral":
         config = transformers.MistralConfig(**common, num_hidden_layers=3, sliding_window=WINDOW_TOKENS)
     else:

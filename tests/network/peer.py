@@ -33,7 +33,7 @@ class Peer:
     def fetch(self, request_id, handoff, blocks):
         """The result, and the seconds from asking to the completion."""
         started_s = time.perf_counter()
-        self.service.start_fetch(request_id, KvHandoff.from_params(handoff), 0, blocks)
+        self.service.start_fetch(request_id, KvHandoff.from_params(handoff), {0: blocks})
         while True:
             self.service.wait(1.0)
             result = self.service.poll().results.get(request_id)  # only sources have anything freed

@@ -16,7 +16,7 @@ def begin(
 ) -> None:
     """Publish these blocks and start to fetch them to the same places."""
     handoff, _ = source.publish(transport, f"{request_id}-source", list(blocks))
-    service.start_fetch(request_id, handoff, 0, blocks)
+    service.start_fetch(request_id, handoff, {0: blocks})
 
 
 def result_of(service: TransferService, request_id: str) -> TransferResult:

@@ -55,8 +55,7 @@ def _fetch(num_blocks: int) -> FetchRequest:
     """Return a valid request for the first blocks of the hand-off that is there."""
     return FetchRequest(
         handoff_id="open",
-        first_block=0,
-        num_blocks=num_blocks,
+        runs=((0, num_blocks),),
         layout=LAYOUT,
         part_start=0,
         part_bytes=LAYOUT.block_bytes,

@@ -1,4 +1,4 @@
-"""Models whose attention is not a Llama's: right through the hand-over, or refused with the property that stands there.
+"""Models whose layers are not a Llama's: right through the hand-over.
 
 Each is tiny and random; one engine hands over to itself (`one_engine.py`), so all of them take half a minute.
 """
@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 
 from tests.engines.one_engine import LENGTHS, NUM_OUTPUT_TOKENS, RESULT
-from tests.engines.tiny_model import WINDOW_TOKENS
+from tests.engines.tiny_model import FAMILIES
 
 REPOSITORY = Path(__file__).parents[3]
-SHORT = f"mistral:{WINDOW_TOKENS}"
-FAMILIES = ("gemma3", "deepseek_mla", "mistral", SHORT)
+UNSTEADY = "gpt_oss"  # once in some fifty runs vLLM's answer without any hand-off is another one, on CPUs
 
 
 def results(models: Path, *families: str) -> dict[str, dict[str, Any]]:
@@ -38,11 +37,11 @@ def results(models: Path, *families: str) -> dict[str, dict[str, Any]]:
     return {line["family"]: line for line in lines}
 
 
-def right(line: dict[str, Any], lengths: int = len(LENGTHS)) -> None:
+def right(line: dict[str, Any]) -> None:
     """Each answer is that of the engine alone, and everything came through the transfer."""
     assert "refused" not in line, line["refused"]
     answers = line["answers"]
-    assert len(answers) == lengths
+    assert len(answers) == len(LENGTHS)
     for answer in answers:
         assert len(answer["whole"]) == NUM_OUTPUT_TOKENS
         for token_ids, transfer in (answer["split"], answer["followed"]):
@@ -53,21 +52,13 @@ def right(line: dict[str, Any], lengths: int = len(LENGTHS)) -> None:
 
 
 @pytest.mark.slow
-def test_a_handed_over_answer_is_that_of_the_engine_alone_and_a_window_in_every_layer_is_refused(
-    tmp_path: Path, subtests: pytest.Subtests
-):
-    found = results(tmp_path, *FAMILIES)
-    for family in ("gemma3", "deepseek_mla", SHORT):
+def test_a_handed_over_answer_is_that_of_the_engine_alone(tmp_path: Path, subtests: pytest.Subtests):
+    steady = [family for family in FAMILIES if family != UNSTEADY]
+    for family, line in results(tmp_path, *steady).items():
         with subtests.test(family):
-            right(found[family], 2 if family == SHORT else len(LENGTHS))
-    with subtests.test("mistral"):
-        assert found["mistral"]["refused"] == (
-            "UnsupportedModel: no layer of this model keeps the KV of every token (SlidingWindowSpec, "
-            f"{WINDOW_TOKENS} tokens), and what is given back cannot be handed over: serve it with mode colocated, "
-            "where nothing is handed over"
-        )
+            right(line)
 
 
-@pytest.mark.long  # once in some fifty runs vLLM's answer without any hand-off is another one: gpt_oss on CPUs
+@pytest.mark.long
 def test_gpt_oss_is_handed_over_too(tmp_path: Path):
-    right(results(tmp_path, "gpt_oss")["gpt_oss"])
+    right(results(tmp_path, UNSTEADY)[UNSTEADY])

@@ -50,6 +50,25 @@ async def test_prefill_gives_the_first_token_and_a_hand_off_and_leaves_the_reque
     assert call.transfer == {"do_remote_decode": True, "handoff_id": delta.handoff.handoff_id}
 
 
+@pytest.mark.parametrize(
+    ("first_token", "keeps_every_token", "asked", "computed"),
+    [
+        ("resample", True, PROMPT, PROMPT),
+        ("resample", False, PROMPT, PROMPT[:-1]),
+        ("resample", False, PROMPT[:1], PROMPT[:1]),  # decode computes it itself
+        ("continue", False, PROMPT, PROMPT),
+    ],
+)
+async def test_a_token_that_decode_computes_again_is_left_out_of_windows_and_states(
+    prefill, first_token, keeps_every_token, asked, computed
+):
+    prefill.keeps_every_token = keeps_every_token
+    task = make_task(leg="prefill", first_token=first_token, prompt_token_ids=asked)
+    [delta] = await deltas_of(PrefillHandler(), prefill, task)
+    assert prefill.calls[0].prompt_token_ids == computed
+    assert delta.handoff.num_tokens == len(computed)
+
+
 async def test_two_handoffs_never_share_an_id(prefill):
     ids = {(await deltas_of(PrefillHandler(), prefill, make_task(leg="prefill")))[0].handoff.handoff_id for _ in "ab"}
     assert len(ids) == 2

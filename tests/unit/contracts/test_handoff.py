@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from ridgeline.contracts import errors
-from ridgeline.contracts.handoff import KvHandoff, KvLayout, explain_mismatch, new_handoff_id
+from ridgeline.contracts.handoff import KvHandoff, KvLayout, LayerGroup, explain_mismatch, new_handoff_id
 from tests.support.samples import kv_layout
 from tests.support.symptoms import is_quoted
 
@@ -103,3 +103,25 @@ def test_errors_survive_pickling_and_the_wire(reason):
 def test_a_reason_from_a_newer_version_becomes_internal():
     error = errors.error_for("sunspots", "why")
     assert (error.reason, error.message) == (errors.INTERNAL, "sunspots: why")
+
+
+FULL = LayerGroup(kind="full", block_size=32)
+WINDOW = LayerGroup(kind="window", block_size=32, reach_tokens=128)
+CHUNK = LayerGroup(kind="chunk", block_size=64, reach_tokens=128)
+STATE = LayerGroup(kind="state", block_size=32, state="float32")
+
+
+@pytest.mark.parametrize(
+    ("groups", "blocks"),
+    [
+        ((), {1: 1, 32: 1, 33: 2, 3200: 100}),
+        ((FULL,) * 2, {1: 2, 3200: 200}),
+        ((FULL, WINDOW, WINDOW), {1: 3, 100: 12, 3200: 110}),
+        ((FULL, CHUNK), {1: 2, 3200: 102}),
+        ((FULL, STATE, STATE), {1: 3, 100: 8, 3200: 104}),
+    ],
+    ids=["one", "two", "windows", "chunks", "states"],
+)
+def test_a_sequence_holds_blocks_of_each_group(groups, blocks):
+    layout = msgspec.structs.replace(LAYOUT, groups=groups)
+    assert {tokens: layout.blocks_of(tokens) for tokens in blocks} == blocks

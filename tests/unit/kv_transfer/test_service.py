@@ -98,7 +98,7 @@ def test_a_handoff_ends_with_equal_blocks_and_nothing_held(pair):
     prefill, source, decode, target = pair
     handoff = offer(prefill, "p", [3, 1, 2])
     decode.watch(handoff)
-    decode.start_fetch("d", handoff, 1, [7, 8])
+    decode.start_fetch("d", handoff, {1: [7, 8]})
     _, results = collect(decode, lambda _sent, results: results)
     assert results["d"].outcome == "ok"
     assert results["d"].num_bytes == 2 * 2 * 64
@@ -116,7 +116,7 @@ def test_a_handoff_ends_with_equal_blocks_and_nothing_held(pair):
 def test_a_fetch_may_come_before_the_publication(pair):
     prefill, _, decode, _ = pair
     handoff = handoff_at(prefill.address, 1)
-    decode.start_fetch("d", handoff, 0, [1])
+    decode.start_fetch("d", handoff, {0: [1]})
     in_the_end(lambda: prefill.waited_for)
     prefill.publish("p", handoff.handoff_id, [1], 4)
     _, results = collect(decode, lambda _sent, results: results)
@@ -127,7 +127,7 @@ def test_cancel_ends_in_one_completion_and_frees_the_source(pair):
     prefill, _, decode, _ = pair
     handoffs = [offer(prefill, f"p{n}", [n]) for n in range(8)]
     for n, handoff in enumerate(handoffs):
-        decode.start_fetch(f"d{n}", handoff, 0, [n])
+        decode.start_fetch(f"d{n}", handoff, {0: [n]})
         decode.cancel(f"d{n}")
         decode.cancel(f"d{n}")
     decode.cancel("never started")
@@ -150,9 +150,9 @@ def test_release_without_a_fetch_frees_the_source_once(pair):
 def test_a_second_fetch_for_one_request_is_refused(pair):
     prefill, _, decode, _ = pair
     handoff = offer(prefill, "p", [1])
-    decode.start_fetch("d", handoff, 0, [1])
+    decode.start_fetch("d", handoff, {0: [1]})
     with pytest.raises(ValueError, match="already has a fetch"):
-        decode.start_fetch("d", handoff, 0, [1])
+        decode.start_fetch("d", handoff, {0: [1]})
 
 
 class TimedLeases:
@@ -208,7 +208,7 @@ def test_a_handoff_that_is_watched_no_more_lives_out_its_lease_unless_it_is_fetc
     timed.pass_with_a_renewal(0.9, fetched)
     assert collect(prefill, lambda sent, _results: sent)[0] == {"left"}
     assert prefill.stats().expired_leases_total == 1
-    decode.start_fetch("d", fetched, 0, [3])
+    decode.start_fetch("d", fetched, {0: [3]})
     _, results = collect(decode, lambda _sent, results: results)
     assert results["d"].outcome == "ok"
 
@@ -219,7 +219,7 @@ def test_a_vanished_source_fails_the_fetch_and_stops_the_heartbeats(monkeypatch,
     handoff = offer(prefill, "p", [1])
     prefill.close()
     decode.watch(handoff)
-    decode.start_fetch("d", handoff, 0, [1])
+    decode.start_fetch("d", handoff, {0: [1]})
     _, results = collect(decode, lambda _sent, results: results)
     assert (results["d"].outcome, results["d"].reason) == ("failed", errors.UNREACHABLE)
     assert decode.stats().watched_handoffs == 0
@@ -228,7 +228,7 @@ def test_a_vanished_source_fails_the_fetch_and_stops_the_heartbeats(monkeypatch,
 
 def test_a_layout_mismatch_is_counted_and_frees_the_source(started):
     (prefill, _), (decode, _) = started(), started(isa="vec")
-    decode.start_fetch("d", offer(prefill, "p", [1]), 0, [1])
+    decode.start_fetch("d", offer(prefill, "p", [1]), {0: [1]})
     _, results = collect(decode, lambda _sent, results: results)
     assert "isa is 'vec' here and 'amx' there" in results["d"].message
     assert collect(prefill, lambda sent, _results: sent)[0] == {"p"}
@@ -242,7 +242,7 @@ def test_an_error_nobody_foresaw_still_completes_the_fetch(pair, caplog):
         raise ZeroDivisionError("a bug")
 
     decode._fetcher.fetch = broken
-    decode.start_fetch("d", offer(prefill, "p", [1]), 0, [1])
+    decode.start_fetch("d", offer(prefill, "p", [1]), {0: [1]})
     _, results = collect(decode, lambda _sent, results: results)
     assert (results["d"].outcome, results["d"].reason) == ("failed", errors.INTERNAL)
     assert "unforeseen" in caplog.text
@@ -251,12 +251,12 @@ def test_an_error_nobody_foresaw_still_completes_the_fetch(pair, caplog):
 def test_close_completes_what_is_under_way_and_ends_the_threads():
     before = set(threading.enumerate())
     (prefill, _), (decode, _) = make_service(), make_service()
-    decode.start_fetch("d", handoff_at(prefill.address, 1), 0, [1])  # never published: it waits
+    decode.start_fetch("d", handoff_at(prefill.address, 1), {0: [1]})  # never published: it waits
     in_the_end(lambda: prefill.waited_for)
     decode.close()
     decode.close()
     assert decode.poll().results["d"].outcome == "cancelled"
-    decode.start_fetch("late", handoff_at(prefill.address, 1), 0, [1])
+    decode.start_fetch("late", handoff_at(prefill.address, 1), {0: [1]})
     assert decode.poll().results["late"].outcome == "cancelled"
     prefill.close()
     in_the_end(lambda: not any("kv-" in thread.name for thread in set(threading.enumerate()) - before))
@@ -268,7 +268,7 @@ def test_wait_returns_at_once_on_news_and_after_the_timeout_without(pair):
     started_s = time.monotonic()
     decode.wait(0.05)
     assert time.monotonic() - started_s >= 0.04
-    decode.start_fetch("d", offer(prefill, "p", [1]), 0, [1])
+    decode.start_fetch("d", offer(prefill, "p", [1]), {0: [1]})
     started_s = time.monotonic()
     decode.wait(PATIENCE_S)
     assert time.monotonic() - started_s < PATIENCE_S
@@ -311,7 +311,7 @@ def test_a_cache_for_which_this_process_has_no_address_space_is_fetched_over_grp
         assert not isinstance(paired, str)
         assert paired.transport == "grpc"
         assert "cannot be mapped (Cannot allocate memory)" in paired.why
-        decode.start_fetch("d", offer(prefill, "p", [3]), 0, [7])
+        decode.start_fetch("d", offer(prefill, "p", [3]), {0: [7]})
         _, results = collect(decode, lambda _sent, results: results)
         assert results["d"].outcome == "ok"
         assert all(torch.equal(target[name][7], layer[3]) for name, layer in source.items())

@@ -5,9 +5,43 @@ import shutil
 
 import pytest
 
-from ridgeline.engine.connector.layout import SAMPLE_BYTES, weights_digest
+from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
+
+# isort: split
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec
+
+from ridgeline.engine.connector.layout import SAMPLE_BYTES, heads_are_runs, kv_format, weights_digest
 
 MIB = 2**20
+SHAPE = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+FULL = FullAttentionSpec(**SHAPE)
+LATENT = MLAAttentionSpec(**{**SHAPE, "num_kv_heads": 1, "head_size": 576})
+STATE = MambaSpec(shapes=((8,),), dtypes=(torch.float32,), block_size=32)
+HEADS_FIRST = torch.zeros(4, 2, 32, 128)
+
+
+@pytest.mark.parametrize(
+    ("cache", "spec", "layout", "runs"),
+    [
+        (HEADS_FIRST, FULL, "LBHNC", True),
+        (HEADS_FIRST, FULL, "BLHNC", True),
+        (HEADS_FIRST, FULL, "LBNHC", False),
+        (HEADS_FIRST.unflatten(0, (2, 2)), FULL, "LBHNC", False),
+        (HEADS_FIRST, FullAttentionSpec(**SHAPE, num_head_slots=4), "LBHNC", False),
+        (HEADS_FIRST, FullAttentionSpec(**SHAPE, page_size_padded=FULL.page_size_bytes + 64), "LBHNC", False),
+        (HEADS_FIRST, STATE, "LBHNC", False),
+        (torch.zeros(4, 1, 32, 576), LATENT, "LBHNC", False),
+    ],
+    ids=["heads first", "blocks first", "tokens first", "kernel blocks", "packed", "padded", "states", "latent"],
+)
+def test_ranks_may_share_a_block_only_where_heads_are_runs_of_bytes(cache, spec, layout, runs):
+    assert heads_are_runs(spec, [cache], layout) is runs
+
+
+def test_formats_that_torch_has_no_type_for_are_told_apart():
+    assert kv_format(torch.bfloat16, "auto") == kv_format(torch.bfloat16, "bfloat16") == "bfloat16"
+    assert kv_format(torch.uint8, "fp8_e4m3") != kv_format(torch.uint8, "fp8_e5m2")
 
 
 @pytest.fixture

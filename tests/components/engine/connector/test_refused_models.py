@@ -44,10 +44,9 @@ def start(directory: Path, model: PretrainedConfig, architecture: str, pool: Poo
     VllmEngine(dataclasses.replace(engine_config(pool), **changed)).start()
 
 
-def test_a_window_in_every_layer_is_refused_but_where_nothing_is_handed_over(tmp_path: Path, loaded: list[Any]):
-    model = MistralConfig(**SMALL, **HEADS, sliding_window=128)
-    with pytest.raises(UnsupportedModel, match="every layer has a sliding window of 128 tokens"):
-        start(tmp_path, model, "MistralForCausalLM")
+def test_a_property_that_cannot_be_served_is_refused_before_anything_is_loaded(tmp_path: Path, loaded: list[Any]):
+    with pytest.raises(UnsupportedModel):
+        start(tmp_path, MistralConfig(**SMALL, **HEADS, index_topk=16), "MistralForCausalLM")
     assert loaded == []
-    start(tmp_path, model, "MistralForCausalLM", pool="colocated")
+    start(tmp_path, MistralConfig(**SMALL, **HEADS, sliding_window=128), "MistralForCausalLM")
     assert len(loaded) == 1

@@ -8,7 +8,11 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
@@ -16,6 +20,7 @@ from ridgeline.contracts.handoff import KvHandoff, TransferResult
 from ridgeline.engine.connector import scheduler_side
 from ridgeline.engine.connector.accounting import StepAccountant
 from ridgeline.engine.connector.chunks import MOST_PARTIAL
+from ridgeline.engine.connector.groups import CacheGroups
 from ridgeline.engine.connector.kv_connector import RidgelineConnector
 from ridgeline.engine.connector.messages import (
     FIRST_TOKEN_FOLLOWS,
@@ -34,6 +39,8 @@ from tests.support.samples import LAYOUT, make_handoff
 MODEL = StepCostModel(load_model_shape("smollm2-135m"))
 HANDOFF = make_handoff()
 VOCABULARY_TOKENS = 50
+FULL = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=16, dtype=torch.float32)
+GROUPS = CacheGroups(KVCacheConfig(100, [], [KVCacheGroupSpec(["layer"], FULL)]))
 NO_CACHED = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
 IDLE = SimpleNamespace(
     total_num_scheduled_tokens=0,
@@ -55,7 +62,7 @@ def clock():
 @pytest.fixture
 def side(clock):
     side = SchedulerSide(
-        block_size=32,
+        groups=GROUPS,
         lease_s=30.0,
         vocabulary_tokens=VOCABULARY_TOKENS,
         accountant=StepAccountant(MODEL),
@@ -75,6 +82,7 @@ def a_request(request_id="r", prompt=70, **params):
         output_token_ids=[7],
         kv_transfer_params=params or None,
         status=RequestStatus.WAITING,
+        skip_reading_prefix_cache=False,
     )
 
 
@@ -82,8 +90,12 @@ def a_fetching_request(request_id="r", prompt=71, handoff=HANDOFF):
     return a_request(request_id, prompt, do_remote_prefill=True, handoff=handoff.to_params())
 
 
-def blocks(*ids):
-    return SimpleNamespace(get_unhashed_block_ids_all_groups=lambda: [list(ids)])
+def blocks(*ids, cached=0):
+    """A request's only block table, whose first blocks were found in the prefix cache."""
+    table = [KVCacheBlock(block_id) for block_id in ids]
+    for block in table[:cached]:
+        block.set_block_hash(BlockHashWithGroupId(b""), 32)
+    return KVCacheBlocks((table,))
 
 
 def start_fetch(side, request, *ids):
@@ -102,7 +114,7 @@ def report(side, results=None, step=None, **ids):
 
 def end(side, request, status=RequestStatus.FINISHED_ABORTED, block_ids=()):
     request.status = status
-    return side.request_finished(request, list(block_ids))
+    return side.request_finished_all_groups(request, (list(block_ids),))
 
 
 def recomputes(side):
@@ -114,7 +126,8 @@ def test_the_hooks_named_in_the_order_of_calls_are_methods_under_vllms_own_names
     hooks = re.findall(r"`(\w+)`", order)
     assert len(hooks) == 6
     for hook in hooks:
-        assert all(hook in vars(owner) for owner in (KVConnectorBase_V1, RidgelineConnector, SchedulerSide)), hook
+        assert all(hook in vars(owner) for owner in (RidgelineConnector, SchedulerSide)), hook
+        assert hook in vars(KVConnectorBase_V1) or hook in vars(SupportsHMA), hook
 
 
 # --- (a) the producer
@@ -173,15 +186,14 @@ def test_a_handed_over_prompt_is_watched_loaded_whole_and_asynchronously(side, p
     instructions = side.build_connector_meta(IDLE)
     assert instructions.watch == [HANDOFF]
     [fetch] = instructions.fetch
-    assert (fetch.request_id, fetch.handoff, fetch.first_block) == ("r", HANDOFF, 0)
-    assert fetch.target_block_ids == [1, 2, 3]
+    assert (fetch.request_id, fetch.handoff, fetch.targets) == ("r", HANDOFF, {0: [1, 2, 3]})
     assert instructions.release == instructions.cancel == []
 
 
 def test_a_block_allocated_for_the_token_after_the_prompt_is_not_fetched(side):
     handoff = make_handoff(num_tokens=64)
     instructions = start_fetch(side, a_fetching_request(prompt=65, handoff=handoff), 1, 2, 3)
-    assert instructions.fetch[0].target_block_ids == [1, 2]
+    assert instructions.fetch[0].targets == {0: [1, 2]}
 
 
 def test_the_heartbeat_starts_with_the_request_not_with_its_load(side):
@@ -224,7 +236,7 @@ def test_a_step_without_tokens_is_told_to_be_idle(side):
 def test_a_hand_off_is_published_at_once_where_the_worker_side_is_at_hand():
     published = []
     side = SchedulerSide(
-        block_size=32,
+        groups=GROUPS,
         lease_s=30.0,
         vocabulary_tokens=VOCABULARY_TOKENS,
         accountant=StepAccountant(MODEL),
@@ -303,9 +315,9 @@ def test_a_local_prefix_hit_maps_to_the_first_block_that_is_missing(side):
     request = a_fetching_request(prompt=70)
     side.on_new_request(request)
     assert side.get_num_new_matched_tokens(request, 64) == (6, True)
-    side.update_state_after_alloc(request, blocks(3), 6)
+    side.update_state_after_alloc(request, blocks(1, 2, 3, cached=2), 6)
     [fetch] = side.build_connector_meta(IDLE).fetch
-    assert (fetch.first_block, fetch.target_block_ids) == (2, [3])
+    assert fetch.targets == {2: [3]}
 
 
 def test_a_prompt_wholly_in_the_local_prefix_cache_releases_the_source_and_is_no_recompute(side):
@@ -321,6 +333,7 @@ def test_a_prompt_wholly_in_the_local_prefix_cache_releases_the_source_and_is_no
 
 def test_a_request_for_which_vllm_skips_the_transfer_releases_the_source_and_counts_as_recompute(side):
     request = a_fetching_request()
+    request.skip_reading_prefix_cache = True
     side.on_new_request(request)
     assert side.get_num_new_matched_tokens(request, 0) == (
         70,
@@ -596,7 +609,7 @@ def a_side_that_sends_at_once(sends=True):
             sent.append(stats)
         return sends
 
-    side = SchedulerSide(32, 30.0, VOCABULARY_TOKENS, StepAccountant(MODEL), send_at_once)
+    side = SchedulerSide(GROUPS, 30.0, VOCABULARY_TOKENS, StepAccountant(MODEL), send_at_once)
     side.set_xfer_handshake_metadata({0: Endpoint("127.0.0.1:7001", LAYOUT.compatibility_hash(), 100, 2048)})
     return side, sent
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 
@@ -10,118 +11,79 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import transformers
 
-from ridgeline.engine.connector.transferable_models import why_unsupported
+from ridgeline.engine.connector.transferable_models import keeps_every_token, keeps_states, why_unsupported
 from tests.support.model_families import FAMILIES_TABLE, MODELS, families_table
 
 MIXTURE = ["sliding_attention", "full_attention"]
 
 
-def reason(config: object, longest: int = 8192, hands_over: bool = True) -> str | None:
-    values = config if isinstance(config, dict) else config.to_dict()  # type: ignore[attr-defined]
-    return why_unsupported(values, max_model_len=longest, hands_over=hands_over)
+def reason(config: object, *, on_cpu: bool = True, prefix_caching: bool = True) -> str | None:
+    return why_unsupported(values(config), on_cpu=on_cpu, prefix_caching=prefix_caching)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "LlamaConfig",
-        "Qwen2Config",
-        "Qwen3Config",
-        "Qwen3MoeConfig",
-        "MixtralConfig",
-        "Gemma2Config",
-        "Gemma3TextConfig",
-        "GptOssConfig",
-        "Cohere2Config",
-        "Olmo3Config",
-        "Exaone4Config",
-        "DeepseekV3Config",
-        "GPT2Config",
-        "FalconConfig",
-        "Llama4TextConfig",
-    ],
-)
-def test_models_that_keep_every_tokens_kv_in_some_layer_are_served(name: str):
-    assert reason(getattr(transformers, name)()) is None
+def values(config: object) -> Any:
+    if isinstance(config, str):
+        config = getattr(transformers, config)()
+    return config if isinstance(config, dict) else config.to_dict()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["Qwen3NextConfig", "JambaConfig", "BambaConfig", "NemotronHConfig", "FalconH1Config", "MambaConfig"],
-)
-@pytest.mark.parametrize("hands_over", [True, False])
-def test_recurrent_layers_are_refused_by_their_name_in_every_mode(name: str, hands_over: bool):
-    sentence = reason(getattr(transformers, name)(), hands_over=hands_over)
-    assert sentence is not None
-    assert "recurrent state" in sentence
+EVERY_TOKEN = ("LlamaConfig", "Qwen2Config", "Qwen3Config", "Qwen3MoeConfig", "DeepseekV3Config", "GPT2Config")
+WINDOWS = ("Gemma2Config", "Gemma3TextConfig", "GptOssConfig", "Cohere2Config", "Olmo3Config", "Llama4TextConfig",
+           "Gemma4TextConfig", "MistralConfig")  # fmt: skip
+STATES = ("Qwen3NextConfig", "Qwen3_5TextConfig", "KimiLinearConfig")
+MAMBA_2 = ("BambaConfig", "NemotronHConfig", "FalconH1Config", "GraniteMoeHybridConfig", "Zamba2Config")
+MAMBA = ("JambaConfig", "MambaConfig", "FalconMambaConfig")
 
 
-@pytest.mark.parametrize(
-    ("name", "sentence"),
-    [
-        ("DeepseekV32Config", "keeps an index beside the KV"),
-        ("GlmMoeDsaConfig", "keeps an index beside the KV"),
-        ("DeepseekV4Config", "keep one entry for several tokens"),
-        ("Gemma4TextConfig", "heads of different sizes (256 and 512)"),
-    ],
-)
-@pytest.mark.parametrize("hands_over", [True, False])
-def test_other_shapes_of_kv_are_refused_by_what_they_are_and_not_as_recurrent_states(name, sentence, hands_over):
-    said = reason(getattr(transformers, name)(), hands_over=hands_over)
-    assert said is not None
-    assert sentence in said
+@pytest.mark.parametrize("name", [*EVERY_TOKEN, *WINDOWS, *STATES])
+def test_models_with_any_kinds_of_layers_are_served(name: str):
+    assert reason(name) is None
+    assert keeps_every_token(values(name)) is (name in EVERY_TOKEN)
+    assert keeps_states(values(name)) is (name in STATES)
+
+
+@pytest.mark.parametrize("name", [*MAMBA_2, *MAMBA])
+def test_mamba_layers_are_refused_where_vllm_fails_with_them(name: str):
+    assert keeps_states(values(name))
+    assert reason(name, on_cpu=False) is None
+    assert reason(name) is not None
+    assert (reason(name, prefix_caching=False) is None) is (name in MAMBA_2)
+
+
+def test_layers_of_mamba_that_a_model_could_have_and_has_not_do_not_count():
+    attention = transformers.GraniteMoeHybridConfig(layer_types=["attention"] * 32)
+    assert reason(attention) is None
+    assert not keeps_states(values(attention))
 
 
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
+        ("DeepseekV32Config", "keeps an index beside the KV"),
+        ("GlmMoeDsaConfig", "keeps an index beside the KV"),
+        ("DeepseekV4Config", "keep one entry for several tokens"),
         ({"compress_ratios": [128, 128, 4, 128], "index_topk": 1024, "head_dim": 512}, "one entry for several tokens"),
-        (
-            {"layer_types": MIXTURE, "head_dim": 256, "global_head_dim": 512, "sliding_window": 512},
-            "heads of different sizes (256 and 512)",
-        ),
+        ({"head_dim": 128, "per_layer_config": {"1": {"head_dim": 256}}}, "heads of different sizes (128 and 256)"),
     ],
 )
-def test_so_they_are_in_the_files_of_their_checkpoints(config, sentence):
+def test_blocks_of_several_sizes_are_refused_by_what_makes_them(config, sentence):
     assert sentence in (reason(config) or "")
 
 
-def test_layers_of_a_kind_that_nobody_knows_here_are_refused_too():
-    sentence = reason({"layer_types": ["full_attention", "conv", "linear_attention"]})
-    assert sentence is not None
-    assert "(conv, linear_attention)" in sentence
-
-
-WINDOWED = {"model_type": "mistral", "sliding_window": 4096}
-
-
-def test_a_window_in_every_layer_is_refused_where_a_request_may_be_longer():
-    sentence = reason(WINDOWED)
-    assert sentence is not None
-    assert "every layer has a sliding window of 4096 tokens" in sentence
-    assert "set model.max_model_len to at most 4096" in sentence
-    assert "mode colocated" in sentence
-    assert reason(WINDOWED, longest=4096) is None, "the window never leaves anything out"
-    assert reason(WINDOWED, hands_over=False) is None
-
-
 @pytest.mark.parametrize(
-    ("values", "served"),
+    ("config", "every_token"),
     [
         ({"sliding_window": None}, True),
         ({"sliding_window": 4096, "use_sliding_window": False}, True),
-        ({"sliding_window": 4096, "layer_types": MIXTURE}, True),
-        ({"sliding_window": 4096, "layer_types": ["sliding_attention"] * 2}, False),
-        ({"sliding_window": 4096, "layer_types": ["full_attention"] * 2}, True),
-        ({"sliding_window": 4096, "sliding_window_pattern": 6}, True),
-        ({"sliding_window": 4096, "model_type": "gemma2"}, True),
-        ({"sliding_window": 2047, "model_type": "phi3"}, False),
-        ({"text_config": {"sliding_window": 1024, "model_type": "mistral"}}, False),
-        ({"text_config": {"sliding_window": 1024, "layer_types": MIXTURE}}, True),
+        ({"sliding_window": 4096}, False),
+        ({"text_config": {"sliding_window": 1024}}, False),
+        ({"attention_chunk_size": 8192, "layer_types": MIXTURE}, False),
+        ({"layer_types": ["full_attention", "conv"]}, False),
+        ({"layer_types": ["full_attention"] * 2}, True),
     ],
 )
-def test_files_say_in_several_ways_whether_every_layer_has_the_window(values: dict[str, object], served: bool):
-    assert (reason(values) is None) is served
+def test_files_say_in_several_ways_whether_every_layer_keeps_every_token(config, every_token):
+    assert keeps_every_token(config) is every_token
 
 
 def test_an_index_beside_the_kv_is_refused_by_name():

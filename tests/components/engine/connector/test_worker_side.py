@@ -86,7 +86,7 @@ def test_the_end_of_a_fetch_is_news_and_so_is_the_report_of_it(worker_side):
         num_bytes=3 * worker_side.endpoint.block_bytes_all_layers,
     )
     worker_side.news.clear()
-    worker_side.apply(StepInstructions(fetch=[Fetch("received", handoff, 0, [1, 2, 3])], cancel=["received"]))
+    worker_side.apply(StepInstructions(fetch=[Fetch("received", handoff, {0: [1, 2, 3]})], cancel=["received"]))
     assert worker_side.news.wait(20)
     worker_side.news.clear()
     assert worker_side.get_transfer_results(may_wait=False).finished_recving == {"received"}

@@ -161,7 +161,7 @@ def ask(source, method, argument):
 
 
 def fetch_request(handoff_id, **changes):
-    fields = {"first_block": 0, "num_blocks": 2, "part_start": 0, "part_bytes": LAYOUT.block_bytes, **changes}
+    fields = {"runs": ((0, 2),), "part_start": 0, "part_bytes": LAYOUT.block_bytes, **changes}
     return FetchRequest(**{"handoff_id": handoff_id, "layout": LAYOUT, **fields})
 
 
@@ -203,12 +203,15 @@ def test_an_id_that_is_longer_than_any_of_ours_is_refused_and_not_remembered(sou
 @pytest.mark.parametrize(
     "changes",
     [
-        {"first_block": -(1 << 62)},
-        {"first_block": -1, "num_blocks": 1},
-        {"first_block": 2, "num_blocks": 1},
-        {"num_blocks": 3},
-        {"num_blocks": (1 << 63) - 1, "first_block": (1 << 63) - 1},
-        {"num_blocks": -1},
+        {"runs": ((-(1 << 62), 2),)},
+        {"runs": ((-1, 1),)},
+        {"runs": ((2, 1),)},
+        {"runs": ((0, 3),)},
+        {"runs": (((1 << 63) - 1, (1 << 63) - 1),)},
+        {"runs": ((0, (1 << 63) - 1),)},
+        {"runs": ((0, -1),)},
+        {"runs": ((1, 1), (0, 1))},
+        {"runs": ((0, 1), (0, 1))},
         {"part_start": -1},
         {"part_bytes": 1 << 62},
         {"part_bytes": 0},

@@ -155,7 +155,7 @@ class LeaseEngine:
             self.service.release(handoff)
             return
         fetched = self._fetches[name] = asyncio.get_running_loop().create_future()
-        self.service.start_fetch(name, handoff, 0, list(range(handoff.num_blocks)))
+        self.service.start_fetch(name, handoff, {0: list(range(handoff.num_blocks))})
         try:
             result = await asyncio.shield(fetched)
         except asyncio.CancelledError:

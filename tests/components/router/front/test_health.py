@@ -213,10 +213,14 @@ async def test_closing_it_ends_a_look_in_progress(deployment):
         await asking
 
 
+def test_a_probe_fits_where_a_block_is_as_wide_as_a_state():
+    assert [probe_prompt_tokens(block, 1024) for block in (32, 544, 1024)] == [40, 680, 768]
+
+
 @pytest.mark.parametrize("min_remote", [0, 3000], ids=["", "also where short prompts are not split"])
 async def test_a_probe_is_a_block_of_a_new_prompt_through_both_pools(min_remote):
     bench = split(min_remote=min_remote)
-    probe = HealthProbe(bench.orchestrator, vocabulary_size=100, prompt_tokens=probe_prompt_tokens(32))
+    probe = HealthProbe(bench.orchestrator, vocabulary_size=100, prompt_tokens=probe_prompt_tokens(32, 4096))
     await probe()
     await probe()
     first, second = bench.client("prefill").tasks

@@ -15,10 +15,12 @@ from ridgeline.cluster.model_store import ModelError
 from ridgeline.cluster.runtime.plan import make_plan
 
 MISTRAL = ModelFacts(config={"model_type": "mistral", "sliding_window": 4096})
+QWEN = ModelFacts(config={"layer_types": ["linear_attention", "full_attention"]})
+GRANITE = ModelFacts(config={"layer_types": ["mamba", "attention"], "mamba_n_heads": 8})
 DEEPSEEK = ModelFacts(config={"model_type": "deepseek_v3", "kv_lora_rank": 512})
 LLAMA = ModelFacts(attention_heads=32, kv_heads=8)
 ODD = ModelFacts(attention_heads=9, kv_heads=3)
-LONG, WHOLE = {"model.max_model_len": "8192"}, {"mode": "colocated"}
+WHOLE, GPUS = {"mode": "colocated"}, {f"pools.{pool}.gpus_per_worker": "1" for pool in ("prefill", "decode")}
 
 
 def ranks(gpus: bool = False, **of_pools: int) -> dict[str, str]:
@@ -32,9 +34,13 @@ def ranks(gpus: bool = False, **of_pools: int) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("model", "flags", "parts"),
     [
-        pytest.param(MISTRAL, LONG, [["mine", "4096"]], id="window"),
-        pytest.param(MISTRAL, {}, [], id="requests_that_fit_into_it"),
-        pytest.param(MISTRAL, LONG | WHOLE, [], id="window_without_a_hand_over"),
+        pytest.param(MISTRAL, ranks(decode=2), [], id="window"),
+        pytest.param(QWEN, {}, [], id="states"),
+        pytest.param(QWEN, ranks(decode=2), [["states", "pools.decode.tensor_parallel_size"]], id="states_of_ranks"),
+        pytest.param(QWEN, ranks(decode=2) | WHOLE, [], id="states_without_a_hand_over"),
+        pytest.param(GRANITE, {}, [["engine_args.enable_prefix_caching"]], id="mamba_on_a_cpu"),
+        pytest.param(GRANITE, {"engine_args.enable_prefix_caching": "false"}, [], id="mamba_without_prefix_caching"),
+        pytest.param(GRANITE, GPUS, [], id="mamba_on_a_gpu"),
         pytest.param(DEEPSEEK, ranks(decode=2), [["MLA", "pools.decode.tensor_parallel_size"]], id="latent_cache"),
         pytest.param(DEEPSEEK, {}, [], id="latent_cache_with_equal_ranks"),
         pytest.param(DEEPSEEK, ranks(decode=2) | WHOLE, [], id="latent_cache_without_a_hand_over"),
@@ -67,7 +73,7 @@ def test_a_model_that_cannot_be_served_so_is_named_with_the_fix(model, flags, pa
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_directory_is_judged_by_its_file_before_it_is_loaded(tmp_path: Path, nested: bool):
-    shape = {"num_attention_heads": 4, **MISTRAL.config, "sliding_window": 512}
+    shape = {"num_attention_heads": 4, "index_topk": 512}
     (tmp_path / "config.json").write_text(json.dumps({"text_config": shape} if nested else shape))
     (tmp_path / "model.safetensors").write_bytes(b"")
     (tmp_path / "tokenizer.json").write_text("{}")

@@ -55,11 +55,10 @@ def make_fetcher(kv_fetch_timeout_s):
     return KvFetcher(LAYOUT, control, [GrpcPuller(control)], options)
 
 
-def request_for(handoff_id, first_block=0, num_blocks=1):
+def request_for(handoff_id):
     return FetchRequest(
         handoff_id=handoff_id,
-        first_block=first_block,
-        num_blocks=num_blocks,
+        runs=((0, 1),),
         layout=LAYOUT,
         part_start=0,
         part_bytes=LAYOUT.block_bytes,
@@ -87,7 +86,7 @@ async def test_fetches_beyond_the_slots_wait_their_turn(source, pool):
     fetcher = make_fetcher(PATIENCE_S)
     layers = [np.zeros((8, 32), np.uint8) for _ in range(4)]
     target = HostMemory(layers)
-    fetches = [fetcher.fetch(published(source, f"r{n}"), 0, [2 * n, 2 * n + 1], target) for n in range(4)]
+    fetches = [fetcher.fetch(published(source, f"r{n}"), {0: [2 * n, 2 * n + 1]}, target) for n in range(4)]
     results = await asyncio.gather(*fetches)
     await fetcher.close()
     assert {result.outcome for result in results} == {"ok"}, results
@@ -114,7 +113,7 @@ async def refused_by(source, pool, full, monkeypatch):
     monkeypatch.setattr("ridgeline.decode_worker.kv_fetch.stream.time", full)
     slots, source._fetch_slots = source._fetch_slots, full
     fetcher = make_fetcher(PATIENCE_S)
-    result = await fetcher.fetch(published(source, "r"), 0, [1], pool)
+    result = await fetcher.fetch(published(source, "r"), {0: [1]}, pool)
     await fetcher.close()
     source._fetch_slots = slots
     return result
@@ -156,7 +155,7 @@ async def test_a_source_that_was_busy_and_is_silent_until_time_is_up_is_named_bu
 
 async def test_a_silent_source_is_a_timeout(source, pool):
     fetcher = make_fetcher(0.2)
-    result = await fetcher.fetch(handoff_at(source.address, 2, "never published"), 0, [1], pool)
+    result = await fetcher.fetch(handoff_at(source.address, 2, "never published"), {0: [1]}, pool)
     await fetcher.close()
     assert (result.outcome, result.reason) == ("failed", errors.TIMEOUT)
     assert result.wait_s >= 0.15

@@ -291,20 +291,20 @@ async def test_a_group_beyond_those_that_a_source_can_have_is_refused_in_words(m
         pytest.param({"end_layer": 2}, True, errors.BAD_REQUEST, id="a layer after the last"),
         pytest.param({"end_layer": 0}, True, errors.BAD_REQUEST, id="no layer"),
         pytest.param({"num_blocks": 3}, True, errors.BAD_REQUEST, id="more blocks than there are"),
+        pytest.param({"first_block": 2}, True, errors.BAD_REQUEST, id="a block after the last"),
         pytest.param({"num_blocks": 1 << 62}, True, errors.BAD_REQUEST, id="an absurd number"),
         pytest.param({"num_blocks": 2, "largest_bytes": 1}, True, errors.BAD_REQUEST, id="a tensor that is too large"),
     ],
 )
 async def test_a_source_sends_only_what_its_fetcher_has_pinned(changes, pinned, reason, monkeypatch):
-    asked = {"first_layer": 0, "end_layer": 1, "num_blocks": 1} | changes
+    asked = {"first_layer": 0, "end_layer": 1, "first_block": 0, "num_blocks": 1} | changes
     monkeypatch.setitem(TENSOR_BYTES, "cpu", asked.pop("largest_bytes", 1 << 20))
     async with joining() as (_, source, join):
         member, leases = join(), source._leases
         leases.publish("h", "r", [1, 2], 8, 30.0)
         request = FetchRequest(
             handoff_id="h",
-            first_block=0,
-            num_blocks=asked.pop("num_blocks"),
+            runs=((0, 2),),
             layout=LAYOUT,
             part_start=0,
             part_bytes=64,

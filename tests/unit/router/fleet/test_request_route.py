@@ -12,9 +12,9 @@ from ridgeline.router.fleet.request_route import (
     answer_pool,
     blocks_needed,
     pools_of,
-    prompt_blocks,
     route_for,
 )
+from tests.support.samples import LAYOUT
 
 BOTH = {"prefill", "decode"}
 
@@ -53,5 +53,4 @@ def test_the_last_pool_of_a_mode_decodes():
 
 
 def test_half_of_an_answer_counts_for_what_a_sequence_will_need():
-    assert blocks_needed(Demand(64), 32) == prompt_blocks(Demand(64, 127), 32) == 2
-    assert blocks_needed(Demand(64, 127), 32) == 4
+    assert (LAYOUT.block_size, blocks_needed(Demand(64), LAYOUT), blocks_needed(Demand(64, 127), LAYOUT)) == (32, 2, 4)
