@@ -126,7 +126,7 @@ def what_there_is(waiting: Iterable[tuple[str, Resources]]) -> str:
     free = {
         name: number
         for name, number in sorted(ray.available_resources().items())
-        if not name.startswith("node:") and not name.endswith("memory")
+        if not name.startswith("node:") and not name.endswith("memory") and "_group_" not in name
     }
     has = ", ".join(f"{number:g} {name}" for name, number in free.items()) or "nothing"
     number = f"{len(machines)} machine{'' if len(machines) == 1 else 's'}"

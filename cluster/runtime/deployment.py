@@ -10,9 +10,12 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
+
+from ray.exceptions import RayError
+from ray.util.placement_group import remove_placement_group
 
 from ridgeline.cluster.config.api_keys import ApiKeyError, KeyHashes
 from ridgeline.cluster.config.models import RidgelineConfig
@@ -21,7 +24,7 @@ from ridgeline.cluster.runtime.actors import NodePlace
 from ridgeline.cluster.runtime.autoscale.loop import Autoscaler
 from ridgeline.cluster.runtime.fleet_operations import OperationRunner, OperationSteps
 from ridgeline.cluster.runtime.handles.actor import DeploymentFailed, NoPlace
-from ridgeline.cluster.runtime.handles.routing import DispatcherHandle, RouterHandle
+from ridgeline.cluster.runtime.handles.routing import DispatcherHandle, RouterHandle, routers_place
 from ridgeline.cluster.runtime.handles.worker import WorkerHandle
 from ridgeline.cluster.runtime.plan import CoreTable, PlacementError, Plan, dtype_of_nodes
 from ridgeline.cluster.runtime.services import WorkerReady
@@ -133,6 +136,7 @@ async def deploy(plan: Plan, say: Say) -> AsyncIterator[Deployment]:
     finally:
         for sentence in await _stop([worker for worker in workers if not worker.retired], group):
             say(sentence)
+        group.give_back()
 
 
 class _RouterGroup:
@@ -141,9 +145,16 @@ class _RouterGroup:
     def __init__(self, plan: Plan) -> None:
         number = plan.routers
         self.dispatcher = DispatcherHandle(plan) if number > 1 else None
-        self.routers = [RouterHandle(plan, index, self.dispatcher) for index in range(number)]
+        self._place = routers_place(plan.config)
+        self.routers = [RouterHandle(plan, index, self.dispatcher, self._place) for index in range(number)]
         if self.dispatcher is not None:
             self.dispatcher.routers = self.routers
+
+    def give_back(self) -> None:
+        """Give back what the routers took of their node, once they have ended."""
+        if self._place is not None:
+            with suppress(RayError):  # the cluster may be gone
+                remove_placement_group(self._place)
 
     @property
     def all(self) -> list[RouterHandle | DispatcherHandle]:
@@ -248,7 +259,7 @@ async def _placed(
 ) -> list[NodePlace]:
     """Wait until Ray has placed all, which may take as long as its autoscaler needs to start machines."""
     takes = {one.planned.title: (one.planned.section, config.takes(one.planned.settings)) for one in workers}
-    takes |= {one.name: ("router", config.router.resources if one.kind == "router" else {}) for one in group.all}
+    takes |= {one.name: ("router", config.router.resources if one is group.routers[0] else {}) for one in group.all}
 
     def what_waits(left: list[str]) -> str:
         wishes = ", ".join(name + _wish(takes[name][1]) for name in left)

@@ -59,6 +59,22 @@ def test_machines_that_have_not_joined_or_lack_ridgeline_are_named_until_all_are
             assert "one worker takes 4 CPU of one machine, and the largest has 2: lower pools.decode.cores_per" in told
 
 
+def test_all_routers_of_a_deployment_have_the_one_place_that_the_head_has_for_them(short_folder: Path):
+    port = free_port()
+    settings = ("router.resources={ridgeline_router: 1}", "router.processes=3", "ray.placement_timeout_s=30")
+    words = [word for setting in settings for word in ("--set", setting)]
+    with (
+        ray_head(short_folder, port, *ROUTER_ONLY),
+        serving("--address", f"127.0.0.1:{port}", *words, shell=OPEN) as one,
+    ):
+        assert one.wait_exit(WITHIN_S) == 1
+    waits = [told for told in " ".join(one.output.split()).split("waiting for Ray to place ")[1:] if "machine" in told]
+    assert waits[-1].startswith(
+        "worker-0 (prefill) (1 CPU), worker-1 (decode) (1 CPU); the cluster has 1 machine, with "
+        "nothing free; no machine has CPU"
+    ), one.output
+
+
 def test_a_cluster_that_asks_for_a_token_is_joined_with_it_and_else_the_fix_is_named(
     short_folder: Path, tmp_path: Path
 ):
