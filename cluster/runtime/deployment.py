@@ -95,18 +95,22 @@ class Deployment:
             raise failures.exceptions[0] from None
 
     async def _follow_key_files(self, say: Say) -> None:
-        """Give the routers each change of the files of keys; those that cannot be used change nothing."""
+        """Give each router each change of the files of keys; those that cannot be used change nothing."""
         said = ""
         while True:
             await asyncio.sleep(KEYS_EVERY_S)
             try:
                 keys = await asyncio.to_thread(self.read_keys)
-                if any([await router.use_keys(keys) for router in self.routers]):
+            except ApiKeyError as error:
+                now = f"the former keys count: {error}"
+            else:
+                told = await asyncio.gather(*(_told_of_keys(router, keys) for router in self.routers))
+                now = "; ".join(failed for _, failed in told if failed)
+                if not now and any(new for new, _ in told):
                     say(NEW_KEYS)
-                said = ""
-            except (ApiKeyError, DeploymentFailed) as error:
-                if (now := f"the former keys count: {error}") != said:
-                    say(said := now)
+            if now and now != said:
+                say(now)
+            said = now
 
     async def drain(self, timeout_s: float) -> int | None:
         """Refuse new requests and wait for the running ones; returns how many did not end in time.
@@ -116,6 +120,14 @@ class Deployment:
         left = await asyncio.gather(*(_left_after_drain(router, timeout_s) for router in self.routers))
         known = [number for number in left if number is not None]
         return sum(known) if known else None
+
+
+async def _told_of_keys(router: RouterHandle, keys: KeyHashes) -> tuple[bool, str]:
+    """Return whether these are new to it, and what it keeps if it does not answer; it is told again."""
+    try:
+        return await router.use_keys(keys), ""
+    except DeploymentFailed as error:
+        return False, f"{router.name} has the former keys: {error}"
 
 
 async def _left_after_drain(router: RouterHandle, timeout_s: float) -> int | None:
