@@ -125,6 +125,8 @@ def test_a_wrong_field_is_refused_so_the_check_above_means_something(cluster, pl
         {"groups": {}},
         {"image": {"head": "ridgeline:cpu", "workers": None}},
         {"image": {}},
+        {"image": {"head": "", "workers": "ridgeline:gpu"}},
+        {"keysSecret": ""},  # of a variable that is not set: it would open the server to everybody
         {"replicas": 3},
         {"weights": {"emptyDir": {}, "hostPath": {"path": "/mnt"}}},
         {"groups": {"a-b": {"maxPods": 1, "gpus": 1, "cpu": 1, "memory": "1Gi", "shm": "1Gi"}}},

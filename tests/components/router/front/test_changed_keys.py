@@ -99,24 +99,21 @@ async def test_a_router_that_does_not_answer_keeps_no_other_one_from_the_new_key
     for router in {*routers} - {*late}:
         router.answers.set()
     new = replace(SecurityConfig().keys(), clients=frozenset({b"new"}))
-    said = []
+    said = asyncio.Queue()
     deployment = Deployment("url", [], [], routers, None, None, None, read_keys=lambda: new)
-    following = asyncio.create_task(deployment._follow_key_files(said.append))
+    following = asyncio.create_task(deployment._follow_key_files(said.put_nowait))
     try:
         async with asyncio.timeout(30):
-            while not said:
-                await asyncio.sleep(0.01)
-            assert [router for router in routers if not router._settings.api_key_hashes] == [*late]
-            await asyncio.sleep(0.2)
-            assert said == [
+            assert await said.get() == (
                 "router-0 has the former keys: router-0 did not finish; "
                 "router-7 has the former keys: router-7 did not finish"
-            ], "once, though it is tried again and again"
+            )
+            assert [router for router in routers if not router._settings.api_key_hashes] == [*late]
+            await asyncio.sleep(0.2)
+            assert said.empty(), "it was said, though it is tried again and again"
             for router in late:
                 router.answers.set()
-            while len(said) == 1:
-                await asyncio.sleep(0.01)
-        assert said[1:] == [deployment_module.NEW_KEYS]
+            assert await said.get() == deployment_module.NEW_KEYS
         assert {router._settings.api_key_hashes for router in routers} == {new.clients}
     finally:
         following.cancel()
