@@ -50,6 +50,8 @@ def test_serve_waits_for_the_nodes_that_the_autoscaler_starts_for_it_and_leaves_
         "pools.decode.resources={ridgeline_decode: 1}",
         "--set",
         "router.resources={ridgeline_router: 1}",
+        "--set",
+        "router.processes=2",
     )
     port = free_port()
     options, environment = autoscaled(short_folder, port)
@@ -57,7 +59,7 @@ def test_serve_waits_for_the_nodes_that_the_autoscaler_starts_for_it_and_leaves_
         address = f"127.0.0.1:{port}"
         everywhere = ("--host", "0.0.0.0", "--set", "transfer.host=127.0.0.0/8")
         with serving("--address", address, *everywhere, *pools) as serve:
-            serve.wait_said("placing 2 workers and the router", START_WITHIN_S)
+            serve.wait_said("placing 2 workers and 2 routers", START_WITHIN_S)
             url = serve.wait_ready()
             assert node_types(address) == ["decode", "prefill"], "one machine of each type, and each for a demand"
             assert sorted(row.cores for row in serve.table().values()) == ["0", "1"], "nodes of one machine"

@@ -107,12 +107,16 @@ def test_who_waits_for_machines_is_told_why_the_cloud_has_none(short_folder: Pat
     port = free_port()
     options, environment = autoscaled(short_folder, port, v2=v2, full=True)
     places = ("pools.prefill.resources={ridgeline_prefill: 1}", "pools.decode.resources={ridgeline_decode: 1}")
-    settings = [word for one in (*places, "ray.placement_timeout_s=25") for word in ("--set", one)]
+    nowhere = "router.resources={nowhere: 1}"
+    settings = [word for one in (*places, nowhere, "ray.placement_timeout_s=25") for word in ("--set", one)]
     with ray_head(short_folder, port, *options, environment=environment):
         doctor_says("Ray's autoscaler launches machines", 0, port, *places)
         with serving("--address", f"127.0.0.1:{port}", *settings, shell=OPEN) as one:
             assert one.wait_exit(WITHIN_S) == 1
         waits, _, end = " ".join(one.output.split()).partition("error: ")
         assert "waiting for Ray to place worker-0 (prefill)" in waits
-        assert all("there is no p5.48xlarge in us-west-2a" in told for told in (waits, end)), one.output
+        no_type = "No available node types can fulfill resource request {'nowhere': 1.0}"
+        for reason in ("there is no p5.48xlarge in us-west-2a", no_type):
+            assert all(reason in told for told in (waits, end)), one.output
+        assert is_quoted(one.output), one.output
         assert "there is no p5.48xlarge" in doctor(port, *places)[1]
