@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Final
 
@@ -70,9 +70,13 @@ def ask_autoscaler() -> AutoscalerReport:
     no_type = (f"{NO_TYPE} {dict(each.resources_bundle)}" for each in bundles if not _of_a_group(each.resources_bundle))
     # Without a file of node types each machine counts as a type of its own, with this name.
     launches = "\nActive:\n" in told and not any(" node_" in line for line in _lines(told, "Active"))
-    failures = (re.sub(r" \(latest_attempt: [\d:]+\)( -$)?", "", line) for line in _lines(told, "Recent failures"))
-    reasons = latest_reasons(logs_folder() / "monitor.log", datetime.now().astimezone())
-    return AutoscalerReport(launches, _lines(told, "Pending"), (*dict.fromkeys([*no_type, *failures]), *reasons))
+    failures: Iterable[str] = (
+        re.sub(r" \(latest_attempt: [\d:]+\)( -$)?", "", line) for line in _lines(told, "Recent failures")
+    )
+    if launches:
+        reasons = latest_reasons(logs_folder() / "monitor.log", datetime.now().astimezone())
+        failures = chain(no_type, failures, reasons)
+    return AutoscalerReport(launches, _lines(told, "Pending"), tuple(dict.fromkeys(failures)))
 
 
 def _of_a_group(resources: Iterable[str]) -> bool:
