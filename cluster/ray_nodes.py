@@ -11,13 +11,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Final
 
 import ray
 from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
 from ray.autoscaler._private.commands import debug_status
+from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply
 from ray.exceptions import RayError
 from ray.experimental.internal_kv import internal_kv_get_gcs_client
 
@@ -25,15 +26,17 @@ ANSWER_S: Final = 5.0
 LONGEST_LINE: Final = 300
 """Of what a cloud says when it refuses a machine."""
 LATEST_REASONS: Final = 3
-LOG_TAIL_BYTES: Final = 65536
+LOG_TAIL_BYTES: Final = 262144
 RECENT_S: Final = 60.0
 """A failure is told for so long after it; the autoscaler tries again every few seconds."""
+NO_TYPE: Final = "No available node types can fulfill resource request"
+"""As the first version of the autoscaler says it, in its log alone; it says so again every half a minute."""
 REASON: Final = re.compile(
-    r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),.* -- "
-    r"((?:Failed to launch \d+ nodes of type|Ray installation failed on instance) \S+: .+)$",
+    r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),.* -- (?::event_summary:Error: )?"
+    rf"((?:Failed to launch \d+ nodes of type|Ray installation failed on instance) \S+: .+|{NO_TYPE} \{{.+?\}}.*)$",
     re.MULTILINE,
 )
-"""What the second version of the autoscaler writes into its log alone: why a machine could not be had, or set up."""
+"""What the autoscaler writes into its log alone: why a machine could not be had, or set up (its second version)."""
 Resources = Mapping[str, float]
 _SETTINGS: Final = {"CPU": "cores_per_worker", "GPU": "gpus_per_worker"}
 
@@ -56,15 +59,29 @@ class AutoscalerReport:
 def ask_autoscaler() -> AutoscalerReport:
     """Return what `ray status -v` shows of machines; nothing if it cannot be had."""
     try:
-        status = internal_kv_get_gcs_client().internal_kv_get(DEBUG_AUTOSCALING_STATUS.encode(), timeout=ANSWER_S)
+        gcs = internal_kv_get_gcs_client()
+        status = gcs.internal_kv_get(DEBUG_AUTOSCALING_STATUS.encode(), timeout=ANSWER_S)
         told = debug_status(status, b"", verbose=True, address=ray.get_runtime_context().gcs_address)
+        state = GetClusterStatusReply.FromString(gcs.get_cluster_status(timeout_s=ANSWER_S)).autoscaling_state
     except RayError:
         return AutoscalerReport()
+    bundles = [*state.infeasible_resource_requests]
+    bundles += [bundle for gang in state.infeasible_gang_resource_requests for bundle in gang.requests]
+    no_type = (f"{NO_TYPE} {dict(each.resources_bundle)}" for each in bundles if not _of_a_group(each.resources_bundle))
     # Without a file of node types each machine counts as a type of its own, with this name.
     launches = "\nActive:\n" in told and not any(" node_" in line for line in _lines(told, "Active"))
-    failures = (re.sub(r" \(latest_attempt: [\d:]+\)( -$)?", "", line) for line in _lines(told, "Recent failures"))
-    reasons = latest_reasons(logs_folder() / "monitor.log", datetime.now().astimezone())
-    return AutoscalerReport(launches, _lines(told, "Pending"), (*dict.fromkeys(failures), *reasons))
+    failures: Iterable[str] = (
+        re.sub(r" \(latest_attempt: [\d:]+\)( -$)?", "", line) for line in _lines(told, "Recent failures")
+    )
+    if launches:
+        reasons = latest_reasons(logs_folder() / "monitor.log", datetime.now().astimezone())
+        failures = chain(no_type, failures, reasons)
+    return AutoscalerReport(launches, _lines(told, "Pending"), tuple(dict.fromkeys(failures)))
+
+
+def _of_a_group(resources: Iterable[str]) -> bool:
+    """Return whether these are what Ray calls a placement group's own ones."""
+    return any("_group_" in name for name in resources)
 
 
 def _lines(report: str, title: str) -> list[str]:
@@ -126,7 +143,7 @@ def what_there_is(waiting: Iterable[tuple[str, Resources]]) -> str:
     free = {
         name: number
         for name, number in sorted(ray.available_resources().items())
-        if not name.startswith("node:") and not name.endswith("memory")
+        if not name.startswith("node:") and not name.endswith("memory") and not _of_a_group([name])
     }
     has = ", ".join(f"{number:g} {name}" for name, number in free.items()) or "nothing"
     number = f"{len(machines)} machine{'' if len(machines) == 1 else 's'}"

@@ -37,7 +37,7 @@ def _custom_only(resources: dict[str, float]) -> dict[str, float]:
     return resources
 
 
-_RAYS_OWN = ("CPU", "GPU")
+_RAYS_OWN = ("CPU", "GPU", "memory", "object_store_memory")
 Resources = Annotated[dict[str, Annotated[float, Field(gt=0)]], AfterValidator(_custom_only)]
 """Custom resources in Ray, and how much of each is taken."""
 

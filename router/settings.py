@@ -188,7 +188,8 @@ class RouterConfig(Section):
     )
     request_timeout_s: float = Field(default=600.0, gt=0, description="longest life of one request")
     resources: Resources = Field(
-        default_factory=dict, description="custom Ray resources all routers take together, to bind them to a node type"
+        default_factory=dict,
+        description="custom Ray resources, to bind the routers to a node type; they take these once, all together",
     )
     max_concurrent_requests: int = Field(
         default=512, ge=1, description="accepted requests at a time; more get HTTP 429"

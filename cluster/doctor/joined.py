@@ -63,7 +63,7 @@ def places(config: RidgelineConfig, machines: Sequence[Resources], says: Autosca
 def _autoscaler(says: AutoscalerReport) -> Iterator[CheckResult]:
     if says.failures:
         fix = f"{', '.join(says.failures)}: monitor.log among Ray's logs on the head tells more."
-        yield CheckResult("autoscaler", True, "machines failed or were lost", fix)
+        yield CheckResult("autoscaler", True, "machines failed, were lost or cannot be had", fix)
 
 
 def _machines(config: RidgelineConfig, nodes: Sequence[dict[str, Any]]) -> Iterator[CheckResult]:

@@ -10,9 +10,12 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
+
+from ray.exceptions import RayError
+from ray.util.placement_group import remove_placement_group
 
 from ridgeline.cluster.config.api_keys import ApiKeyError, KeyHashes
 from ridgeline.cluster.config.models import RidgelineConfig
@@ -21,7 +24,7 @@ from ridgeline.cluster.runtime.actors import NodePlace
 from ridgeline.cluster.runtime.autoscale.loop import Autoscaler
 from ridgeline.cluster.runtime.fleet_operations import OperationRunner, OperationSteps
 from ridgeline.cluster.runtime.handles.actor import DeploymentFailed, NoPlace
-from ridgeline.cluster.runtime.handles.routing import DispatcherHandle, RouterHandle
+from ridgeline.cluster.runtime.handles.routing import DispatcherHandle, RouterHandle, routers_place
 from ridgeline.cluster.runtime.handles.worker import WorkerHandle
 from ridgeline.cluster.runtime.plan import CoreTable, PlacementError, Plan, dtype_of_nodes
 from ridgeline.cluster.runtime.services import WorkerReady
@@ -92,18 +95,22 @@ class Deployment:
             raise failures.exceptions[0] from None
 
     async def _follow_key_files(self, say: Say) -> None:
-        """Give the routers each change of the files of keys; those that cannot be used change nothing."""
+        """Give each router each change of the files of keys; those that cannot be used change nothing."""
         said = ""
         while True:
             await asyncio.sleep(KEYS_EVERY_S)
             try:
                 keys = await asyncio.to_thread(self.read_keys)
-                if any([await router.use_keys(keys) for router in self.routers]):
+            except ApiKeyError as error:
+                now = f"the former keys count: {error}"
+            else:
+                told = await asyncio.gather(*(_told_of_keys(router, keys) for router in self.routers))
+                now = "; ".join(failed for _, failed in told if failed)
+                if not now and any(new for new, _ in told):
                     say(NEW_KEYS)
-                said = ""
-            except (ApiKeyError, DeploymentFailed) as error:
-                if (now := f"the former keys count: {error}") != said:
-                    say(said := now)
+            if now and now != said:
+                say(now)
+            said = now
 
     async def drain(self, timeout_s: float) -> int | None:
         """Refuse new requests and wait for the running ones; returns how many did not end in time.
@@ -113,6 +120,14 @@ class Deployment:
         left = await asyncio.gather(*(_left_after_drain(router, timeout_s) for router in self.routers))
         known = [number for number in left if number is not None]
         return sum(known) if known else None
+
+
+async def _told_of_keys(router: RouterHandle, keys: KeyHashes) -> tuple[bool, str]:
+    """Return whether these are new to it, and what it keeps if it does not answer; it is told again."""
+    try:
+        return await router.use_keys(keys), ""
+    except DeploymentFailed as error:
+        return False, f"{router.name} has the former keys: {error}"
 
 
 async def _left_after_drain(router: RouterHandle, timeout_s: float) -> int | None:
@@ -133,6 +148,7 @@ async def deploy(plan: Plan, say: Say) -> AsyncIterator[Deployment]:
     finally:
         for sentence in await _stop([worker for worker in workers if not worker.retired], group):
             say(sentence)
+        group.give_back()
 
 
 class _RouterGroup:
@@ -141,9 +157,16 @@ class _RouterGroup:
     def __init__(self, plan: Plan) -> None:
         number = plan.routers
         self.dispatcher = DispatcherHandle(plan) if number > 1 else None
-        self.routers = [RouterHandle(plan, index, self.dispatcher) for index in range(number)]
+        self._place = routers_place(plan.config)
+        self.routers = [RouterHandle(plan, index, self.dispatcher, self._place) for index in range(number)]
         if self.dispatcher is not None:
             self.dispatcher.routers = self.routers
+
+    def give_back(self) -> None:
+        """Give back what the routers took of their node, once they have ended."""
+        if self._place is not None:
+            with suppress(RayError):  # the cluster may be gone
+                remove_placement_group(self._place)
 
     @property
     def all(self) -> list[RouterHandle | DispatcherHandle]:
@@ -248,7 +271,7 @@ async def _placed(
 ) -> list[NodePlace]:
     """Wait until Ray has placed all, which may take as long as its autoscaler needs to start machines."""
     takes = {one.planned.title: (one.planned.section, config.takes(one.planned.settings)) for one in workers}
-    takes |= {one.name: ("router", one.takes) for one in group.all}
+    takes |= {one.name: ("router", config.router.resources if one is group.routers[0] else {}) for one in group.all}
 
     def what_waits(left: list[str]) -> str:
         wishes = ", ".join(name + _wish(takes[name][1]) for name in left)

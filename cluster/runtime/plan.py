@@ -88,15 +88,6 @@ class Plan:
         asked = self.config.router.processes
         return routers_for(self.config, len(usable_cores())) if asked == "auto" else asked
 
-    @property
-    def router_takes(self) -> dict[str, float]:
-        """The Ray resources of one router: all of them have one machine and port, and share what it offers for them.
-
-        Ray counts parts in ten thousandths, and above 1 whole ones only.
-        """
-        parts = {name: number / self.routers for name, number in self.config.router.resources.items()}
-        return {name: part // 1 if part > 1 else part * 10_000 // 1 / 10_000 for name, part in parts.items()}
-
     def router_settings(self) -> RouterSettings:
         """Return the settings of the router process."""
         config = self.config

@@ -37,6 +37,7 @@ TOKEN_FIX: Final = (
     "every machine"
 )
 JOIN_FIXES: Final = {
+    "Invalid address format": "say host and port of Ray's head, as in 10.0.0.1:6379",
     "Version mismatch": "all machines need the same Ray and Python: run `make setup` of one Ridgeline on each",
     "Failed to connect": f"something listens there and does not take this process in; if it is Ray's head, {TOKEN_FIX}",
     "oken": TOKEN_FIX,

@@ -49,7 +49,7 @@ def test_serve_waits_for_the_nodes_that_the_autoscaler_starts_for_it_and_leaves_
         "--set",
         "pools.decode.resources={ridgeline_decode: 1}",
         "--set",
-        "router.resources={ridgeline_router: 1}",  # of one machine, for both
+        "router.resources={ridgeline_router: 1}",
         "--set",
         "router.processes=2",
     )

@@ -84,6 +84,13 @@ def test_colocated_gets_the_same_gpus_as_both_pools_together(served):
     assert pools.colocated.workers * pools.colocated.gpus_per_worker == split
 
 
+def test_without_gpus_their_number_is_all_that_the_served_file_needs_changed():
+    none = {f"pools.{pool}.gpus_per_worker": "0" for pool in ("prefill", "decode", "colocated")}
+    config = load_config(REPOSITORY / "deploy/cluster-serve.yaml", none).config
+    assert not config.uses_gpus()
+    assert mode_roles(config, ModelFacts()).why_not == {}
+
+
 def test_the_cluster_configuration_joins_the_cluster_instead_of_starting_ray(served):
     assert served.ray.address == "auto"
     assert served.uses_gpus()

@@ -125,10 +125,17 @@ def test_a_wrong_field_is_refused_so_the_check_above_means_something(cluster, pl
         {"groups": {}},
         {"image": {"head": "ridgeline:cpu", "workers": None}},
         {"image": {}},
+        {"image": {"head": "", "workers": "ridgeline:gpu"}},
+        {"keysSecret": ""},  # of a variable that is not set: it would open the server to everybody
         {"replicas": 3},
         {"weights": {"emptyDir": {}, "hostPath": {"path": "/mnt"}}},
         {"groups": {"a-b": {"maxPods": 1, "gpus": 1, "cpu": 1, "memory": "1Gi", "shm": "1Gi"}}},
         {"groups": {"gpu": {"maxPods": 1, "gpus": 1, "cpu": 1, "memory": "1 GB", "shm": "1Gi"}}},
+        # Its pods would offer the routers' place, to which no Service leads; the head's names are taken as well.
+        *(
+            {"groups": {name: {"maxPods": 1, "gpus": 1, "cpu": 1, "memory": "1Gi", "shm": "1Gi"}}}
+            for name in ("router", "head", "headgroup")
+        ),
     ],
     ids=str,
 )

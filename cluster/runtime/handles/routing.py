@@ -10,7 +10,8 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from ridgeline.cluster.config.api_keys import KeyHashes
 from ridgeline.cluster.config.models import RidgelineConfig
@@ -37,23 +38,29 @@ def _routing_environment(config: RidgelineConfig) -> dict[str, str]:
     return forwarded_variables() | ours
 
 
-def _beside_this_process(config: RidgelineConfig, resources: dict[str, float]) -> dict[str, Any]:
-    """Have it run on the node of `serve`, if no resources say where: elsewhere nobody would look for its port."""
-    if config.ray.address is None or resources:
+def routers_place(config: RidgelineConfig) -> PlacementGroup | None:
+    """Take `router.resources` once: routers that share a port are on one node, and are started on another together."""
+    return placement_group([dict(config.router.resources)]) if config.router.resources else None
+
+
+def _beside_this_process(config: RidgelineConfig, place: PlacementGroup | None) -> dict[str, Any]:
+    """Have it run in this place or else on the node of `serve`: elsewhere nobody would look for its port."""
+    if place is not None:
+        return {"scheduling_strategy": PlacementGroupSchedulingStrategy(place)}
+    if config.ray.address is None:
         return {}
     here = ray.get_runtime_context().get_node_id()
     return {"scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=True)}
 
 
-def _routing_actor(plan: Plan, service: str, name: str, resources: dict[str, float]) -> Any:
+def _routing_actor(plan: Plan, service: str, name: str, place: PlacementGroup | None = None) -> Any:
     """Create the actor, whose name in Ray begins with the deployment's. Raises NameTaken."""
     options = ray.remote(ServiceActor).options(
         name=f"{plan.config.name}/{name}",
         num_cpus=0,
-        resources=resources,
         runtime_env={"env_vars": _routing_environment(plan.config) | plan.config.logging_of(name).variables()},
         max_restarts=-1,
-        **_beside_this_process(plan.config, resources),
+        **_beside_this_process(plan.config, place),
     )
     try:
         return options.remote(service, f"ridgeline::{name}", log_name(plan.config.name, name))
@@ -95,11 +102,6 @@ class RoutingHandle(ActorHandle):
         self.deployment = secrets.token_hex(4)
         """See `RouterStart`."""
 
-    @property
-    def takes(self) -> dict[str, float]:
-        """Its Ray resources."""
-        return self._plan.router_takes if self.kind == "router" else {}
-
     def follow(self, plan: Plan) -> None:
         """Start by this plan instead, which was changed after the workers had been placed."""
         self._plan, self._settings = plan, plan.router_settings()
@@ -128,7 +130,7 @@ class DispatcherHandle(RoutingHandle):
     kind = "dispatcher"
 
     def __init__(self, plan: Plan) -> None:
-        super().__init__("dispatcher", _routing_actor(plan, DISPATCHER_SERVICE, "dispatcher", {}), plan)
+        super().__init__("dispatcher", _routing_actor(plan, DISPATCHER_SERVICE, "dispatcher"), plan)
         self.address = ""
         """host:port, once it serves."""
         self.routers: list[RouterHandle] = []
@@ -155,10 +157,16 @@ class RouterHandle(RoutingHandle):
 
     kind = "router"
 
-    def __init__(self, plan: Plan, number: int = 0, dispatcher: DispatcherHandle | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        number: int = 0,
+        dispatcher: DispatcherHandle | None = None,
+        place: PlacementGroup | None = None,
+    ) -> None:
         """`number`: which of several; these have a dispatcher."""
         name = "router" if dispatcher is None else f"router-{number}"
-        super().__init__(name, _routing_actor(plan, ROUTER_SERVICE, name, plan.router_takes), plan)
+        super().__init__(name, _routing_actor(plan, ROUTER_SERVICE, name, place), plan)
         self._dispatcher = dispatcher
         if dispatcher is not None:
             self.deployment = dispatcher.deployment

@@ -59,6 +59,22 @@ def test_machines_that_have_not_joined_or_lack_ridgeline_are_named_until_all_are
             assert "one worker takes 4 CPU of one machine, and the largest has 2: lower pools.decode.cores_per" in told
 
 
+def test_all_routers_of_a_deployment_have_the_one_place_that_the_head_has_for_them(short_folder: Path):
+    port = free_port()
+    settings = ("router.resources={ridgeline_router: 1}", "router.processes=3", "ray.placement_timeout_s=30")
+    words = [word for setting in settings for word in ("--set", setting)]
+    with (
+        ray_head(short_folder, port, *ROUTER_ONLY),
+        serving("--address", f"127.0.0.1:{port}", *words, shell=OPEN) as one,
+    ):
+        assert one.wait_exit(WITHIN_S) == 1
+    waits = [told for told in " ".join(one.output.split()).split("waiting for Ray to place ")[1:] if "machine" in told]
+    assert waits[-1].startswith(
+        "worker-0 (prefill) (1 CPU), worker-1 (decode) (1 CPU); the cluster has 1 machine, with "
+        "nothing free; no machine has CPU"
+    ), one.output
+
+
 def test_a_cluster_that_asks_for_a_token_is_joined_with_it_and_else_the_fix_is_named(
     short_folder: Path, tmp_path: Path
 ):
@@ -91,12 +107,16 @@ def test_who_waits_for_machines_is_told_why_the_cloud_has_none(short_folder: Pat
     port = free_port()
     options, environment = autoscaled(short_folder, port, v2=v2, full=True)
     places = ("pools.prefill.resources={ridgeline_prefill: 1}", "pools.decode.resources={ridgeline_decode: 1}")
-    settings = [word for one in (*places, "ray.placement_timeout_s=25") for word in ("--set", one)]
+    nowhere = "router.resources={nowhere: 1}"
+    settings = [word for one in (*places, nowhere, "ray.placement_timeout_s=25") for word in ("--set", one)]
     with ray_head(short_folder, port, *options, environment=environment):
         doctor_says("Ray's autoscaler launches machines", 0, port, *places)
         with serving("--address", f"127.0.0.1:{port}", *settings, shell=OPEN) as one:
             assert one.wait_exit(WITHIN_S) == 1
         waits, _, end = " ".join(one.output.split()).partition("error: ")
         assert "waiting for Ray to place worker-0 (prefill)" in waits
-        assert all("there is no p5.48xlarge in us-west-2a" in told for told in (waits, end)), one.output
+        no_type = "No available node types can fulfill resource request {'nowhere': 1.0}"
+        for reason in ("there is no p5.48xlarge in us-west-2a", no_type):
+            assert all(reason in told for told in (waits, end)), one.output
+        assert is_quoted(one.output), one.output
         assert "there is no p5.48xlarge" in doctor(port, *places)[1]

@@ -71,6 +71,10 @@ SET_UP = (
     "2026-11-29 15:33:47,120\tINFO threaded_ray_installer.py:81 -- Ray installation failed on instance i-07: "
     "Ray installation failed with unexpected status: update-failed"
 )
+NO_TYPE = (
+    "2026-11-29 15:33:49,120\tINFO monitor.py:438 -- :event_summary:Error: No available node types can fulfill "
+    "resource request {'ridgeline_prefil': 1.0, 'CPU': 1.0}. Add suitable node types."
+)
 FINE = "2026-11-29 15:33:48,120\tINFO node_provider.py:489 -- Launched 1 nodes of type decode."
 
 
@@ -82,9 +86,10 @@ FINE = "2026-11-29 15:33:48,120\tINFO node_provider.py:489 -- Launched 1 nodes o
         ([LAUNCH, SET_UP], [SET_UP.partition(" -- ")[2], LAUNCH.partition(" -- ")[2]]),
         ([LAUNCH, *[FINE] * (LOG_TAIL_BYTES // len(FINE) + 1)], []),
         ([LAUNCH.replace("decode", each) for each in "abcde"], [f"type {each}: no capacity" for each in "edc"]),
+        ([NO_TYPE, FINE], [NO_TYPE.partition("Error: ")[2]]),
         ([LAUNCH.replace("15:33", "15:31"), SET_UP], [SET_UP.partition(" -- ")[2]]),
     ],
-    ids=["fine", "again and again", "set-up", "far above", "many", "a while ago"],
+    ids=["fine", "again and again", "set-up", "far above", "many", "no type", "a while ago"],
 )
 def test_the_latest_reasons_why_machines_did_not_come_are_in_the_autoscalers_log(tmp_path, lines, reasons):
     log = tmp_path / "monitor.log"

@@ -1,6 +1,5 @@
 """What will run where: cores, and the settings made from the one configuration."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -359,22 +358,6 @@ def test_auto_means_two_routers_for_an_engine_on_a_gpu_that_answers_as_far_as_co
     config = load_config(None, {**pools, **sizes, **of_each, **settings}).config
     asked = config.router.processes
     assert (routers_for(config, cores) if asked == "auto" else asked) == routers
-
-
-@pytest.mark.parametrize(
-    ("offered", "processes", "each"),
-    [
-        ({"head": 1}, 1, 1),
-        ({"head": 1}, 15, 0.0666),
-        ({"head": 4, "cell": 0.5}, 3, 1),
-        ({"head": 32}, 15, 2),
-        ({}, 3, 0),
-    ],
-)
-def test_routers_share_the_resources_that_bind_them_to_one_machine(planned, offered, processes, each):
-    takes = planned(router__processes=str(processes), router__resources=json.dumps(offered)).router_takes
-    assert takes.get("head", 0) == pytest.approx(each)
-    assert all(number * processes <= offered[name] for name, number in takes.items())
 
 
 @pytest.mark.parametrize("wrong", ["0", "65", "many", "true"])

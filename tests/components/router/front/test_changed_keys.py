@@ -63,7 +63,7 @@ async def test_the_next_request_needs_a_key_of_the_files_as_they_are_now(model, 
             assert said == []
             paths["api"].write_text("old-api\nnew-api\n")
             await becomes(http, old | {"new-api": {"api"}})
-            assert said == ["the former keys count: router is gone", deployment_module.NEW_KEYS]
+            assert said == ["router has the former keys: router is gone", deployment_module.NEW_KEYS]
             for name, path in paths.items():
                 path.write_text(f"new-{name}\n")
             new = {key.replace("old", "new"): paths for key, paths in old.items()}
@@ -76,6 +76,49 @@ async def test_the_next_request_needs_a_key_of_the_files_as_they_are_now(model, 
             following.cancel()
             with suppress(asyncio.CancelledError):
                 await following
+
+
+class Silent(RouterHandle):
+    """That of a router that takes its time: `answers` is set when it does."""
+
+    def __init__(self, name):
+        self.name, self._settings, self.answers = name, router_settings(), asyncio.Event()
+
+    async def call(self, method, *args, timeout_s=None):
+        try:
+            async with asyncio.timeout(0.05):
+                await self.answers.wait()
+        except TimeoutError as error:
+            raise DeploymentFailed(f"{self.name} did not finish") from error
+
+
+async def test_a_router_that_does_not_answer_keeps_no_other_one_from_the_new_keys(monkeypatch):
+    monkeypatch.setattr(deployment_module, "KEYS_EVERY_S", 0.01)
+    routers = [Silent(f"router-{number}") for number in range(16)]
+    late = routers[0], routers[7]
+    for router in {*routers} - {*late}:
+        router.answers.set()
+    new = replace(SecurityConfig().keys(), clients=frozenset({b"new"}))
+    said = asyncio.Queue()
+    deployment = Deployment("url", [], [], routers, None, None, None, read_keys=lambda: new)
+    following = asyncio.create_task(deployment._follow_key_files(said.put_nowait))
+    try:
+        async with asyncio.timeout(30):
+            assert await said.get() == (
+                "router-0 has the former keys: router-0 did not finish; "
+                "router-7 has the former keys: router-7 did not finish"
+            )
+            assert [router for router in routers if not router._settings.api_key_hashes] == [*late]
+            await asyncio.sleep(0.2)
+            assert said.empty(), "it was said, though it is tried again and again"
+            for router in late:
+                router.answers.set()
+            assert await said.get() == deployment_module.NEW_KEYS
+        assert {router._settings.api_key_hashes for router in routers} == {new.clients}
+    finally:
+        following.cancel()
+        with suppress(asyncio.CancelledError):
+            await following
 
 
 async def test_a_router_that_is_started_again_has_the_new_keys():

@@ -211,6 +211,7 @@ def test_all_problems_are_reported_at_once(write):
             for resource, number, part in (
                 ("CPU", "2", "cores_per_worker"),
                 ("GPU", "1", "gpus_per_worker"),
+                ("memory", "64e9", "cores_per_worker"),
                 ("slot", "1.5", "slot"),
             )
         ),

@@ -64,6 +64,12 @@ async def test_an_address_at_which_nobody_listens_is_an_error_at_once():
     assert is_quoted(str(refused.value))
 
 
+async def test_an_address_without_a_port_is_refused_with_one_that_has_it():
+    with pytest.raises(DeploymentFailed, match=r"\(10\.0\.0\.2\).* as in 10\.0\.0\.1:6379"):
+        async with ray_runtime(load_config(None, {"ray.address": "10.0.0.2"}).config):
+            pass
+
+
 @pytest.mark.parametrize(
     ("address", "variable", "parts"),
     [
