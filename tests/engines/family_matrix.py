@@ -20,6 +20,7 @@ import httpx
 import msgspec
 
 from ridgeline.cluster.model_store import DEFAULT_MODEL_NAME, prepare_model
+from ridgeline.engine.connector.transferable_models import why_unsupported
 from tests.engines.one_engine import NUM_OUTPUT_TOKENS, RESULT, STEP_TOKENS
 from tests.engines.serve_process import RIDGELINE, body
 from tests.engines.served import Deployed, Stream, deployed_by_serve
@@ -27,6 +28,8 @@ from tests.support.model_families import FAMILIES, Proof, proofs, write_proofs
 
 REPOSITORY = Path(__file__).parents[2]
 MODES = ("disaggregated", "colocated", "adaptive")
+TO_SERVE = ("--matrix", "--vocabulary-tokens=49152")
+"""With the tokens of the default model, whose tokenizer it gets."""
 LOST_PROMPT_TOKENS, LOST_ANSWER_TOKENS = 129, 800
 
 
@@ -82,6 +85,8 @@ def served(models: Path, line: dict[str, Any]) -> dict[str, int]:
         **{f"pools.{pool}.max_num_seqs": "8" for pool in ("prefill", "decode", "colocated")},
         **{f"pools.{pool}.max_num_batched_tokens": str(STEP_TOKENS) for pool in ("prefill", "decode", "colocated")},
     }
+    if why_unsupported(json.loads((model / "config.json").read_text()), on_cpu=True, prefix_caching=True) is not None:
+        settings["engine_args.enable_prefix_caching"] = "false"
     equal = {}
     with deployed_by_serve(settings=settings) as deployed:
         for mode in MODES:
@@ -109,7 +114,7 @@ def main(families: list[str], *, with_serve: bool) -> None:
     known = proofs()
     for family in families or [family.key for family in FAMILIES]:
         with tempfile.TemporaryDirectory() as name:
-            line = in_one_engine(Path(name), family)[family]
+            line = in_one_engine(Path(name), family, options=TO_SERVE if with_serve else ("--matrix",))[family]
             proof = proof_of(line)
             if with_serve and not proof.failed:
                 proof = msgspec.structs.replace(proof, served=served(Path(name), line))

@@ -11,6 +11,7 @@ import json
 import os
 import random
 import sys
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from contextlib import closing
 from itertools import count
@@ -171,14 +172,14 @@ def _clean_up() -> None:
     cleanup_dist_env_and_memory()
 
 
-def main(directory: Path, families: list[str], *, matrix: bool) -> None:
+def main(directory: Path, families: list[str], *, matrix: bool, vocabulary_tokens: int) -> None:
     """One line for each family: its answers, or the sentence with which it was refused."""
     from tests.support.model_families import make_family
 
     for family in families:
         line: dict[str, Any] = {"family": family}
         try:
-            model = make_family(family, directory / family)
+            model = make_family(family, directory / family, vocabulary_tokens)
             line["dtype"] = _dtype(model)
             line["answers"] = compare(model, MATRIX_LENGTHS if matrix else LENGTHS, with_plain=matrix)
         except Exception as error:  # noqa: BLE001 - the test judges it
@@ -190,5 +191,10 @@ def main(directory: Path, families: list[str], *, matrix: bool) -> None:
 
 if __name__ == "__main__":
     os.environ.update(ENVIRONMENT)
-    given = [one for one in sys.argv[1:] if one != "--matrix"]
-    main(Path(given[0]), given[1:], matrix="--matrix" in sys.argv)
+    parser = ArgumentParser()
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("families", nargs="+")
+    parser.add_argument("--matrix", action="store_true")
+    parser.add_argument("--vocabulary-tokens", type=int, default=512)
+    given = parser.parse_args()
+    main(given.directory, given.families, matrix=given.matrix, vocabulary_tokens=given.vocabulary_tokens)

@@ -44,7 +44,13 @@ MLA: dict[str, Any] = {"num_key_value_heads": 4, "kv_lora_rank": 512, "qk_rope_h
                        "topk_group": 1}  # fmt: skip
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
                            "moe_intermediate_size": 64}  # fmt: skip
-FIRST_DENSE: dict[str, Any] = {"first_k_dense_replace": 1, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
+FIRST_DENSE: dict[str, Any] = {
+    "first_k_dense_replace": 1,
+    "topk_method": "noaux_tc",
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
 MIXED: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW_TOKENS}
 GATED_DELTA: dict[str, Any] = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 128,
                                "linear_value_head_dim": 128, "head_dim": 256,
@@ -109,7 +115,12 @@ FAMILIES = (
     Family("olmo2", "OLMo 2", "Olmo2Config"),
     Family("glm4", "GLM 4", "Glm4Config"),
     Family("glm4_moe", "GLM 4.5, 4.6", "Glm4MoeConfig", {**EXPERTS, **FIRST_DENSE}),
-    Family("minimax_m2", "MiniMax M2", "MiniMaxM2Config", {**EXPERTS, "rotary_dim": 16, "scoring_func": "sigmoid"}),
+    Family(
+        "minimax_m2",
+        "MiniMax M2",
+        "MiniMaxM2Config",
+        {**EXPERTS, "rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
+    ),
     Family("ernie4_5", "ERNIE 4.5", "Ernie4_5Config"),
     Family("seed_oss", "Seed-OSS", "SeedOssConfig"),
     Family(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.family_matrix import in_one_engine, proof_of, served
+from tests.engines.family_matrix import TO_SERVE, in_one_engine, proof_of, served
 from tests.engines.one_engine import LENGTHS, NUM_OUTPUT_TOKENS
 
 STEADY = ("gemma3", "mistral", "qwen3_next", "lfm2", "deepseek_mla")
@@ -47,7 +47,7 @@ def test_gpt_oss_is_handed_over_too(tmp_path: Path):
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["gemma3", "lfm2"])
 def test_a_served_answer_is_plain_vllms_in_every_mode_and_after_a_lost_worker(tmp_path: Path, family: str):
-    line = in_one_engine(tmp_path, family)[family]
+    line = in_one_engine(tmp_path, family, options=TO_SERVE)[family]
     prompts = proof_of(line).prompts
     equal = served(tmp_path, line)
     assert equal == {mode: 1 if "lost" in mode else prompts for mode in equal}
