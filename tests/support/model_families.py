@@ -173,8 +173,15 @@ FAMILIES = (
     ),
     Family("deepseek_mla", "DeepSeek V3 and R1, Kimi K2", "DeepseekV3Config", {**EXPERTS, **MLA, **FIRST_DENSE}),
     Family("mistral4", "Mistral 4", "Mistral4Config", {**EXPERTS, **MLA, **FIRST_DENSE}),
-    Family("deepseek_v32", "DeepSeek V3.2", "DeepseekV32Config", {**EXPERTS, **MLA, **FIRST_DENSE, "index_topk": 2048}),
-    Family("glm5", "GLM 5", "GlmMoeDsaConfig", {**EXPERTS, **MLA, **FIRST_DENSE, "index_topk": 2048}),
+    Family(
+        "deepseek_v32",
+        "DeepSeek V3.2",
+        "DeepseekV32Config",
+        {**EXPERTS, **MLA, **FIRST_DENSE, "index_topk": 2048, "q_lora_rank": 128},
+    ),
+    Family(
+        "glm5", "GLM 5", "GlmMoeDsaConfig", {**EXPERTS, **MLA, **FIRST_DENSE, "index_topk": 2048, "q_lora_rank": 128}
+    ),
     Family("deepseek_v4", "DeepSeek V4", "DeepseekV4Config", {**EXPERTS, "num_key_value_heads": 1}),
     Family(
         "qwen3_next",
@@ -276,7 +283,10 @@ def families_table() -> str:
     def cell(reasons: list[str], equal: int | None, of: int) -> str:
         sentences.extend(sentence for sentence in reasons if sentence not in sentences)
         numbers = ", ".join(str(sentences.index(sentence) + 1) for sentence in reasons)
-        return f"no ({numbers})" if reasons else "yes" if equal is None else f"{equal} of {of}"
+        ran = "no" if reasons else "yes"
+        if equal is not None:  # also where a note says with which setting
+            ran = f"{equal} of {of}"
+        return f"{ran} ({numbers})" if reasons else ran
 
     def row(family: Family) -> list[str]:
         equal, unequal, colocated = verdicts(family)
