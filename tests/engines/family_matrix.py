@@ -70,8 +70,8 @@ def proof_of(line: dict[str, Any]) -> Proof:
 def served(models: Path, line: dict[str, Any]) -> dict[str, int]:
     """Serve it; return how many answers of each mode, and after a lost decode engine, are plain vLLM's.
 
-    The answer of a lost engine is compared with the same one undisturbed, up to a tie: what is computed again is computed
-    in other chunks.
+    The answer of a lost engine is compared with the same one undisturbed, up to a tie: it is computed again in other
+    chunks.
     """
     model = models / line["family"]
     for file in prepare_model(DEFAULT_MODEL_NAME).iterdir():

@@ -51,6 +51,7 @@ FIRST_DENSE: dict[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
 }
+SPARSE_MLA: dict[str, Any] = {**EXPERTS, **MLA, **FIRST_DENSE, "index_topk": 2048, "q_lora_rank": 128}
 MIXED: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW_TOKENS}
 GATED_DELTA: dict[str, Any] = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 128,
                                "linear_value_head_dim": 128, "head_dim": 256,
@@ -177,11 +178,9 @@ FAMILIES = (
         "deepseek_v32",
         "DeepSeek V3.2",
         "DeepseekV32Config",
-        {**EXPERTS, **MLA, **FIRST_DENSE, "index_topk": 2048, "q_lora_rank": 128},
+        SPARSE_MLA,
     ),
-    Family(
-        "glm5", "GLM 5", "GlmMoeDsaConfig", {**EXPERTS, **MLA, **FIRST_DENSE, "index_topk": 2048, "q_lora_rank": 128}
-    ),
+    Family("glm5", "GLM 5", "GlmMoeDsaConfig", SPARSE_MLA),
     Family("deepseek_v4", "DeepSeek V4", "DeepseekV4Config", {**EXPERTS, "num_key_value_heads": 1}),
     Family(
         "qwen3_next",
