@@ -94,10 +94,13 @@ def served(models: Path, line: dict[str, Any]) -> dict[str, int]:
     with deployed_by_serve(settings=settings) as deployed:
         for mode in MODES:
             subprocess.run([str(RIDGELINE), "mode", mode, "--url", deployed.url], timeout=120, check=True)
+            httpx.post(
+                f"{deployed.url}/ridgeline/forget_prefixes", timeout=60
+            ).raise_for_status()  # as plain vLLM began
             equal[mode] = sum(_answer(deployed, one["prompt"]) == one["plain"] for one in line["answers"])
         subprocess.run([str(RIDGELINE), "mode", "disaggregated", "--url", deployed.url], timeout=120, check=True)
         [prompt] = [one["prompt"] for one in line["answers"] if one["length"] == LOST_PROMPT_TOKENS]
-        whole = _choice(deployed, prompt, LOST_ANSWER_TOKENS, logprobs=5, return_tokens_as_token_ids=True)
+        whole = _choice(deployed, prompt, LOST_ANSWER_TOKENS, logprobs=20, return_tokens_as_token_ids=True)
         stream = Stream(deployed.url, LOST_ANSWER_TOKENS, prompt=prompt, temperature=0, return_token_ids=True)
         deployed.engine(deployed.busy_decode()).kill()
         choices = [choice for event in stream.events() for choice in event["choices"]]
@@ -112,7 +115,7 @@ def _same_but_for_a_tie(whole: dict[str, Any], token_ids: list[int], dtype: str)
         if one != other:
             top = whole["logprobs"]["top_logprobs"][place]
             behind_nat = max(top.values()) - top.get(f"token_id:{other}", -math.inf)
-            sys.stdout.write(f"token {place} is {behind_nat:.3f} nat behind\n")
+            sys.stdout.write(f"token {place}, {other} for {one}, is {behind_nat:.3f} nat behind: {top}\n")
             return is_tie(behind_nat, dtype)
     return True
 

@@ -6,7 +6,6 @@ read back from `config.json`, as `ridgeline doctor` reads a model's.
 
 from __future__ import annotations
 
-import json
 import re
 import tempfile
 import warnings
@@ -247,9 +246,6 @@ def make_family(key: str, directory: Path, vocabulary_tokens: int = 512, max_pos
         if "o_proj" in name:
             parameter.data *= 5
     model.save_pretrained(directory)
-    if key == "lfm2":  # vLLM reads two names that transformers' class does not write
-        file = directory / "config.json"
-        file.write_text(json.dumps({**json.loads(file.read_text()), "conv_dim": 128, "block_dim": 128}))
     return directory
 
 
