@@ -100,7 +100,7 @@ CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
 
 async def main(folder: Path) -> None:
     from ridgeline.engine.vllm_engine import VllmEngine
-    from tests.engines.tiny_model import make_family
+    from tests.support.model_families import make_family
     from tests.support.samples import engine_config
 
     whole = make_family("mistral", folder / "whole")

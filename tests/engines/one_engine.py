@@ -2,7 +2,7 @@
 
 Cheaper than a deployment by far: no Ray, no router, no second copy of the model. Its prefix cache is off, so decode's
 blocks are others than prefill's and everything in them has come through the transfer. `python -m` prints one line of
-JSON for each model family it is given.
+JSON for each model family it is given. `--matrix` tries each with 20 prompts, and asks plain vLLM first.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import json
 import os
 import random
 import sys
+from argparse import ArgumentParser
+from collections.abc import Sequence
 from contextlib import closing
 from itertools import count
 from pathlib import Path
@@ -29,13 +31,15 @@ STEP_TOKENS = 256
 LONGEST_TOKENS = 1024
 LENGTHS = (40, 100, 200, 300, 600)
 """Below and above the models' window, in one step and in several."""
+MATRIX_LENGTHS = (1, 2, 3, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 200, 255, 256, 257, 500, 768)
 NUM_OUTPUT_TOKENS = 6
 
 
 class OneEngine:
     """Runs one answer at a time, to its end."""
 
-    def __init__(self, model_path: Path) -> None:
+    def __init__(self, model_path: Path, *, plain: bool = False) -> None:
+        """`plain`: as vLLM makes it, without anything of Ridgeline's."""
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -51,12 +55,14 @@ class OneEngine:
             "enable_prefix_caching": False,
             "skip_tokenizer_init": True,
         }
-        self._engine = LLMEngine.from_engine_args(EngineArgs(**{**_engine_args(engine_config("decode")), **own}))
+        ours = {} if plain else _engine_args(engine_config("decode"))
+        self._engine = LLMEngine.from_engine_args(EngineArgs(**{**ours, "enforce_eager": True, **own}))
         self._ids = count()
         self._answers: dict[str, list[int]] = {}
         self._told: dict[str, dict[str, Any]] = {}
         self._events: list[Any] = []
-        self._keep_events(self._engine.engine_core.engine_core.scheduler.connector.scheduler)
+        if not plain:
+            self._keep_events(self._engine.engine_core.engine_core.scheduler.connector.scheduler)
 
     def _keep_events(self, side: Any) -> None:
         """They travel with statistics, which nobody reads here."""
@@ -133,7 +139,7 @@ def _dtype(model_path: Path) -> str:
     return "bfloat16" if narrow else "float32"
 
 
-def compare(model_path: Path) -> list[dict[str, Any]]:
+def compare(model_path: Path, lengths: Sequence[int], *, with_plain: bool) -> list[dict[str, Any]]:
     """Every prompt whole first, then all of them split: no block holds by chance what the transfer should bring.
 
     `other` is the answer to a prompt that begins otherwise: where it differs, far tokens matter.
@@ -142,38 +148,53 @@ def compare(model_path: Path) -> list[dict[str, Any]]:
 
     wish = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True)
     draw = random.Random(5)
-    prompts = [[draw.randrange(3, 500) for _ in range(length)] for length in LENGTHS]
+    prompts = [[draw.randrange(3, 500) for _ in range(length)] for length in lengths]
+    plain: list[list[int] | None] = [None] * len(prompts)
+    if with_plain:
+        with closing(OneEngine(model_path, plain=True)) as engine:
+            plain = [engine.whole(prompt, wish) for prompt in prompts]
+        _clean_up()
     with closing(OneEngine(model_path)) as engine:
         wholes = [engine.whole(prompt, wish) for prompt in prompts]
         others = [engine.whole([7] * 16 + prompt[16:], wish) for prompt in prompts]
         splits = [engine.split(prompt, wish) for prompt in prompts]
         followed = [engine.followed(prompt, wish) for prompt in prompts]
-    columns = zip(prompts, wholes, others, splits, followed, strict=True)
-    return [
-        {"length": len(prompt), "whole": whole, "other": other, "split": split, "followed": follow}
-        for prompt, whole, other, split, follow in columns
-    ]
+    names = ("length", "prompt", "plain", "whole", "other", "split", "followed")
+    columns = zip(lengths, prompts, plain, wholes, others, splits, followed, strict=True)
+    return [dict(zip(names, column, strict=True)) for column in columns]
 
 
-def main(directory: Path, families: list[str]) -> None:
-    """One line for each family: its answers, or the sentence with which it was refused."""
+def _clean_up() -> None:
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-    from tests.engines.tiny_model import make_family
+    ensure_kv_transfer_shutdown()
+    cleanup_dist_env_and_memory()
+
+
+def main(directory: Path, families: list[str], *, matrix: bool, vocabulary_tokens: int) -> None:
+    """One line for each family: its answers, or the sentence with which it was refused."""
+    from tests.support.model_families import make_family
 
     for family in families:
         line: dict[str, Any] = {"family": family}
         try:
-            line["answers"] = compare(make_family(family, directory / family))
+            model = make_family(family, directory / family, vocabulary_tokens)
+            line["dtype"] = _dtype(model)
+            line["answers"] = compare(model, MATRIX_LENGTHS if matrix else LENGTHS, with_plain=matrix)
         except Exception as error:  # noqa: BLE001 - the test judges it
             line["refused"] = f"{type(error).__name__}: {error}"
-        ensure_kv_transfer_shutdown()
-        cleanup_dist_env_and_memory()
+        _clean_up()
         sys.stdout.write(f"{RESULT}{json.dumps(line)}\n")
         sys.stdout.flush()
 
 
 if __name__ == "__main__":
     os.environ.update(ENVIRONMENT)
-    main(Path(sys.argv[1]), sys.argv[2:])
+    parser = ArgumentParser()
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("families", nargs="+")
+    parser.add_argument("--matrix", action="store_true")
+    parser.add_argument("--vocabulary-tokens", type=int, default=512)
+    given = parser.parse_args()
+    main(given.directory, given.families, matrix=given.matrix, vocabulary_tokens=given.vocabulary_tokens)

@@ -13,69 +13,240 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ridgeline.cluster.config.loader import load_config
 from ridgeline.cluster.config.models import RidgelineConfig
 from ridgeline.cluster.doctor.facts import read_model_facts
 from ridgeline.cluster.doctor.model_support import model_conflicts
 
 MODELS = Path(__file__).parents[2] / "docs" / "how-to" / "serve.md"
+RESULTS = Path(__file__).parents[2] / "docs" / "results" / "families.json"
 FAMILIES_TABLE = re.compile(r"(?<=<!-- families -->\n).*(?=<!-- /families -->)", re.DOTALL)
 WINDOW_TOKENS = 128
+SEED = 11
 SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 256,
     "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 16,
-    "max_position_embeddings": 4096,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "initializer_range": 0.1,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
 }
-MLA: dict[str, Any] = {"num_key_value_heads": 8, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
-                       "v_head_dim": 8, "q_lora_rank": 16}  # fmt: skip
-EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
-MIXED = ["sliding_attention", "full_attention"] * 2
+MLA: dict[str, Any] = {"num_key_value_heads": 4, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
+                       "v_head_dim": 128, "q_lora_rank": None, "head_dim": 64, "n_group": 1,
+                       "topk_group": 1}  # fmt: skip
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+                           "moe_intermediate_size": 64}  # fmt: skip
+FIRST_DENSE: dict[str, Any] = {
+    "first_k_dense_replace": 1,
+    "topk_method": "noaux_tc",
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+SPARSE_MLA: dict[str, Any] = {**EXPERTS, **MLA, **FIRST_DENSE, "index_topk": 2048, "q_lora_rank": 128}
+MIXED: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW_TOKENS}
+GATED_DELTA: dict[str, Any] = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 128,
+                               "linear_value_head_dim": 128, "head_dim": 256,
+                               "layer_types": ["linear_attention"] * 3 + ["full_attention"]}  # fmt: skip
+MAMBA_2: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 32,
+                           "mamba_expand": 2}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Family:
     """A family, its class in transformers, and what makes a tiny one of it."""
 
+    key: str
     name: str
     config_class: str
     sizes: dict[str, Any] = field(default_factory=dict)
 
 
+class Proof(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a tiny model of a family came to beside plain vLLM: greedy answers that are equal, of so many prompts."""
+
+    family: str
+    dtype: str
+    date: str
+    prompts: int
+    colocated: int
+    """Through Ridgeline's engine, nothing handed over."""
+    handed_over: int
+    """After prefill, and again while prefill computes: both answers must be right."""
+    bytes_moved: int
+    """Of the first of these."""
+    far_tokens_matter: int
+    """Prompts whose answer changes with their first 16 tokens; if few do, equal answers show little."""
+    served: dict[str, int] = {}
+    """Of `ridgeline serve`, by mode."""
+    failed: str = ""
+
+
+def proofs() -> dict[str, Proof]:
+    """Return what docs/results has, by family."""
+    if not RESULTS.exists():
+        return {}
+    return {proof.family: proof for proof in msgspec.json.decode(RESULTS.read_bytes(), type=list[Proof])}
+
+
+def write_proofs(proofs: dict[str, Proof]) -> None:
+    """Write them in the order of the table."""
+    known = [proofs[family.key] for family in FAMILIES if family.key in proofs]
+    RESULTS.write_bytes(msgspec.json.format(msgspec.json.encode(known), indent=1) + b"\n")
+
+
 FAMILIES = (
-    Family("Llama 2 and 3, SmolLM2, Yi", "LlamaConfig"),
-    Family("Qwen 2.5", "Qwen2Config"),
-    Family("Qwen 3", "Qwen3Config"),
-    Family("Qwen 3 MoE, Qwen 3 Coder", "Qwen3MoeConfig", EXPERTS),
-    Family("Mistral Small, Ministral 3", "Ministral3Config"),
-    Family("Mixtral", "MixtralConfig", {"sliding_window": None}),
-    Family("GLM 4.5, 4.6", "Glm4MoeConfig", EXPERTS),
-    Family("MiniMax M2", "MiniMaxM2Config", EXPERTS),
-    Family("Llama 4, its text", "Llama4TextConfig", {"attention_chunk_size": WINDOW_TOKENS}),
-    Family("gpt-oss", "GptOssConfig", {"layer_types": MIXED, "sliding_window": WINDOW_TOKENS}),
-    Family("Gemma 3", "Gemma3TextConfig", {"layer_types": MIXED, "sliding_window": WINDOW_TOKENS}),
-    Family("OLMo 3", "Olmo3Config", {"layer_types": MIXED, "sliding_window": WINDOW_TOKENS}),
-    Family("Cohere 2 (Command A)", "Cohere2Config", {"layer_types": MIXED, "sliding_window": WINDOW_TOKENS}),
-    Family("Mistral 7B v0.1", "MistralConfig", {"sliding_window": WINDOW_TOKENS}),
-    Family("Phi-3 mini", "Phi3Config", {"sliding_window": WINDOW_TOKENS, "pad_token_id": 0}),
-    Family("DeepSeek V3 and R1, Kimi K2", "DeepseekV3Config", MLA | EXPERTS),
-    Family("Mistral 4", "Mistral4Config", MLA | EXPERTS),
-    Family("DeepSeek V3.2", "DeepseekV32Config", MLA | EXPERTS | {"index_topk": 16}),
-    Family("GLM 5", "GlmMoeDsaConfig", MLA | EXPERTS | {"index_topk": 16}),
-    Family("DeepSeek V4", "DeepseekV4Config", EXPERTS | {"num_key_value_heads": 1}),
-    Family("Gemma 4", "Gemma4TextConfig", {"global_head_dim": 32}),
-    Family("Qwen 3 Next", "Qwen3NextConfig", EXPERTS),
-    Family("Qwen 3.5", "Qwen3_5TextConfig"),
-    Family("Kimi Linear", "KimiLinearConfig", MLA | EXPERTS),
-    Family("Nemotron H", "NemotronHConfig"),
-    Family("Granite 4 H", "GraniteMoeHybridConfig", {"layer_types": ["mamba", "attention"] * 2}),
-    Family("LFM 2", "Lfm2Config", {"layer_types": ["conv", "full_attention"] * 2}),
-    Family("Jamba", "JambaConfig"),
+    Family("llama", "Llama 2 and 3, SmolLM2, Yi", "LlamaConfig"),
+    Family("smollm3", "SmolLM3", "SmolLM3Config"),
+    Family("qwen2", "Qwen 2.5", "Qwen2Config"),
+    Family("qwen3", "Qwen 3", "Qwen3Config"),
+    Family("qwen3_moe", "Qwen 3 MoE, Qwen 3 Coder", "Qwen3MoeConfig", EXPERTS),
+    Family("ministral3", "Mistral Small, Ministral 3", "Ministral3Config"),
+    Family("mixtral", "Mixtral", "MixtralConfig", {**EXPERTS, "sliding_window": None}),
+    Family("phi3", "Phi-3 and Phi-4 mini", "Phi3Config", {"sliding_window": None}),
+    Family("granite", "Granite 3", "GraniteConfig"),
+    Family("olmo2", "OLMo 2", "Olmo2Config"),
+    Family("glm4", "GLM 4", "Glm4Config"),
+    Family("glm4_moe", "GLM 4.5, 4.6", "Glm4MoeConfig", {**EXPERTS, **FIRST_DENSE}),
+    Family(
+        "minimax_m2",
+        "MiniMax M2",
+        "MiniMaxM2Config",
+        {**EXPERTS, "rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
+    ),
+    Family("ernie4_5", "ERNIE 4.5", "Ernie4_5Config"),
+    Family("seed_oss", "Seed-OSS", "SeedOssConfig"),
+    Family(
+        "llama4",
+        "Llama 4, its text",
+        "Llama4TextConfig",
+        {
+            "attention_chunk_size": WINDOW_TOKENS,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 256,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layers": [1, 1, 1, 0],
+        },
+    ),
+    Family("gpt_oss", "gpt-oss", "GptOssConfig", {**MIXED, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    Family(
+        "gemma2",
+        "Gemma 2",
+        "Gemma2Config",
+        {"sliding_window": WINDOW_TOKENS, "query_pre_attn_scalar": 32, "tie_word_embeddings": True},
+    ),
+    Family(
+        "gemma3",
+        "Gemma 3",
+        "Gemma3TextConfig",
+        {
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+            "sliding_window": WINDOW_TOKENS,
+            "query_pre_attn_scalar": 32,
+        },
+    ),
+    Family("olmo3", "OLMo 3", "Olmo3Config", MIXED),
+    Family("cohere2", "Cohere 2 (Command A)", "Cohere2Config", {**MIXED, "logit_scale": 1.0}),
+    Family("exaone4", "EXAONE 4", "Exaone4Config", MIXED),
+    Family("mistral", "Mistral 7B v0.1", "MistralConfig", {"num_hidden_layers": 3, "sliding_window": WINDOW_TOKENS}),
+    Family("phi3_window", "Phi-3 mini", "Phi3Config", {"sliding_window": WINDOW_TOKENS}),
+    Family(
+        "gemma4",
+        "Gemma 4",
+        "Gemma4TextConfig",
+        {
+            **MIXED,
+            "global_head_dim": 64,
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 0,
+            "num_global_key_value_heads": 1,
+        },
+    ),
+    Family("deepseek_mla", "DeepSeek V3 and R1, Kimi K2", "DeepseekV3Config", {**EXPERTS, **MLA, **FIRST_DENSE}),
+    Family("mistral4", "Mistral 4", "Mistral4Config", {**EXPERTS, **MLA, **FIRST_DENSE}),
+    Family(
+        "deepseek_v32",
+        "DeepSeek V3.2",
+        "DeepseekV32Config",
+        SPARSE_MLA,
+    ),
+    Family("glm5", "GLM 5", "GlmMoeDsaConfig", SPARSE_MLA),
+    Family("deepseek_v4", "DeepSeek V4", "DeepseekV4Config", {**EXPERTS, "num_key_value_heads": 1}),
+    Family(
+        "qwen3_next",
+        "Qwen 3 Next",
+        "Qwen3NextConfig",
+        {**EXPERTS, **GATED_DELTA, "shared_expert_intermediate_size": 64},
+    ),
+    Family("qwen3_5", "Qwen 3.5", "Qwen3_5TextConfig", GATED_DELTA),
+    Family("kimi_linear", "Kimi Linear", "KimiLinearConfig", {**EXPERTS, **MLA}),
+    Family("lfm2", "LFM 2", "Lfm2Config", {"layer_types": ["conv", "full_attention"] * 2}),
+    Family(
+        "nemotron_h",
+        "Nemotron H",
+        "NemotronHConfig",
+        {
+            "hybrid_override_pattern": "M*M-",
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 32,
+            "n_groups": 1,
+            "ssm_state_size": 32,
+            "expand": 2,
+        },
+    ),
+    Family(
+        "granite4h",
+        "Granite 4 H",
+        "GraniteMoeHybridConfig",
+        {
+            **MAMBA_2,
+            "layer_types": ["mamba", "attention"] * 2,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "shared_intermediate_size": 256,
+            "position_embedding_type": "nope",
+        },
+    ),
+    Family("falcon_h1", "Falcon H1", "FalconH1Config", {**MAMBA_2, "mamba_d_ssm": 256}),
+    Family("jamba", "Jamba", "JambaConfig"),
 )
+
+
+def tiny_config(family: Family, **more: Any) -> Any:
+    """Return the configuration of a tiny model of this family, as transformers has it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import transformers
+
+        return getattr(transformers, family.config_class)(**{**SIZES, **family.sizes, **more})
+
+
+def make_family(key: str, directory: Path, vocabulary_tokens: int = 512, max_positions: int = 2048) -> Path:
+    """Write a random float32 model without a tokenizer; the same bytes every time.
+
+    The weights are large enough that far tokens decide which comes next, else equal answers would show nothing.
+    """
+    import torch
+    import transformers
+
+    [family] = [one for one in FAMILIES if one.key == key]
+    config = tiny_config(family, vocab_size=vocabulary_tokens, max_position_embeddings=max_positions)
+    torch.manual_seed(SEED)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if "o_proj" in name:
+            parameter.data *= 5
+    model.save_pretrained(directory)
+    return directory
 
 
 def deployment(directory: Path, mode: str, prefill_ranks: int = 1) -> RidgelineConfig:
@@ -89,11 +260,7 @@ def deployment(directory: Path, mode: str, prefill_ranks: int = 1) -> RidgelineC
 
 def verdicts(family: Family) -> list[list[str]]:
     """Return what stands in the way with equal ranks, with unequal ranks, and in mode colocated; empty: nothing."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import transformers
-
-        model = getattr(transformers, family.config_class)(**{**SIZES, **family.sizes})
+    model = tiny_config(family, vocab_size=64, max_position_embeddings=4096)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         model.save_pretrained(directory)
@@ -106,14 +273,35 @@ def verdicts(family: Family) -> list[list[str]]:
 def families_table() -> str:
     """Return the table, and below it each sentence once."""
     sentences: list[str] = []
+    known = proofs()
 
-    def cell(reasons: list[str]) -> str:
+    def cell(reasons: list[str], equal: int | None, of: int) -> str:
         sentences.extend(sentence for sentence in reasons if sentence not in sentences)
         numbers = ", ".join(str(sentences.index(sentence) + 1) for sentence in reasons)
-        return f"no ({numbers})" if reasons else "yes"
+        ran = "no" if reasons else "yes"
+        if equal is not None:  # also where a note says with which setting
+            ran = f"{equal} of {of}"
+        return f"{ran} ({numbers})" if reasons else ran
 
-    lines = ["| family | two pools, equal ranks | two pools, 2 ranks to 1 | colocated |\n", "|---|---|---|---|\n"]
-    lines += [f"| {family.name} | {' | '.join(map(cell, verdicts(family)))} |\n" for family in FAMILIES]
+    def row(family: Family) -> list[str]:
+        equal, unequal, colocated = verdicts(family)
+        proof = known.get(family.key)
+        if proof is None or proof.failed:
+            return [cell(colocated, None, 0), cell(equal, None, 0), cell(unequal, None, 0), ""]
+        served = sum(proof.served.values())
+        asked = len(proof.served) and (len(proof.served) - 1) * proof.prompts + 1
+        return [
+            cell(colocated, proof.colocated, proof.prompts),
+            cell(equal, proof.handed_over, proof.prompts),
+            cell(unequal, None, 0),
+            f"{served} of {asked}" if asked else "",
+        ]
+
+    lines = [
+        "| family | colocated | P/D, equal ranks | P/D, 2 ranks to 1 | `ridgeline serve` |\n",
+        "|---|---|---|---|---|\n",
+    ]
+    lines += [f"| {family.name} | {' | '.join(row(family))} |\n" for family in FAMILIES]
     return "".join([*lines, "\n", *(f"{number}. {text}\n" for number, text in enumerate(sentences, 1))])
 
 

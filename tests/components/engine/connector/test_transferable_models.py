@@ -50,6 +50,12 @@ def test_mamba_layers_are_refused_where_vllm_fails_with_them(name: str):
     assert (reason(name, prefix_caching=False) is None) is (name in MAMBA_2)
 
 
+def test_short_convolutions_are_refused_on_cpus_where_vllms_answers_depend_on_the_steps_of_a_prompt():
+    config = {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}
+    assert "short convolutions" in (reason(config, prefix_caching=False) or "")
+    assert reason(config, on_cpu=False) is None
+
+
 def test_layers_of_mamba_that_a_model_could_have_and_has_not_do_not_count():
     attention = transformers.GraniteMoeHybridConfig(layer_types=["attention"] * 32)
     assert reason(attention) is None
