@@ -201,3 +201,5 @@ class TransferResult(msgspec.Struct, frozen=True, kw_only=True):
     """The transport that carried the bytes; empty if no source was reached."""
     first_token: int | None = None
     """The token that prefill sampled, if the fetch overlapped with the prefill."""
+    num_tokens: int = 0
+    """Of a prompt whose beginning another worker had: how many of its tokens were fetched."""

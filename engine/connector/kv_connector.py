@@ -115,6 +115,12 @@ class RidgelineConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         self.scheduler.set_xfer_handshake_metadata(metadata)
 
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        self.scheduler.bind_kv_cache_manager(kv_cache_manager)
+
+    def has_pending_push_work(self) -> bool:
+        return self.scheduler.has_pending_push_work()
+
     def on_new_request(self, request: Any) -> None:
         self.scheduler.on_new_request(request)
 

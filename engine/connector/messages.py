@@ -29,13 +29,15 @@ NO_ROOM = "no_room"
 
 @dataclass
 class Publish:
-    """Prefill: keep these blocks pinned until they are fetched, released or expired."""
+    """The source: keep these blocks pinned until they are fetched, released or expired."""
 
     request_id: str
     handoff_id: str
     block_ids: list[int]
     num_tokens: int
     first_token: int | None = None
+    lease_s: float | None = None
+    """None: as long as the engine's hand-offs are kept."""
 
 
 @dataclass

@@ -38,6 +38,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from ridgeline.contracts.handoff import new_handoff_id
 from ridgeline.engine.connector.groups import CacheGroups, regions
 from ridgeline.engine.connector.worker_side import WorkerSide
 from ridgeline.engine.step_scheduler import BoundedScheduler
@@ -96,6 +97,7 @@ class HashingEngine:
         num_blocks: int = 400,
         prefix_caching: bool = True,
         step_tokens: int = STEP_TOKENS,
+        lease_s: float = 30.0,
     ) -> None:
         self.specs = specs
         self.outputs: dict[str, list[int]] = {}
@@ -125,7 +127,7 @@ class HashingEngine:
             layout = kv_layout(
                 groups=groups.layers, num_layers=len(rows), block_bytes=PAGE_BYTES, block_size=BLOCK_TOKENS
             )
-            options = TransferOptions(host="127.0.0.1", transport=transport, lease_s=30.0)
+            options = TransferOptions(host="127.0.0.1", transport=transport, lease_s=lease_s)
             self._worker = WorkerSide(RankLayers(rows, layout, allocation.offer(list(rows.values()))), options)
             self.scheduler.connector.set_xfer_handshake_metadata({0: self._worker.endpoint})
         self.slots[1:] = STALE
@@ -172,6 +174,11 @@ class HashingEngine:
         return int(self._worker.get_kv_connector_stats().data["kv_bytes_total.received"])
 
     @property
+    def open_leases(self) -> int:
+        assert self._worker is not None
+        return int(self._worker.get_kv_connector_stats().data["open_leases"])
+
+    @property
     def recomputes(self) -> dict[str, float]:
         """Requests whose prompt this engine computed although its KV was elsewhere, by reason."""
         counters = self.scheduler.connector.scheduler.counters
@@ -188,6 +195,12 @@ class HashingEngine:
         self.scheduler.add_request(Request(name, list(prompt), params, None, block_hasher=self._hasher))
         self.outputs[name] = []
         return name
+
+    def offer(self, prompt: Sequence[int]) -> dict[str, Any] | None:
+        """Offer what its prefix cache has of a prompt, as its worker asks it to."""
+        asked = Request("offer", list(prompt), SamplingParams(), None, block_hasher=self._hasher)
+        found = self.scheduler.connector.scheduler.offer(new_handoff_id(), asked.block_hashes, len(prompt))
+        return None if found is None else found.to_params()
 
     def answer(self, name: str, *others: HashingEngine) -> list[int]:
         """Run this engine, and others beside it, until the request has ended."""
