@@ -25,6 +25,8 @@ from ridgeline.contracts.workers import (
     Ack,
     AttachRequest,
     DrainRequest,
+    Offer,
+    OfferRequest,
     PairAnswer,
     PairRequest,
     Role,
@@ -191,6 +193,10 @@ class WorkerClient:
     async def take_role(self, role: Role) -> None:
         """Have the worker keep this role and limit its engine's steps accordingly. Raises WorkerLost."""
         await self._unary("TakeRole", role, Ack)
+
+    async def offer(self, task: GenerateTask, within_s: float) -> KvHandoff | None:
+        """Ask what its prefix cache has of the prompt of a task for another worker. Raises WorkerLost."""
+        return (await self._unary("Offer", OfferRequest(task), Offer, deadline_s=within_s)).handoff
 
     async def drain(self, timeout_s: float) -> None:
         """Have the worker leave, see `DrainRequest`; returns at once. Raises WorkerLost."""

@@ -39,7 +39,7 @@ from ridgeline.engine.connector.scheduler_side import IDLE_WAIT_S, POLL_S, Sched
 from ridgeline.engine.connector.step_cost import step_cost_model
 from ridgeline.engine.connector.worker_side import WorkerSide
 from ridgeline.engine.vllm_workarounds.bounded_grammars import bound_grammars
-from ridgeline.engine.vllm_workarounds.core_loop import add_limit_steps, join_loop, send_at_once, wake
+from ridgeline.engine.vllm_workarounds.core_loop import add_calls, join_loop, send_at_once, wake
 from ridgeline.engine.vllm_workarounds.cores import helpers_on_all_cores_of
 from ridgeline.engine.vllm_workarounds.engine_process import (
     cause_file,
@@ -73,7 +73,7 @@ class RidgelineConnector(KVConnectorBase_V1, SupportsHMA):
         self._has_ranks = vllm_config.parallel_config.tensor_parallel_size > 1
         self._groups = CacheGroups(kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
-            add_limit_steps()
+            add_calls()
             bound_grammars()
             if self._has_ranks:
                 forget_queue_names()

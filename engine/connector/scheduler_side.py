@@ -28,6 +28,7 @@ from ridgeline.engine.connector.messages import (
     FIRST_TOKEN_FOLLOWS,
     NO_ROOM,
     PREFIX_CACHE_SKIPPED,
+    REUSE,
     TRANSFER_EVENTS,
     CounterStats,
     Endpoint,
@@ -41,8 +42,6 @@ from ridgeline.engine.connector.offers import OFFER_LEASE_S, CachedOffers
 
 FETCH = "do_remote_prefill"
 PUBLISH = "do_remote_decode"
-REUSE = "reuses_cached_kv"
-"""Beside FETCH, for a prompt of which only the beginning is fetched, from another engine's prefix cache."""
 IDLE_WAIT_S = 0.02
 """The time that the step loop waits for news while every request waits for a transfer. Each step without work sends
 statistics to the front end, from which the worker knows that its engine lives."""
