@@ -388,9 +388,7 @@ class Fleet:
             self._carried_by[pair.link] = pair.transport
             if before != pair.transport:
                 why = f" ({pair.why})" if pair.why else ""
-                logger.warning(
-                    "KV %s -> %s goes by %s now, by %s before%s", *pair.link, pair.transport, before, why
-                )
+                logger.warning("KV %s -> %s goes by %s now, by %s before%s", *pair.link, pair.transport, before, why)
 
     def _connected(self) -> list[Worker]:
         return [worker for worker in self.workers if worker.client.connected]
