@@ -406,7 +406,7 @@ class WorkerHost:
             return Offer(await self._engine.offer(handoff_id, tokens, task.cache_salt))
         except EngineFailed:
             return Offer()
-        except asyncio.CancelledError:  # the router waits no more; the engine may offer it all the same
+        except asyncio.CancelledError:  # the router is gone; the engine may offer it all the same
             self._engine.release_own(handoff_id)
             raise
 

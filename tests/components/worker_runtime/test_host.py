@@ -508,11 +508,31 @@ async def test_a_router_is_offered_what_the_cache_has_of_a_prompt_and_of_what_it
         assert await worker.client.offer(task, PATIENCE_S) is None
 
 
-async def test_an_offer_that_comes_too_late_is_released_by_the_worker():
+@pytest.mark.parametrize("leaves", [asyncio.CancelledError, WorkerLost])
+async def test_an_offer_that_comes_too_late_or_to_nobody_is_unclaimed(leaves):
+    async with serving(FakeEngine()) as worker:
+        unclaimed = []
+        worker.client._on_unclaimed = unclaimed.append
+        worker.engine.cached_tokens, worker.engine.offers = 2, asyncio.Event()
+        asking = asyncio.create_task(worker.client.offer(make_task(), 0.1 if leaves is WorkerLost else PATIENCE_S))
+        await eventually(lambda: worker.engine.asked)
+        if leaves is asyncio.CancelledError:
+            asking.cancel()
+        with pytest.raises(leaves):
+            await asking
+        worker.engine.offers.set()
+        await eventually(lambda: unclaimed)
+        assert unclaimed[0].num_tokens == 2
+
+
+async def test_what_a_router_had_asked_for_that_is_gone_is_released_by_the_worker():
     async with serving(FakeEngine()) as worker:
         worker.engine.offers = asyncio.Event()
+        async with connected(worker.host.address, "other") as other:
+            asking = asyncio.create_task(other.offer(make_task(), PATIENCE_S))
+            await eventually(lambda: worker.engine.asked)
         with pytest.raises(WorkerLost):
-            await worker.client.offer(make_task(), 0.1)
+            await asking
         await eventually(lambda: len(worker.engine.released) == 1)
 
 

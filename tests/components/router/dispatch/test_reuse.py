@@ -114,7 +114,7 @@ async def test_a_decode_worker_that_does_not_answer_costs_no_more_than_computing
         await one.turn()
         assert "handoff" not in one.transfer
         assert one.counted() == {" no_answer": 1}
-        await eventually(lambda: len(one.decode.released) == 1)
+        one.decode.offers.set()
 
 
 async def test_an_offer_whose_prefill_fails_is_released():
