@@ -22,13 +22,13 @@ ANSWER_TOKENS = 70
 QUESTION_TOKENS = 20
 FIRST_TOKENS = 150
 BLOCK_TOKENS = 32
-CONVERSATIONS = 3
+CONVERSATIONS = 1
 
 
 async def steps_are_known(engines: Engines, text: list[int]) -> None:
     """Serve until the router knows how long a prompt's step takes, without which it does not ask."""
     for number in range(2 * MIN_FITTED_STEPS):
-        await engines.tokens(text[200_000 + 100 * number :][: 40 + 20 * (number % 4)], 2)
+        await engines.tokens(text[60_000 + 100 * number :][: 40 + 20 * (number % 4)], 2)
 
     async def known() -> bool:
         metrics = await engines.metrics()

@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 from tests.support.patience import PATIENCE_S
@@ -25,6 +26,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -36,12 +38,14 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.structured_output import StructuredOutputManager
 
 from ridgeline.contracts.handoff import new_handoff_id
 from ridgeline.engine.connector.groups import CacheGroups, regions
 from ridgeline.engine.connector.worker_side import WorkerSide
 from ridgeline.engine.step_scheduler import BoundedScheduler
+from ridgeline.engine.vllm_workarounds.core_loop import OFFER
 from ridgeline.kv_transfer.memory.shared import KvCacheAllocation
 from ridgeline.kv_transfer.options import TransferOptions
 from ridgeline.kv_transfer.service import RankLayers
@@ -196,11 +200,12 @@ class HashingEngine:
         self.outputs[name] = []
         return name
 
-    def offer(self, prompt: Sequence[int]) -> dict[str, Any] | None:
-        """Offer what its prefix cache has of a prompt, as its worker asks it to."""
-        asked = Request("offer", list(prompt), SamplingParams(), None, block_hasher=self._hasher)
-        found = self.scheduler.connector.scheduler.offer(new_handoff_id(), asked.block_hashes, len(prompt))
-        return None if found is None else found.to_params()
+    def offer(self, prompt: Sequence[int], cache_salt: str | None = None) -> dict[str, Any] | None:
+        """Offer what its prefix cache has of a prompt, by the call that its worker makes."""
+        core = SimpleNamespace(scheduler=self.scheduler, request_block_hasher=self._hasher)
+        sent = MsgpackEncoder().encode((new_handoff_id(), list(prompt), cache_salt))
+        found = getattr(EngineCore, OFFER)(core, *MsgpackDecoder().decode(sent))
+        return None if found is None else MsgpackDecoder().decode(MsgpackEncoder().encode(found))
 
     def answer(self, name: str, *others: HashingEngine) -> list[int]:
         """Run this engine, and others beside it, until the request has ended."""

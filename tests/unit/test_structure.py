@@ -25,8 +25,8 @@ MOST_LINES = {
     "prefill_worker": 950,
     "roofline": 1_750,
     "router": 16_620,
-    "worker_runtime": 980,
-    "tests": 56_320,
+    "worker_runtime": 990,
+    "tests": 56_400,
     "tools": 6_110,
 }
 """Of Python, by package. A commit that raises one says what the lines are worth; one that deletes lines lowers it."""
