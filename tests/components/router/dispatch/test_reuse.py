@@ -5,13 +5,17 @@ from contextlib import asynccontextmanager
 
 import pytest
 from msgspec.structs import replace
+from vllm.sampling_params import SamplingParams
 
 from ridgeline.contracts.errors import EngineFailed
 from ridgeline.contracts.handoff import TransferResult
-from tests.components.router.dispatch.test_adaptive import PROMPT, Serving, expected
+from ridgeline.router.dispatch.request import SequenceRequest
+from ridgeline.router.front.sampling import sampling_of
+from tests.components.router.dispatch.test_adaptive import MODEL, PROMPT, Serving, expected
 from tests.components.router.dispatch.test_modes import addresses
 from tests.support.patience import PATIENCE_S, eventually
-from tests.support.samples import LAYOUT, TIMING
+from tests.support.samples import LAYOUT, TIMING, router_settings
+from tests.support.several_routers import a_dispatcher, routers
 from tests.support.small_fleet import a_fleet, hosts
 
 LAYOUTS = dict.fromkeys(("prefill", "decode"), LAYOUT)
@@ -125,6 +129,26 @@ async def test_an_offer_whose_prefill_fails_is_released():
         assert one.released[0].num_tokens == 96
         one.prefill.error = None
         await one.step_until(ending)
+
+
+async def test_a_turn_at_one_router_fetches_what_a_turn_at_another_has_left():
+    settings = router_settings(routers=2)
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started:
+        for host in started:
+            host._engine.stats.step_model = MODEL
+        prefill, decode = (host._engine for host in started)
+        decode.cached_tokens = 96
+        async with (
+            a_dispatcher(addresses(started), settings) as (_, at),
+            routers(2, addresses(started), at, settings) as pair,
+        ):
+            for router, prompt, tokens in zip(pair, (PROMPT, TURN), (30, 5), strict=True):
+                sent, params = [], SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+                request = SequenceRequest(router.name, list(prompt), sampling_of(params), reasoning_ended=True)
+                await router.orchestrator.run(request, lambda delta, sent=sent: sent.extend(delta.token_ids))
+                assert sent == expected(tokens, prompt)
+    assert decode.asked == [(TURN, None)]
+    assert prefill.calls[-1].transfer["handoff"]["num_tokens"] == 96
 
 
 @pytest.mark.parametrize("overrides", [{"reuses": False}, {"prefix_routing": False}])
