@@ -341,6 +341,7 @@ class ClusterState:
             route = ADAPTIVE_SPLIT
         was_idle = not worker.outstanding.prompt_tokens
         request.cached_tokens = choice.cached_tokens
+        reuse = self._reuse(request, worker)  # before it counts itself among the sequences that decode
         self._hold(request, worker, decode, assignment)
         if was_idle:
             queue.began(worker)
@@ -351,7 +352,7 @@ class ClusterState:
                 _incarnation(worker),
                 _incarnation(decode) if route.splits else None,
                 assignment,
-                self._reuse(request, worker),
+                reuse,
             )
         )
 

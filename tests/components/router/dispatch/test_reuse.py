@@ -109,6 +109,18 @@ async def test_a_record_that_promises_what_is_not_there_is_corrected():
         assert one.learned.prefixes.blocks_of("decode-0") > before, "it has this turn now"
 
 
+async def test_a_turn_that_saves_less_than_a_decode_step_is_asked_for_while_nothing_decodes():
+    async with turns() as one:
+        for engine in one.engines:
+            engine.stats.step_model = replace(engine.stats.step_model, per_prefill_token_s=0.001)
+        await one.fleet.refresh()
+        with one.fleet.get("decode-0").reserve(decode_context_tokens=10):
+            await one.turn(TURN, 40)
+            assert one.decode.asked == []
+        await one.turn([*TURN, *expected(40, TURN), *range(60)])
+        assert len(one.decode.asked) == 1
+
+
 async def test_a_decode_worker_that_does_not_answer_costs_no_more_than_computing_would():
     async with turns() as one:
         one.decode.cached_tokens, one.decode.offers = 96, asyncio.Event()
