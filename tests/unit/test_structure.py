@@ -26,7 +26,7 @@ MOST_LINES = {
     "roofline": 1_750,
     "router": 16_620,
     "worker_runtime": 990,
-    "tests": 56_400,
+    "tests": 56_430,
     "tools": 6_110,
 }
 """Of Python, by package. A commit that raises one says what the lines are worth; one that deletes lines lowers it."""
