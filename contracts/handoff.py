@@ -168,6 +168,8 @@ class KvHandoff(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of the blocks, over all layers and ranks."""
     complete: bool = True
     """False while prefill still computes: a fetch then overlaps with it, and its result brings the first token."""
+    fetch_within_s: float = 0.0
+    """How long its fetch may take, if that is less than what the fetching worker allows; 0: no less."""
 
     def to_params(self) -> dict[str, Any]:
         """Convert to plain msgpack types, for vLLM's `kv_transfer_params`."""
@@ -201,3 +203,5 @@ class TransferResult(msgspec.Struct, frozen=True, kw_only=True):
     """The transport that carried the bytes; empty if no source was reached."""
     first_token: int | None = None
     """The token that prefill sampled, if the fetch overlapped with the prefill."""
+    num_tokens: int = 0
+    """Of a prompt whose beginning another worker had: how many of its tokens were fetched."""

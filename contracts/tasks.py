@@ -23,6 +23,7 @@ class GenerateTask(msgspec.Struct, frozen=True, kw_only=True):
     produce every token itself, also those once more (`ridgeline.engine.request.forced_tokens`), so that its sampling
     state is right. `handoff` tells a decode worker where the KV of `prompt_token_ids` lies; without it the worker
     computes it. If the hand-off is not complete, its transfer overlaps the prefill and brings the first token along.
+    A prefill worker's `handoff` has the beginning of the prompt only, as another worker has cached it.
     `cache_salt` keeps the request's blocks apart in the prefix caches, on every worker: only requests with the same
     salt find them. `tpot_limit_s` is the time per output token that the sequence may take; its engine then bounds the
     prompt tokens in its steps so that it does not take longer. 0: no limit. `sure_output_tokens`: how long the answer

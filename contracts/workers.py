@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from ridgeline.contracts.handoff import KvLayout
+from ridgeline.contracts.handoff import KvHandoff, KvLayout
 from ridgeline.contracts.tasks import GenerateTask
 from ridgeline.contracts.vocabulary import Mode, Pool
 
@@ -239,6 +239,18 @@ class PairAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     paired: dict[str, tuple[str, str]]
     refused: dict[str, str]
+
+
+class OfferRequest(msgspec.Struct, frozen=True):
+    """A router asks what a worker's prefix cache has of the prompt that a task of another worker is to compute."""
+
+    task: GenerateTask
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """What the cache has, leased for a few seconds to one reader; None if that is nothing."""
+
+    handoff: KvHandoff | None = None
 
 
 class DrainRequest(msgspec.Struct, frozen=True):

@@ -42,7 +42,7 @@ from ridgeline.engine.stall import StallWatch
 from ridgeline.engine.step_scheduler import bound_steps
 from ridgeline.engine.vllm_arguments import engine_values
 from ridgeline.engine.vllm_workarounds.bounded_grammars import bound_validation
-from ridgeline.engine.vllm_workarounds.core_loop import LIMIT_STEPS
+from ridgeline.engine.vllm_workarounds.core_loop import LIMIT_STEPS, OFFER
 from ridgeline.engine.vllm_workarounds.engine_process import cause_file, one_tokenizer, prepare_engine_processes
 from ridgeline.engine.vllm_workarounds.forked import fork_engines
 from ridgeline.kv_transfer.service import PairedTransport
@@ -253,6 +253,18 @@ class VllmEngine:
             self._to_release.clear()  # its blocks are gone with the engine
         finally:
             self._releasing = None
+
+    async def offer(self, handoff_id: str, token_ids: list[int], cache_salt: str | None = None) -> KvHandoff | None:
+        """Offer one reader what the prefix cache has of a prompt, between two steps; None if that is nothing.
+
+        Raises EngineFailed.
+        """
+        assert self._llm is not None
+        try:
+            found = await self._llm.engine_core.call_utility_async(OFFER, handoff_id, token_ids, cache_salt)
+        except EngineDeadError as error:
+            raise self._failure(error) from error
+        return None if found is None else KvHandoff.from_params(found)
 
     async def limit_steps(self, max_num_seqs: int, max_num_batched_tokens: int, step_target_s: float = 0.0) -> None:
         """Limit what the engine's next steps hold; the limits it was started with bound both.

@@ -115,9 +115,11 @@ class TransferService:
         block_ids: Sequence[int],
         num_tokens: int,
         first_token: int | None = None,
+        lease_s: float | None = None,
     ) -> None:
         """Offer finished blocks; `poll().sent` names the request when they may be freed."""
-        self.leases.publish(handoff_id, request_id, block_ids, num_tokens, self._lease_s, first_token)
+        lease_s = self._lease_s if lease_s is None else lease_s
+        self.leases.publish(handoff_id, request_id, block_ids, num_tokens, lease_s, first_token)
 
     def watch(self, handoff: KvHandoff) -> None:
         """Keep a lease alive until its fetch ends or until `release`, for a hand-off whose load has not begun."""

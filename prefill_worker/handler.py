@@ -10,6 +10,7 @@ import msgspec
 from ridgeline.contracts.handoff import new_handoff_id
 from ridgeline.contracts.tasks import GenerateTask, TokenDelta
 from ridgeline.engine.connector.events import TransferEvent, with_event
+from ridgeline.engine.connector.messages import REUSE
 from ridgeline.engine.request import sampling
 from ridgeline.engine.vllm_engine import VllmEngine
 
@@ -23,6 +24,9 @@ class PrefillHandler:
         A prompt of several engine steps yields a delta without tokens first. Its hand-off is not complete yet: with it
         the transfer can overlap the prefill.
 
+        A prompt whose beginning another worker has cached is fetched so far, and computed from there; whatever becomes
+        of the fetch is in the delta's timing.
+
         With a hand-off `finish_reason` is None: the request goes on elsewhere. Raises InvalidTask, EngineFailed.
         """
         params = sampling.decode(task.sampling)
@@ -34,8 +38,13 @@ class PrefillHandler:
         less = resample and not engine.keeps_every_token and params.prompt_logprobs is None
         prompt = task.prompt_token_ids[:-1] if less and len(task.prompt_token_ids) > 1 else task.prompt_token_ids
         handoff_id = new_handoff_id()
+        transfer: dict[str, object] = {}
         if goes_on:
-            leg = sampling.with_transfer(leg, {"do_remote_decode": True, "handoff_id": handoff_id})
+            transfer |= {"do_remote_decode": True, "handoff_id": handoff_id}
+        if task.handoff is not None:
+            transfer |= {"do_remote_prefill": True, "handoff": task.handoff.to_params(), REUSE: True}
+        if transfer:
+            leg = sampling.with_transfer(leg, transfer)
         stream = engine.generate(task.request_id, prompt + emitted, leg, cache_salt=task.cache_salt)
         passed_on = not goes_on
         try:

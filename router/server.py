@@ -92,6 +92,7 @@ class Router(RouterControl):
             on_gone=self._releaser.forget,
             stall_timeout_s=settings.stall_timeout_s,
             roles=role_table(settings),
+            reuses_decode_kv=settings.reuse_decode_kv,
             leads=not shares,
         )
         super().__init__(fleet)

@@ -290,6 +290,8 @@ class RouterSettings:
     mode: Mode
     overlap: bool
     """Whether decode may admit a prompt, and fetch its KV, while it is computed."""
+    reuse_decode_kv: bool
+    """Whether prefill may fetch what decode workers have cached of a prompt."""
     prefill_window_tokens: Mapping[Pool, int]
     """Prompt tokens that a worker of each pool gets at a time; further prompts wait in the router, in fair order."""
     roles: Mapping[Mode, Mapping[str, Role]] = field(default_factory=dict)

@@ -212,6 +212,7 @@ HANDOFFS = {
             "percentunit",
             [Line(f"{LINK_RATE.query} / on (transport) {FASTEST.query}", LINK_RATE.legend)],
         ),
+        Panel("Later turns fetched", "reqps", [rate("ridgeline_reused_kv_total", "result")]),
         Panel("KV moved", "Bps", [rate("ridgeline_kv_transfer_bytes_total", "pool, direction")]),
         Panel("Pairs of workers", "short", [level("ridgeline_kv_pair", "transport, why")]),
     ],

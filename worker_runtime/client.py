@@ -25,6 +25,8 @@ from ridgeline.contracts.workers import (
     Ack,
     AttachRequest,
     DrainRequest,
+    Offer,
+    OfferRequest,
     PairAnswer,
     PairRequest,
     Role,
@@ -127,6 +129,8 @@ class WorkerClient:
         self._on_unclaimed = on_unclaimed
         self._channel = open_aio_channel(address, OPTIONS, tls)
         self._tasks: dict[str, _RunningTask] = {}
+        self._asked: set[asyncio.Future[Offer]] = set()
+        """Questions for what its cache has, whose asker may have left."""
         self._attached = asyncio.Event()
         self._closed = False
         self._metadata: tuple[tuple[str, bytes], ...] = ()
@@ -191,6 +195,27 @@ class WorkerClient:
     async def take_role(self, role: Role) -> None:
         """Have the worker keep this role and limit its engine's steps accordingly. Raises WorkerLost."""
         await self._unary("TakeRole", role, Ack)
+
+    async def offer(self, task: GenerateTask, within_s: float) -> KvHandoff | None:
+        """Ask what its prefix cache has of the prompt of a task for another worker.
+
+        What comes later than `within_s`, or after a cancellation, is unclaimed. Raises WorkerLost.
+        """
+        asked = asyncio.ensure_future(self._unary("Offer", OfferRequest(task), Offer))
+        self._asked.add(asked)
+        asked.add_done_callback(self._asked.discard)
+        try:
+            async with asyncio.timeout(within_s):
+                return (await asyncio.shield(asked)).handoff
+        except BaseException as error:
+            asked.add_done_callback(self._unwanted)
+            if isinstance(error, TimeoutError):
+                raise WorkerLost(f"Offer at {self.address}: no answer within {within_s:.3f} s") from error
+            raise
+
+    def _unwanted(self, asked: asyncio.Future[Offer]) -> None:
+        if not asked.cancelled() and asked.exception() is None and (handoff := asked.result().handoff) is not None:
+            self._on_unclaimed(handoff)
 
     async def drain(self, timeout_s: float) -> None:
         """Have the worker leave, see `DrainRequest`; returns at once. Raises WorkerLost."""

@@ -19,7 +19,7 @@ import grpc.aio
 import msgspec
 
 from ridgeline.contracts.errors import EngineFailed, HandoffLost, InvalidTask
-from ridgeline.contracts.handoff import KvHandoff
+from ridgeline.contracts.handoff import KvHandoff, new_handoff_id
 from ridgeline.contracts.rpc.address import join_host_port
 from ridgeline.contracts.rpc.channel import add_port
 from ridgeline.contracts.tasks import GenerateTask, TokenDelta
@@ -30,6 +30,8 @@ from ridgeline.contracts.workers import (
     Ack,
     AttachRequest,
     DrainRequest,
+    Offer,
+    OfferRequest,
     PairAnswer,
     PairRequest,
     Role,
@@ -237,6 +239,7 @@ class WorkerHost:
             "Status": (self._status, Ack),
             "ResetPrefixCache": (self._reset_prefix_cache, Ack),
             "Pair": (self._pair, PairRequest),
+            "Offer": (self._offer, OfferRequest),
             "Submit": (self._submit, SubmitRequest),
             "Abort": (self._abort, AbortRequest),
             "Drain": (self._drain, DrainRequest),
@@ -392,6 +395,20 @@ class WorkerHost:
             if not isinstance(answer, str)
         }
         return PairAnswer(paired=paired, refused=refused)
+
+    async def _offer(self, request: OfferRequest) -> Offer:
+        """Offer what the cache has; a worker that leaves offers nothing, since it waits until nobody needs its KV."""
+        task, handoff_id = request.task, new_handoff_id()
+        tokens = task.prompt_token_ids + task.emitted_token_ids
+        if self._leaving is not None or not tokens:
+            return Offer()
+        try:
+            return Offer(await self._engine.offer(handoff_id, tokens, task.cache_salt))
+        except EngineFailed:
+            return Offer()
+        except asyncio.CancelledError:  # the router is gone; the engine may offer it all the same
+            self._engine.release_own(handoff_id)
+            raise
 
     async def _take_role(self, role: Role) -> Ack:
         """Note the role, and tell the engine its limits beside the call: that has to wait for the running step."""

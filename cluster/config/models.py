@@ -226,6 +226,11 @@ class TransferConfig(Section):
         description="admit a request to decode while its prompt is prefilled, and fetch the KV of a long prompt "
         "chunk by chunk",
     )
+    reuse_decode_kv: bool = Field(
+        default=True,
+        description="mode disaggregated: for a later turn of a conversation, fetch to prefill what a decode worker "
+        "has cached, where that is estimated to take less time than computing it",
+    )
     host: Annotated[str, AfterValidator(_host_or_network)] | None = Field(
         default=None,
         description="address for worker traffic: a network (10.0.0.0/16) or an interface (eth1) on which each "

@@ -103,6 +103,7 @@ class Plan:
             block_size=config.model.block_size,
             routers=self.routers,
             overlap=config.transfer.overlap,
+            reuse_decode_kv=config.transfer.reuse_decode_kv,
             roles=self.roles.by_mode,
             roles_of_new=self.roles.of_new,
             why_not=self.roles.why_not,

@@ -181,6 +181,7 @@ class KvFetcher:
     ) -> None:
         address = handoff.addresses[part.source_rank]
         allowed_s = self._options.kv_fetch_timeout_s if handoff.complete else FOLLOW_LIMIT_S
+        allowed_s = min(allowed_s, handoff.fetch_within_s or allowed_s)
         for attempt in (1, 2):
             pairing = await self.pair(address)
             progress.transport = pairing.puller.name

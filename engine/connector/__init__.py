@@ -4,6 +4,7 @@ kv_connector.py         vLLM's hooks
 scheduler_side.py       decides what is published, fetched and released
 worker_side.py          owns the transfer service
 messages.py             the messages between the sides, one object a step
+offers.py               what the prefix cache has, offered to engines that would compute it
 chunks.py               which blocks of partial prompts are final
 events.py               tells a handler about its hand-off
 layout.py               what two engines must agree on to exchange KV

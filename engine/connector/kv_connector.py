@@ -39,7 +39,7 @@ from ridgeline.engine.connector.scheduler_side import IDLE_WAIT_S, POLL_S, Sched
 from ridgeline.engine.connector.step_cost import step_cost_model
 from ridgeline.engine.connector.worker_side import WorkerSide
 from ridgeline.engine.vllm_workarounds.bounded_grammars import bound_grammars
-from ridgeline.engine.vllm_workarounds.core_loop import add_limit_steps, join_loop, send_at_once, wake
+from ridgeline.engine.vllm_workarounds.core_loop import add_calls, join_loop, send_at_once, wake
 from ridgeline.engine.vllm_workarounds.cores import helpers_on_all_cores_of
 from ridgeline.engine.vllm_workarounds.engine_process import (
     cause_file,
@@ -73,7 +73,7 @@ class RidgelineConnector(KVConnectorBase_V1, SupportsHMA):
         self._has_ranks = vllm_config.parallel_config.tensor_parallel_size > 1
         self._groups = CacheGroups(kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
-            add_limit_steps()
+            add_calls()
             bound_grammars()
             if self._has_ranks:
                 forget_queue_names()
@@ -114,6 +114,12 @@ class RidgelineConnector(KVConnectorBase_V1, SupportsHMA):
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         self.scheduler.set_xfer_handshake_metadata(metadata)
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        self.scheduler.bind_kv_cache_manager(kv_cache_manager)
+
+    def has_pending_push_work(self) -> bool:
+        return self.scheduler.has_pending_push_work()
 
     def on_new_request(self, request: Any) -> None:
         self.scheduler.on_new_request(request)

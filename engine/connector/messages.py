@@ -21,6 +21,8 @@ from ridgeline.contracts.handoff import KvHandoff, TransferResult
 FIRST_TOKEN_FOLLOWS = "first_token_follows"
 """Key in a decode leg's instructions: the last token of its prompt is a placeholder for the first token, which comes
 with the KV."""
+REUSE = "reuses_cached_kv"
+"""Key in a prefill leg's instructions: the hand-off is the beginning of its prompt, from another engine's cache."""
 PREFIX_CACHE_SKIPPED = "prefix_cache_skipped"
 """Why a prompt is computed although its KV was there: vLLM reads neither its cache nor ours for this request."""
 NO_ROOM = "no_room"
@@ -29,13 +31,15 @@ NO_ROOM = "no_room"
 
 @dataclass
 class Publish:
-    """Prefill: keep these blocks pinned until they are fetched, released or expired."""
+    """The source: keep these blocks pinned until they are fetched, released or expired."""
 
     request_id: str
     handoff_id: str
     block_ids: list[int]
     num_tokens: int
     first_token: int | None = None
+    lease_s: float | None = None
+    """None: as long as the engine's hand-offs are kept."""
 
 
 @dataclass

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 from vllm.v1.request import RequestStatus
 
 from ridgeline.contracts import errors
-from ridgeline.contracts.handoff import KvHandoff, TransferResult
+from ridgeline.contracts.handoff import KvHandoff, TransferResult, shown_id
 from ridgeline.engine.connector.accounting import StepAccountant
 from ridgeline.engine.connector.chunks import PartialExports
 from ridgeline.engine.connector.events import TransferEvent
@@ -27,6 +28,7 @@ from ridgeline.engine.connector.messages import (
     FIRST_TOKEN_FOLLOWS,
     NO_ROOM,
     PREFIX_CACHE_SKIPPED,
+    REUSE,
     TRANSFER_EVENTS,
     CounterStats,
     Endpoint,
@@ -36,6 +38,7 @@ from ridgeline.engine.connector.messages import (
     TransferResults,
     join_results,
 )
+from ridgeline.engine.connector.offers import OFFER_LEASE_S, CachedOffers
 
 FETCH = "do_remote_prefill"
 PUBLISH = "do_remote_decode"
@@ -92,6 +95,11 @@ class SchedulerSide:
         self._publishing: set[str] = set()
         """Finished requests whose blocks stay pinned until the worker side reports them as sent."""
         self._results: dict[str, TransferResult] = {}
+        self._offers = CachedOffers(groups)
+        self._to_publish: deque[tuple[int, Publish]] = deque()
+        """Offers, and the newest step that was scheduled before: it may still write to the last of their blocks."""
+        self._reusing: dict[str, int] = {}
+        """Prompts of which the beginning is fetched, and how many tokens of it."""
         self._partial = PartialExports(groups)
         self._following: dict[str, Any] = {}
         """vLLM's requests whose prompt's first token is not known yet; it arrives with the KV."""
@@ -107,6 +115,14 @@ class SchedulerSide:
         """Store where the blocks of each rank can be fetched; called once, before the first request."""
         endpoints = [metadata[rank] for rank in sorted(metadata)]
         self._endpoints = [endpoint for endpoint in endpoints if isinstance(endpoint, Endpoint)]
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """Take vLLM's manager of the KV cache; called once, before the first request."""
+        self._offers.bind(kv_cache_manager)
+
+    def has_pending_push_work(self) -> bool:
+        """Return whether steps must go on without requests, so that offers end when they have been read."""
+        return len(self._offers) > 0
 
     @property
     def counters(self) -> dict[str, float]:
@@ -148,14 +164,18 @@ class SchedulerSide:
         """Start heartbeats at once, because the request may wait long before vLLM starts its load."""
         params = request.kv_transfer_params or {}
         external = 0
+        reuses = bool(params.get(REUSE))
         handoff = KvHandoff.from_params(params["handoff"]) if params.get(FETCH) else None
         if handoff is not None and handoff.num_tokens >= request.num_prompt_tokens and not self._groups.alone:
             # vLLM would compute the last token again, whose window has been given back, or which the state includes.
             self._next.release.append(handoff)
         elif handoff is not None:
-            external = handoff.num_tokens
             self._incoming[request.request_id] = handoff
-            self._next.watch.append(handoff)
+            if reuses:
+                self._reusing[request.request_id] = 0
+            else:
+                external = handoff.num_tokens
+                self._next.watch.append(handoff)
             if params.get(FIRST_TOKEN_FOLLOWS):
                 self._following[request.request_id] = request
         if params.get(PUBLISH):
@@ -193,10 +213,12 @@ class SchedulerSide:
             # The local prefix cache had everything, or vLLM skipped the cache: the source may release.
             self._next.release.append(handoff)
             if request.skip_reading_prefix_cache:
-                self._accountant.recompute(request.request_id, PREFIX_CACHE_SKIPPED)
+                self._recompute(request.request_id, PREFIX_CACHE_SKIPPED)
                 self._results[request.request_id] = TransferResult(outcome="failed", reason=PREFIX_CACHE_SKIPPED)
             return
         self._fetching[request.request_id] = True
+        if request.request_id in self._reusing:
+            self._reusing[request.request_id] = num_external_tokens
         if not handoff.complete and request.request_id not in self._following:
             self._partial_source[request.request_id] = handoff
         self._next.fetch.append(
@@ -247,7 +269,7 @@ class SchedulerSide:
             return
         del self._incoming[request_id]
         self._next.release.append(handoff)
-        self._accountant.recompute(request_id, NO_ROOM)
+        self._recompute(request_id, NO_ROOM)
         self._results[request_id] = TransferResult(outcome="failed", reason=NO_ROOM)
 
     def _forbid_placeholders(self, scheduled: Any) -> None:
@@ -265,6 +287,7 @@ class SchedulerSide:
             self._read(output.kv_connector_worker_meta)
         self._transfer_ended = bool(self._transfer_ended or output.finished_sending or output.finished_recving)
         if output.finished_sending:
+            self._offers.free(output.finished_sending)
             output.finished_sending &= self._publishing
             self._publishing -= output.finished_sending
         if output.finished_recving:
@@ -283,6 +306,7 @@ class SchedulerSide:
             self._results[request_id] = join_results(self._results.get(request_id), result)
         if report.step is not None:
             self._last_ended = max(self._last_ended, report.step)
+            self._publish_offers()
             self._accountant.end()
             self._partial.end(report.step)
 
@@ -290,7 +314,12 @@ class SchedulerSide:
         if request_id in self._following:
             self._complete(request_id, result)
         elif result is not None and result.outcome == "failed":
-            self._accountant.recompute(request_id, result.reason)
+            self._recompute(request_id, result.reason)
+
+    def _recompute(self, request_id: str, reason: str) -> None:
+        """Count a prompt that decode computes itself; a prefill engine only does its own work."""
+        if request_id not in self._reusing:
+            self._accountant.recompute(request_id, reason)
 
     def _end_partial(self, request_id: str, result: TransferResult | None) -> None:
         """Release a partial hand-off whose fetch failed.
@@ -310,6 +339,9 @@ class SchedulerSide:
         request_id = request.request_id
         self._accountant.forget(request_id)
         result = self._results.pop(request_id, None)
+        if (reused := self._reusing.pop(request_id, 0)) and result is not None:
+            result = msgspec.structs.replace(result, num_tokens=reused)
+        told = {} if result is None else {"result": msgspec.to_builtins(result)}
         self._following.pop(request_id, None)
         self._held.discard(request_id)
         waiting = self._incoming.pop(request_id, None)
@@ -322,11 +354,9 @@ class SchedulerSide:
         params = request.kv_transfer_params or {}
         if params.get(PUBLISH) and request.status == RequestStatus.FINISHED_LENGTH_CAPPED:
             self._partial.complete(request_id)
-            return True, {"handoff": self._publish(request, block_ids).to_params()}
+            return True, {"handoff": self._publish(request, block_ids).to_params(), **told}
         self._partial.drop(request_id)
-        if result is not None:
-            return False, {"result": msgspec.to_builtins(result)}
-        return False, None
+        return False, told or None
 
     def _publish(self, request: Any, block_ids: Sequence[Sequence[int]]) -> KvHandoff:
         handoff_id = request.kv_transfer_params["handoff_id"]
@@ -338,6 +368,26 @@ class SchedulerSide:
         if not self._publish_at_once(publish):
             self._next.publish.append(publish)
         return self._handoff(handoff_id, num_tokens, complete=True)
+
+    # --- offers of what is cached
+
+    def offer(self, handoff_id: str, block_hashes: Sequence[Any], num_tokens: int) -> KvHandoff | None:
+        """Offer one reader what the prefix cache has of a prompt of `num_tokens`; None if that is nothing."""
+        owner = f"offer-{shown_id(handoff_id)}"
+        block_ids, found_tokens = self._offers.hold(owner, block_hashes, num_tokens)
+        if not found_tokens:
+            return None
+        lease_s = min(self._lease_s, OFFER_LEASE_S)
+        publish = Publish(owner, handoff_id, block_ids, found_tokens, lease_s=lease_s)
+        self._to_publish.append((self._last_computing, publish))
+        self._publish_offers()
+        return msgspec.structs.replace(self._handoff(handoff_id, found_tokens, complete=True), lease_s=lease_s)
+
+    def _publish_offers(self) -> None:
+        while self._to_publish and self._to_publish[0][0] <= self._last_ended:
+            _, publish = self._to_publish.popleft()
+            if not self._publish_at_once(publish):
+                self._next.publish.append(publish)
 
     # --- hand-offs that are fetched while their prompt is computed
 

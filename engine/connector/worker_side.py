@@ -147,9 +147,14 @@ class WorkerSide:
             self._service.release(handoff)
 
     def publish(self, publish: Publish) -> None:
-        """Offer the blocks of a prompt whose last step has ended."""
+        """Offer blocks that are final."""
         self._service.publish(
-            publish.request_id, publish.handoff_id, publish.block_ids, publish.num_tokens, publish.first_token
+            publish.request_id,
+            publish.handoff_id,
+            publish.block_ids,
+            publish.num_tokens,
+            publish.first_token,
+            publish.lease_s,
         )
 
     def save_kv_layer(self, layer_name: str) -> None:

@@ -12,9 +12,11 @@ import queue
 from collections.abc import Callable
 from typing import Any, Final
 
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequestType
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.request import Request
 
 _cores: Final[list[Any]] = []
 """This process's engine core, once its loop runs."""
@@ -74,14 +76,31 @@ def _take_next(core: Any, within_s: float) -> None:
 
 
 LIMIT_STEPS: Final = "ridgeline_limit_steps"
+OFFER: Final = "ridgeline_offer"
 
 
-def add_limit_steps() -> None:
-    """Let the front end call LIMIT_STEPS between two steps; calling this again changes nothing.
+def add_calls() -> None:
+    """Let the front end call LIMIT_STEPS and OFFER between two steps; calling this again changes nothing.
 
-    vLLM's scheduler reads both limits at every step, but no call of vLLM sets them.
+    vLLM's scheduler reads both limits at every step, but no call of vLLM sets them. Nor does any tell what the prefix
+    cache has of a prompt.
     """
     setattr(EngineCore, LIMIT_STEPS, _limit_steps)
+    setattr(EngineCore, OFFER, _offer)
+
+
+def _offer(core: Any, handoff_id: str, token_ids: list[int], cache_salt: str | None) -> dict[str, Any] | None:
+    """Have the connector offer what is cached of a prompt, by the hashes that vLLM would give its request."""
+    asked = Request(
+        handoff_id,
+        token_ids,
+        SamplingParams(max_tokens=1),
+        None,
+        cache_salt=cache_salt,
+        block_hasher=core.request_block_hasher,
+    )
+    found = core.scheduler.connector.scheduler.offer(handoff_id, asked.block_hashes, len(token_ids))
+    return None if found is None else found.to_params()
 
 
 def _limit_steps(core: Any, max_num_seqs: int, max_num_batched_tokens: int, step_target_s: float) -> None:

@@ -1,4 +1,4 @@
-"""The legs of an progress, on the workers of its place. The first token goes out before the KV moves.
+"""The legs of an attempt, on the workers of its place. The first token goes out before the KV moves.
 
 The decode leg begins when prefill begins the prompt (overlap). It reserves its blocks and fetches those that are final
 while the rest is computed; the first token reaches it with the last blocks. So when prefill ends, decode has admitted
@@ -14,7 +14,7 @@ from functools import partial
 
 import msgspec
 
-from ridgeline.contracts.errors import HandoffLost
+from ridgeline.contracts.errors import HandoffLost, WorkerLost
 from ridgeline.contracts.handoff import KvHandoff
 from ridgeline.contracts.tasks import GenerateTask, TokenDelta
 from ridgeline.router.dispatch.request import RequestProgress
@@ -28,6 +28,9 @@ ReleaseHandoff = Callable[[KvHandoff, float], None]
 ABORT_FIRST_S = 0.5
 """Delay of a release, so that the abort of the decode leg arrives first: an aborted leg releases its hand-off itself,
 but a running leg whose hand-off vanishes would start to compute the prompt."""
+
+LEAST_FETCH_S = 1.0
+"""The least time that a fetch of cached KV gets before the prompt is computed; more if to compute it takes longer."""
 
 
 class Legs:
@@ -121,10 +124,38 @@ class Legs:
             return True
 
         try:
-            await place.prompt_worker.client.run_task(progress.prefill_task(), take)
+            async with self._cached(place, progress) as cached:
+                await place.prompt_worker.client.run_task(progress.prefill_task(cached), take)
+                progress.reuse_ended(made[0].timing)
         finally:
             place.prompt_left()
         return made[0]
+
+    @asynccontextmanager
+    async def _cached(self, place: Place, progress: RequestProgress) -> AsyncIterator[KvHandoff | None]:
+        """Provide what another worker has cached of the prompt, if it should be fetched and is still there."""
+        wanted, source = place.reuse, place.kv_source
+        if wanted is None or source is None:
+            yield None
+            return
+        began_s = progress.timeline.clock()
+        try:
+            offer = await source.client.offer(progress.prefill_task(), wanted.compute_s)
+        except WorkerLost:
+            progress.metrics.reuse.labels("no_answer").inc()
+            yield None
+            return
+        progress.reuse_began(wanted, offer, progress.timeline.clock() - began_s)
+        if offer is None:
+            yield None
+            return
+        fetched = False
+        try:
+            yield msgspec.structs.replace(offer, fetch_within_s=max(wanted.compute_s, LEAST_FETCH_S))
+            fetched = True
+        finally:
+            if not fetched:
+                self._release_handoff(offer, ABORT_FIRST_S)
 
     async def _hand_over(
         self, place: Place, decode: Worker, progress: RequestProgress, handoff: KvHandoff, early: OverlappedLeg | None
@@ -171,6 +202,9 @@ class Legs:
 def _prompt_done(place: Place, progress: RequestProgress, delta: TokenDelta) -> None:
     """Note what the engine had of the prompt in its prefix cache; None if it did not look there."""
     cached_tokens = delta.num_cached_tokens if delta.prompt_logprobs is None else None
+    result = None if delta.timing is None else delta.timing.transfer_result
+    if cached_tokens is not None and result is not None and result.outcome == "ok":
+        cached_tokens -= result.num_tokens  # vLLM counts what was fetched as cached
     place.prompt_done(cached_tokens)
     if cached_tokens is not None:
         prompt_tokens = progress.timeline.num_prompt_tokens + len(progress.token_ids)

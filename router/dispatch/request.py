@@ -11,14 +11,14 @@ from typing import Any
 from msgspec.structs import replace
 
 from ridgeline.contracts.handoff import KvHandoff
-from ridgeline.contracts.tasks import GenerateTask, TokenDelta
+from ridgeline.contracts.tasks import GenerateTask, LegTiming, TokenDelta
 from ridgeline.contracts.vocabulary import FirstToken, Leg, Pool
 from ridgeline.router.client_identity import ANONYMOUS
 from ridgeline.router.fleet.prefixes import BlockHashes, block_hashes
 from ridgeline.router.fleet.request_route import Demand
 from ridgeline.router.observe.metrics import RequestMetrics
 from ridgeline.router.observe.timeline import RequestState, RequestTimeline
-from ridgeline.router.placement.placement_events import Answer
+from ridgeline.router.placement.placement_events import Answer, Reuse, Reused
 from ridgeline.router.scheduler.features import Assignment
 
 logger = logging.getLogger(__name__)
@@ -126,6 +126,8 @@ class RequestProgress:
         self.ended = False
         self.assignment: Assignment | None = None
         """Why the attempt goes where it goes, if a policy chose that."""
+        self.reused: Reused | None = None
+        """What another worker had of the prompt, if one was asked and has answered."""
         self._emit = emit
         self._hashed_block_tokens = hashed_block_tokens
         self._state: RequestState = "queued"
@@ -151,7 +153,7 @@ class RequestProgress:
         """Queue the request again, to continue elsewhere after the tokens that its client has (request migration)."""
         self.timeline.interrupted(self._state)
         self.advance("queued", why=why)
-        self.assignment = None
+        self.assignment = self.reused = None
         self._attempt += 1
 
     def send(self, delta: TokenDelta, pool: Pool) -> bool:
@@ -185,6 +187,7 @@ class RequestProgress:
             overhead_s=None if resamples else timeline.overhead_s,  # decode made the first token, after the hand-off
             ttft_s=timeline.ttft_s,
             tpot_s=timeline.tpot_s,
+            reused=self.reused,
         )
 
     def _prefix(self) -> BlockHashes:
@@ -195,13 +198,38 @@ class RequestProgress:
         tokens = [*request.prompt_token_ids, *self.token_ids]
         return block_hashes(tokens, self._hashed_block_tokens, request.cache_salt)
 
+    def reuse_began(self, wanted: Reuse, offer: KvHandoff | None, asked_s: float) -> None:
+        """Note what a worker has offered of the prompt after a question that took so long."""
+        self.reused = Reused(wanted, 0 if offer is None else offer.num_tokens, waited_s=asked_s)
+        if offer is None:
+            self.metrics.reuse.labels("not_cached").inc()
+
+    def reuse_ended(self, timing: LegTiming | None) -> None:
+        """Note what came of the offer, if there was one, once the prompt is computed."""
+        offered = self.reused
+        if offered is None or not offered.cached_tokens:
+            return
+        result = None if timing is None else timing.transfer_result
+        if result is None:
+            self.metrics.reuse.labels("already_cached").inc()
+            return
+        self.metrics.reuse.labels(result.reason or "ok").inc()
+        if result.outcome == "ok":
+            self.metrics.reused_tokens.labels("prefill").inc(result.num_tokens)
+            self.reused = replace(
+                offered, kv_bytes=result.num_bytes, wire_s=result.wire_s, waited_s=offered.waited_s + result.wait_s
+            )
+
     def whole_task(self, recompute_reason: str) -> GenerateTask:
         """Return the task for one worker that computes everything."""
         return self._task("decode", recompute_reason=recompute_reason)
 
-    def prefill_task(self) -> GenerateTask:
-        """Return the task for prefill: the prompt and the tokens that the client already has."""
-        return self._task("prefill")
+    def prefill_task(self, cached: KvHandoff | None = None) -> GenerateTask:
+        """Return the task for prefill: the prompt and the tokens that the client already has.
+
+        `cached` has the beginning of these.
+        """
+        return self._task("prefill", handoff=cached)
 
     def decode_task(self, handoff: KvHandoff) -> GenerateTask:
         """Return the task for what follows the hand-off's tokens."""

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 
@@ -56,8 +56,12 @@ class Fleet:
         stall_timeout_s: float = STALL_TIMEOUT_S,
         roles: RoleTable = SPLIT_FOR_EVER,
         leads: bool = True,
+        reuses_decode_kv: bool = False,
     ) -> None:
-        """`leads`: whether it pairs workers and gives them their roles; one of several routers follows instead."""
+        """`leads`: whether it pairs workers and gives them their roles; one of several routers follows instead.
+
+        `reuses_decode_kv`: whether prefill workers fetch from decode workers too.
+        """
         self._router_id = router_id
         self._tls = tls
         self._on_unclaimed = on_unclaimed
@@ -65,6 +69,7 @@ class Fleet:
         self._stall_timeout_s = stall_timeout_s
         self.roles = roles
         self._leads = leads
+        self._reuses_decode_kv = reuses_decode_kv
         self.mode: Mode = roles.first
         self._role_number = 0
         self._workers: dict[str, Worker] = {}
@@ -74,6 +79,8 @@ class Fleet:
         """Called after each answer of a worker, and when the mode has changed."""
         self._group: asyncio.TaskGroup | None = None
         self.kv_pairs: list[KvPair] = []
+        self._links: tuple[list[KvPair], set[tuple[str, str]]] = [], set()
+        """The pairs of which the set is."""
         self._carried_by: dict[tuple[str, str], str] = {}
         """By prefill and decode worker, the transport of their last pairing."""
         self.restarts: Counter[tuple[Pool, str, str]] = Counter()
@@ -105,9 +112,8 @@ class Fleet:
         finally:
             for task in opening:
                 task.cancel()
-        sources, sinks = self._exchanging(self.mode, self.workers)
         if self._leads:
-            self.kv_pairs = await pair_all(sources, sinks)
+            self.kv_pairs = await pair_all(self._sources(self.mode, self.workers))
             self._note_transports(self.kv_pairs)
         await self.refresh()
 
@@ -178,9 +184,8 @@ class Fleet:
         if worker is None:
             return
         await self._close(worker)
-        sources, sinks = self._exchanging(self.mode, [worker, *self.workers])
-        if worker in sources:  # the others keep its KV cache mapped until they pair without it
-            await self._pair([one for one in sinks if one is not worker])
+        had = self._sources(self.mode, [worker, *self.workers])  # they keep its KV cache mapped until they pair again
+        await self._pair([one for one, sources in had.items() if worker in sources])
 
     async def change_mode(self, mode: Mode, on_change: Callable[[], object] = lambda: None) -> None:
         """Give every worker its role in this mode. What runs on a worker goes on there, whatever its role becomes.
@@ -190,9 +195,9 @@ class Fleet:
         one task at a time. Raises ModeImpossible or PairingRefused, and then changes nothing.
         """
         self.roles.require(mode)
-        sources, sinks = self._exchanging(mode, self._connected())
-        check_layouts(sources, sinks)
-        await self._pair(sinks, sources)
+        sources = self._sources(mode, self._connected())
+        check_layouts(sources)
+        await self._pair(sources, sources)
         self._assign(mode, self._role_number + 1, self.workers)
         on_change()
         self.on_news()
@@ -218,14 +223,16 @@ class Fleet:
             await asyncio.sleep(ROLE_LOOK_S)
             await self.refresh()
 
-    def _exchanging(self, mode: Mode, workers: Sequence[Worker]) -> tuple[list[Worker], list[Worker]]:
-        """Return which of these workers hand KV off in a mode, and which take it."""
+    def _sources(self, mode: Mode, workers: Sequence[Worker]) -> dict[Worker, list[Worker]]:
+        """Return from which others each of these workers fetches KV in a mode, those left out that fetch none."""
         pools = exchanging_pools(mode)
         if pools is None:
-            return [], []
-        pool_of = {worker: self._pool_in(mode, worker) for worker in workers}
-        gives, takes = ([worker for worker in workers if pool_of[worker] == pool] for pool in pools)
-        return gives, takes
+            return {}
+        gives, takes = ([one for one in workers if self._pool_in(mode, one) == pool] for pool in pools)
+        sources = {sink: [one for one in gives if one is not sink] for sink in takes}
+        if self._reuses_decode_kv and gives != takes:
+            sources |= dict.fromkeys(gives, takes)
+        return sources
 
     def _pool_in(self, mode: Mode, worker: Worker) -> Pool:
         role = self.roles.role_of(worker.worker_id, worker.description.pool, mode, 0)
@@ -233,8 +240,8 @@ class Fleet:
 
     def _to_pair_after(self, newcomer: Worker) -> list[Worker]:
         """Return the workers that must pair because this one has come."""
-        sources, sinks = self._exchanging(self.mode, self.workers)
-        return sinks if newcomer in sources else [one for one in sinks if one is newcomer]
+        sources = self._sources(self.mode, self.workers)
+        return [one for one, its in sources.items() if one is newcomer or newcomer in its]
 
     def _assign(self, mode: Mode, number: int, workers: Sequence[Worker]) -> None:
         self.mode, self._role_number = mode, number
@@ -336,10 +343,10 @@ class Fleet:
 
     def _check_layout(self, newcomer: Worker) -> None:
         others = [one for one in self._connected() if one.worker_id != newcomer.worker_id]
-        check_layouts(*self._exchanging(self.mode, [*others, newcomer]))
+        check_layouts(self._sources(self.mode, [*others, newcomer]))
 
-    async def _pair(self, decodes: Sequence[Worker], prefills: Sequence[Worker] | None = None) -> None:
-        """Pair all of them at once, with these prefill workers or with those of the pool when it is their turn.
+    async def _pair(self, sinks: Iterable[Worker], sources: Mapping[Worker, list[Worker]] | None = None) -> None:
+        """Pair all of them at once, with these sources or with those that each has when it is its turn.
 
         One that does not answer is no obstacle: it pairs when it answers or comes back.
         """
@@ -347,42 +354,47 @@ class Fleet:
             return
         assert self._group is not None
         asked = [
-            self._group.create_task(self._pair_one(decode, prefills), name=f"pair-{decode.worker_id}")
-            for decode in decodes
-            if decode.client.connected
+            self._group.create_task(self._pair_one(sink, sources), name=f"pair-{sink.worker_id}")
+            for sink in sinks
+            if sink.client.connected
         ]
         if asked:
             await asyncio.wait(asked, timeout=PAIR_WITHIN_S)
 
-    async def _pair_one(self, decode: Worker, prefills: Sequence[Worker] | None) -> None:
-        async with decode.pairing:
-            if prefills is None:
-                prefills, _ = self._exchanging(self.mode, self._connected())  # all: others are forgotten
-            pairs = await pair_while_serving(prefills, decode)
+    async def _pair_one(self, sink: Worker, sources: Mapping[Worker, list[Worker]] | None) -> None:
+        async with sink.pairing:
+            if sources is None:
+                sources = self._sources(self.mode, self._connected())  # all: others are forgotten
+            its = sources.get(sink, [])
+            pairs = await pair_while_serving(its, sink)
         still = {*self.workers}
-        if decode not in still:
+        if sink not in still:
             return
-        there = {one.worker_id for one in prefills if one in still}
-        new = [pair for pair in pairs if pair.prefill in there]
+        there = {one.worker_id for one in its if one in still}
+        new = [pair for pair in pairs if pair.source in there]
         self._note_transports(new)
-        self.kv_pairs = list({(pair.prefill, pair.decode): pair for pair in (*self.kv_pairs, *new)}.values())
+        self.kv_pairs = list({pair.link: pair for pair in (*self.kv_pairs, *new)}.values())
+
+    def is_paired(self, source: Worker, sink: Worker) -> bool:
+        """Return whether one of these workers can fetch KV from the other."""
+        if self._links[0] is not self.kv_pairs:
+            self._links = self.kv_pairs, {pair.link for pair in self.kv_pairs}
+        return (source.worker_id, sink.worker_id) in self._links[1]
 
     def _note_transports(self, pairs: Sequence[KvPair]) -> None:
         """Log where two workers paired by another transport than the last time: nobody would notice a slower one."""
         for pair in pairs:
-            before = self._carried_by.get((pair.prefill, pair.decode), pair.transport)
-            self._carried_by[pair.prefill, pair.decode] = pair.transport
+            before = self._carried_by.get(pair.link, pair.transport)
+            self._carried_by[pair.link] = pair.transport
             if before != pair.transport:
                 why = f" ({pair.why})" if pair.why else ""
-                logger.warning(
-                    "KV %s -> %s goes by %s now, by %s before%s", pair.prefill, pair.decode, pair.transport, before, why
-                )
+                logger.warning("KV %s -> %s goes by %s now, by %s before%s", *pair.link, pair.transport, before, why)
 
     def _connected(self) -> list[Worker]:
         return [worker for worker in self.workers if worker.client.connected]
 
     def _pairs_without(self, worker_id: str) -> list[KvPair]:
-        return [pair for pair in self.kv_pairs if worker_id not in (pair.prefill, pair.decode)]
+        return [pair for pair in self.kv_pairs if worker_id not in pair.link]
 
 
 def _succeeded(task: asyncio.Task[Worker]) -> bool:

@@ -52,7 +52,7 @@ _WORKER_COUNTERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "KV bytes sent to other workers (as encoded for the wire) or received (as written to the cache)",
         ("direction",),
     ),
-    "fetches_total": ("ridgeline_fetches", "KV fetches of a decode worker, by result", ("result",)),
+    "fetches_total": ("ridgeline_fetches", "KV fetches of a worker, by result", ("result",)),
     "shortened_chunks_total": (
         "ridgeline_shortened_chunks",
         "Steps in which a prompt computed less than it could have, so that sequences beside it decode in time",
@@ -67,7 +67,7 @@ _WORKER_GAUGES = {
     ),
     "open_leases": ("ridgeline_leases", "Hand-offs that a worker offers and that have not been released"),
     "pinned_blocks": ("ridgeline_pinned_blocks", "KV blocks that hand-offs keep from being freed"),
-    "active_fetches": ("ridgeline_active_fetches", "KV fetches that a decode worker has in progress"),
+    "active_fetches": ("ridgeline_active_fetches", "KV fetches that a worker has in progress"),
     "watched_handoffs": (
         "ridgeline_watched_handoffs",
         "Hand-offs that a decode worker keeps alive with heartbeats until it has fetched them",

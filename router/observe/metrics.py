@@ -182,6 +182,19 @@ class RequestMetrics:
             "their KV, otherwise why it did not",
             ("result",),
         )
+        self.reuse = counter(
+            "ridgeline_reused_kv",
+            "Questions to decode workers for the KV of a later turn's beginning: ok if prefill fetched it, else why "
+            "it computed it: not_cached (evicted since), already_cached (by the prefill worker itself), no_answer (in "
+            "the time that computing takes), or why the fetch failed",
+            ("result",),
+        )
+        self.reused_tokens = counter(
+            "ridgeline_reused_kv_tokens",
+            "Prompt tokens whose KV was fetched from another worker's prefix cache, by the pool of the worker that "
+            "would have computed them",
+            pool,
+        )
         self.retries = counter(
             "ridgeline_retries",
             "Requests moved to another worker, by the state they were in and the cause",

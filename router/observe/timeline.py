@@ -279,12 +279,12 @@ class RequestTimeline:
             return
         yield self.prompt_pool, "router", self.router_queue_s
         if self.prefill_timing is not None:
-            yield self.prompt_pool, "engine", self.prefill_timing.queue_s
+            yield self.prompt_pool, "engine", self._queue_s(self.prefill_timing)
         if self.decode_timing is not None and self.last_pool is not None:
-            yield self.last_pool, "engine", self._decode_queue_s(self.decode_timing)
+            yield self.last_pool, "engine", self._queue_s(self.decode_timing)
 
     @staticmethod
-    def _decode_queue_s(timing: LegTiming) -> float:
+    def _queue_s(timing: LegTiming) -> float:
         """Return the seconds in the engine's queue, without those of a hand-off."""
         result = timing.transfer_result
         return timing.queue_s if result is None else max(0.0, timing.queue_s - result.wait_s - result.wire_s)
@@ -300,7 +300,11 @@ class RequestTimeline:
     def _prefill_leg_s(self) -> dict[StageName, float] | None:
         """Return the stages of a leg that computes the prompt for another worker; None if they are not known."""
         timing = self.prefill_timing
-        return None if timing is None else {"engine_queue": timing.queue_s, "prefill": timing.compute_s}
+        if timing is None:
+            return None
+        result = timing.transfer_result  # of what another worker had cached
+        fetch: dict[StageName, float] = {"handoff_wait": result.wait_s, "wire": result.wire_s} if result else {}
+        return {**fetch, "engine_queue": self._queue_s(timing), "prefill": timing.compute_s}
 
     def _decode_leg_s(self) -> dict[StageName, float] | None:
         """Return the stages of a leg that fetches KV and decodes, or computes the prompt if the fetch failed."""
@@ -313,7 +317,7 @@ class RequestTimeline:
         return {
             "handoff_wait": wait_s,
             "wire": wire_s,
-            "decode_queue": self._decode_queue_s(timing),
+            "decode_queue": self._queue_s(timing),
             **({"prefill": prefill_s} if prefill_s else {}),
             "decode": timing.compute_s - prefill_s,
         }

@@ -44,9 +44,12 @@ from ridgeline.router.placement.placement_events import (
     Keeps,
     Leaves,
     Reason,
+    Reuse,
+    Reused,
     Wants,
 )
 from ridgeline.router.placement.pool_queue import PoolQueue, QueueNow, RouterRequests, ScheduledRequest
+from ridgeline.router.placement.reuse import best_source
 from ridgeline.router.scheduler.adaptive import Adaptive
 from ridgeline.router.scheduler.features import Assignment
 from ridgeline.router.settings import RouterSettings
@@ -81,6 +84,7 @@ class ClusterState:
         self._learned = learned or Learned(settings.block_size)
         self._min_remote_prefill_tokens = settings.router.min_remote_prefill_tokens
         self._recovery_timeout_s = settings.router.recovery_timeout_s
+        self._reuses_decode_kv = settings.reuse_decode_kv
         self._clock, self._later, self._looks_again = clock, later, False
         self._places = DecodePlaces(fleet.answering)
         self._decode = ByLoad("decode", self._learned)
@@ -337,14 +341,32 @@ class ClusterState:
             route = ADAPTIVE_SPLIT
         was_idle = not worker.outstanding.prompt_tokens
         request.cached_tokens = choice.cached_tokens
+        reuse = self._reuse(request, worker)  # before it counts itself among the sequences that decode
         self._hold(request, worker, decode, assignment)
         if was_idle:
             queue.began(worker)
         request.router.tell(
             Granted(
-                request.number, route, _incarnation(worker), _incarnation(decode) if route.splits else None, assignment
+                request.number,
+                route,
+                _incarnation(worker),
+                _incarnation(decode) if route.splits else None,
+                assignment,
+                reuse,
             )
         )
+
+    def _reuse(self, request: ScheduledRequest, sink: Worker) -> Reuse | None:
+        """Return what prefill had better fetch from a decode worker than compute."""
+        if not self._reuses_decode_kv or request.route != SPLIT:
+            return None
+        avoided = request.demand.avoided
+        sources = [
+            one
+            for one in self._fleet.usable("decode")
+            if one.worker_id not in avoided and self._fleet.is_paired(one, sink)
+        ]
+        return best_source(request.demand, sink, request.cached_tokens, sources, self._learned)
 
     def _hold(
         self, request: ScheduledRequest, worker: Worker, decode: Worker, assignment: Assignment | None = None
@@ -427,10 +449,20 @@ class ClusterState:
             self._learned.traffic.answered(request.seen, answer.output_tokens, answer.ttft_s, answer.tpot_s)
         if request.assignment is not None and answer.overhead_s is not None:
             self._learned.had_overhead(answer.overhead_s)
+        if (reused := answer.reused) is not None:
+            self._reused(request, hold.prompt_worker, reused)
         self._learned.computed(hold.decode_worker.description, answer.prefix)
         if hold.splits:
             source, sink = hold.prompt_worker.worker_id, hold.decode_worker.worker_id
             self._learned.moved(source, sink, answer.kv_bytes, answer.wire_s)
+
+    def _reused(self, request: ScheduledRequest, sink: Worker, reused: Reused) -> None:
+        wanted = reused.wanted
+        source = self._fleet.find(wanted.worker_id)
+        if source is None or source.description.incarnation != wanted.incarnation:
+            return
+        self._learned.had(source.description, request.demand.prefix, reused.cached_tokens, wanted.tokens)
+        self._learned.fetched(source.worker_id, sink.worker_id, reused.kv_bytes, reused.wire_s, reused.waited_s)
 
     def _drop_prompt(self, request: ScheduledRequest, hold: Hold) -> None:
         if hold.computes and request.queue is not None:

@@ -35,6 +35,9 @@ that were fetched whole after prefill (`transfer.overlap` off, or no room to ove
 segment is timed."""
 LEAST_LINK_S: Final = 1e-4
 """Hand-offs in less time say nothing of the rate."""
+REMEMBERED_FETCHES: Final = 8
+"""The latest fetches for later turns of which the fastest is what the next one is expected to take: a few slow ones,
+after which none would be tried, prove nothing."""
 
 
 class _Mean:
@@ -61,6 +64,21 @@ class _Low:
         self.value = sorted(self._values)[len(self._values) // 4]
 
 
+class _Fetches:
+    """The seconds of the latest fetches between two workers: of a byte, and before the first one."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._per_byte_s = deque([1 / bytes_per_s], maxlen=REMEMBERED_FETCHES)
+        self._waits_s = deque([0.0], maxlen=REMEMBERED_FETCHES)
+
+    def add(self, num_bytes: int, wire_s: float, waited_s: float) -> None:
+        self._per_byte_s.append(wire_s / num_bytes)
+        self._waits_s.append(waited_s)
+
+    def fetch_s(self, num_bytes: int) -> float:
+        return min(self._waits_s) + num_bytes * min(self._per_byte_s)
+
+
 class Learned:
     """Means over the latest answers, and a record of prompts; one object per placement."""
 
@@ -73,8 +91,9 @@ class Learned:
         self._output_tokens = _Mean(UNKNOWN_OUTPUT_TOKENS)
         self._sure_part, self._sure_tokens = _Low(), _Low()
         self._bytes_per_s: dict[tuple[str, str], float] = {}
+        self._fetches: dict[tuple[str, str], _Fetches] = {}
         self._exchanging: set[str] = set()
-        """The workers in its keys."""
+        """The workers in their keys."""
 
     def answered(self, demand: Demand, output_tokens: int) -> None:
         """Learn from a complete answer."""
@@ -107,6 +126,18 @@ class Learned:
             before = self._bytes_per_s.get((source, sink), num_bytes / took_s)
             self._bytes_per_s[source, sink] = before + WEIGHT * (num_bytes / took_s - before)
 
+    def fetched(self, source: str, sink: str, num_bytes: int, wire_s: float, waited_s: float) -> None:
+        """Learn from a fetch for a later turn."""
+        if num_bytes:
+            self._exchanging |= {source, sink}
+            known = self._fetches.setdefault((source, sink), _Fetches(self.mean_bytes_per_s))
+            known.add(num_bytes, wire_s, waited_s)
+
+    def fetch_s(self, source: str, sink: str, num_bytes: int) -> float:
+        """Return the seconds that a fetch for a later turn takes at least, without the step of the source's engine."""
+        known = self._fetches.get((source, sink))
+        return num_bytes / self.mean_bytes_per_s if known is None else known.fetch_s(num_bytes)
+
     def forget_all_but(self, worker_ids: Sequence[str]) -> None:
         """Forget what is known of workers that have left; their ids are never used again."""
         there = {*worker_ids}
@@ -115,6 +146,7 @@ class Learned:
         if not there.issuperset(self._exchanging):
             self._exchanging &= there
             self._bytes_per_s = {pair: rate for pair, rate in self._bytes_per_s.items() if there.issuperset(pair)}
+            self._fetches = {pair: known for pair, known in self._fetches.items() if there.issuperset(pair)}
 
     def output_tokens(self, longest_tokens: int) -> float:
         """Return the expected length of an answer, which may have `longest_tokens` (0: any number); at least 1."""

@@ -19,6 +19,30 @@ token, and so reports its KV blocks."""
 Reason = Literal["no_worker", "lost", "draining", "failed"]
 
 
+class Reuse(msgspec.Struct, frozen=True, array_like=True):
+    """The beginning of a prompt, which another worker should have in its prefix cache."""
+
+    worker_id: str
+    incarnation: str
+    tokens: int
+    """How many tokens it should have."""
+    compute_s: float
+    """The seconds that it would take to compute what is fetched."""
+
+
+class Reused(msgspec.Struct, frozen=True, array_like=True):
+    """What came of a `Reuse`, once the worker has answered."""
+
+    wanted: Reuse
+    cached_tokens: int
+    """How many tokens it had."""
+    kv_bytes: int = 0
+    """What was fetched; 0 if nothing was."""
+    wire_s: float = 0.0
+    waited_s: float = 0.0
+    """From the question to the first byte."""
+
+
 class Answer(msgspec.Struct, frozen=True, array_like=True):
     """What is learned from a complete answer."""
 
@@ -35,6 +59,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     """What its client saw; None without any token."""
     tpot_s: float | None = None
     """None with less than two tokens."""
+    reused: Reused | None = None
 
 
 class Wants(msgspec.Struct, frozen=True, tag="wants"):
@@ -104,6 +129,8 @@ class Granted(msgspec.Struct, frozen=True, tag="granted"):
     """None unless another worker decodes."""
     assignment: Assignment | None = None
     """Why these, if a policy chose them."""
+    reuse: Reuse | None = None
+    """What the worker that computes the prompt had better fetch."""
 
 
 class Denied(msgspec.Struct, frozen=True, tag="denied"):

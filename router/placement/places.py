@@ -29,6 +29,7 @@ from ridgeline.router.placement.placement_events import (
     Keeps,
     Leaves,
     Reason,
+    Reuse,
     Step,
     Wants,
 )
@@ -60,6 +61,10 @@ class Place:
     """The worker that decodes after a hand-off; None unless the route splits."""
     assignment: Assignment | None
     """Why these workers, if a policy chose them."""
+    reuse: Reuse | None = None
+    """What the worker that computes the prompt had better fetch."""
+    kv_source: Worker | None = None
+    """The worker that should have it; None if this router does not reach it."""
 
     def __init__(self, number: int, demand: Demand, tell: Callable[[Event], object]) -> None:
         self.number = number
@@ -68,9 +73,12 @@ class Place:
         self._tell = tell
         self._steps: list[Step] = []
 
-    def begin(self, granted: Granted, prompt_worker: Worker, decode_worker: Worker | None = None) -> None:
+    def begin(
+        self, granted: Granted, kv_source: Worker | None, prompt_worker: Worker, decode_worker: Worker | None = None
+    ) -> None:
         """Take the workers that were granted."""
         self.route, self.assignment = granted.route, granted.assignment
+        self.reuse, self.kv_source = granted.reuse, kv_source
         self.prompt_worker, self.decode_worker = prompt_worker, decode_worker
 
     def close(self) -> None:
@@ -149,7 +157,7 @@ class Placement:
         try:
             self._tell(place.message())
             granted = await place.answer
-            place.begin(granted, *await self._workers_of(granted))
+            place.begin(granted, self._source_of(granted), *await self._workers_of(granted))
             try:
                 yield place
             except (EngineFailed, TaskRejected, WorkerDraining, WorkerLost):
@@ -194,13 +202,23 @@ class Placement:
         """
         found: list[Worker] = []
         for worker_id, incarnation in filter(None, (granted.prompt_worker, granted.decode_worker)):
-            known = self._fleet.find(worker_id)
-            if known is None or known.description.incarnation != incarnation or not known.reached:
+            known = self._reached(worker_id, incarnation)
+            if known is None:
                 self._refuse_if_deaf()
                 await asyncio.sleep(UNKNOWN_PAUSE_S)
                 raise WorkerLost(f"this router has no connection to {worker_id}, incarnation {incarnation}")
             found.append(known)
         return found
+
+    def _source_of(self, granted: Granted) -> Worker | None:
+        wanted = granted.reuse
+        return None if wanted is None else self._reached(wanted.worker_id, wanted.incarnation)
+
+    def _reached(self, worker_id: str, incarnation: str) -> Worker | None:
+        known = self._fleet.find(worker_id)
+        if known is None or known.description.incarnation != incarnation or not known.reached:
+            return None
+        return known
 
     def _refuse_if_deaf(self) -> None:
         if min((worker.unreached_s for worker in self._fleet.workers), default=0.0) > self._recovery_timeout_s:

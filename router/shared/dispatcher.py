@@ -60,6 +60,7 @@ class Dispatcher(RouterControl):
             tls=settings.tls,
             stall_timeout_s=settings.stall_timeout_s,
             roles=role_table(settings),
+            reuses_decode_kv=settings.reuse_decode_kv,
         )
         super().__init__(fleet)
         learned = Learned(settings.block_size)

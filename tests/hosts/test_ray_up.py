@@ -208,7 +208,7 @@ async def test_50_streams_over_two_hosts_are_those_of_one_engine_bit_for_bit(
     assert counted.sum("ridgeline_requests_total", path="disaggregated", outcome="finished") == NUM_REQUESTS
     assert counted.sum("ridgeline_fetches_total", pool="decode", result="ok") == NUM_REQUESTS
     assert counted.sum("ridgeline_recompute_total") == 0
-    assert (await engines.metrics()).by_label("ridgeline_kv_pair", "transport") == {"grpc": 1.0}
+    assert (await engines.metrics()).by_label("ridgeline_kv_pair", "transport") == {"grpc": 2.0}
 
 
 @on_the_sessions_loop

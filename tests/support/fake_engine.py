@@ -21,7 +21,7 @@ with warnings.catch_warnings():
 
 from vllm.sampling_params import SamplingParams
 
-from ridgeline.contracts.handoff import KvLayout
+from ridgeline.contracts.handoff import KvHandoff, KvLayout
 from ridgeline.contracts.tasks import GenerateTask, TokenDelta
 from ridgeline.contracts.vocabulary import Pool
 from ridgeline.contracts.workers import StepModel
@@ -89,6 +89,12 @@ class FakeEngine:
         self.kept: set[str] = set()
         """Hand-offs whose blocks it keeps: those of finished requests, whether anything was notified or not."""
         self.released: list[str] = []
+        self.cached_tokens = 0
+        """What it offers of any prompt."""
+        self.asked: list[tuple[list[int], str | None]] = []
+        """The prompts of which an offer was asked for, with their salts."""
+        self.offers: asyncio.Event | None = None
+        """If set, offers wait for it."""
         self.error: Exception | None = None
         """Raised by the next steps instead of making a token."""
         self.transfer_events = TransferEvents()
@@ -176,6 +182,14 @@ class FakeEngine:
             del self._waiting[request_id]
             if not ended:
                 self.aborted.append(request_id)
+
+    async def offer(self, handoff_id: str, token_ids: list[int], cache_salt: str | None = None) -> KvHandoff | None:
+        self.asked.append((token_ids, cache_salt))
+        if self.offers is not None:
+            await self.offers.wait()
+        if self.error is not None:
+            raise self.error
+        return make_handoff(handoff_id, self.cached_tokens) if self.cached_tokens else None
 
     def release_own(self, handoff_id: str) -> None:
         self.released.append(handoff_id)

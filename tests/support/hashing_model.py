@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 from tests.support.patience import PATIENCE_S
@@ -25,6 +26,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -36,11 +38,14 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.structured_output import StructuredOutputManager
 
+from ridgeline.contracts.handoff import new_handoff_id
 from ridgeline.engine.connector.groups import CacheGroups, regions
 from ridgeline.engine.connector.worker_side import WorkerSide
 from ridgeline.engine.step_scheduler import BoundedScheduler
+from ridgeline.engine.vllm_workarounds.core_loop import OFFER
 from ridgeline.kv_transfer.memory.shared import KvCacheAllocation
 from ridgeline.kv_transfer.options import TransferOptions
 from ridgeline.kv_transfer.service import RankLayers
@@ -96,6 +101,7 @@ class HashingEngine:
         num_blocks: int = 400,
         prefix_caching: bool = True,
         step_tokens: int = STEP_TOKENS,
+        lease_s: float = 30.0,
     ) -> None:
         self.specs = specs
         self.outputs: dict[str, list[int]] = {}
@@ -125,7 +131,7 @@ class HashingEngine:
             layout = kv_layout(
                 groups=groups.layers, num_layers=len(rows), block_bytes=PAGE_BYTES, block_size=BLOCK_TOKENS
             )
-            options = TransferOptions(host="127.0.0.1", transport=transport, lease_s=30.0)
+            options = TransferOptions(host="127.0.0.1", transport=transport, lease_s=lease_s)
             self._worker = WorkerSide(RankLayers(rows, layout, allocation.offer(list(rows.values()))), options)
             self.scheduler.connector.set_xfer_handshake_metadata({0: self._worker.endpoint})
         self.slots[1:] = STALE
@@ -172,6 +178,11 @@ class HashingEngine:
         return int(self._worker.get_kv_connector_stats().data["kv_bytes_total.received"])
 
     @property
+    def open_leases(self) -> int:
+        assert self._worker is not None
+        return int(self._worker.get_kv_connector_stats().data["open_leases"])
+
+    @property
     def recomputes(self) -> dict[str, float]:
         """Requests whose prompt this engine computed although its KV was elsewhere, by reason."""
         counters = self.scheduler.connector.scheduler.counters
@@ -188,6 +199,13 @@ class HashingEngine:
         self.scheduler.add_request(Request(name, list(prompt), params, None, block_hasher=self._hasher))
         self.outputs[name] = []
         return name
+
+    def offer(self, prompt: Sequence[int], cache_salt: str | None = None) -> dict[str, Any] | None:
+        """Offer what its prefix cache has of a prompt, by the call that its worker makes."""
+        core = SimpleNamespace(scheduler=self.scheduler, request_block_hasher=self._hasher)
+        sent = MsgpackEncoder().encode((new_handoff_id(), list(prompt), cache_salt))
+        found = getattr(EngineCore, OFFER)(core, *MsgpackDecoder().decode(sent))
+        return None if found is None else MsgpackDecoder().decode(MsgpackEncoder().encode(found))
 
     def answer(self, name: str, *others: HashingEngine) -> list[int]:
         """Run this engine, and others beside it, until the request has ended."""

@@ -71,6 +71,7 @@ def router_settings(settings: RouterSettings | None = None, **changes: Any) -> R
         max_model_len=4096,
         mode="disaggregated",
         overlap=True,
+        reuse_decode_kv=True,
         prefill_window_tokens=dict.fromkeys(get_args(Pool), 1024),
         block_size=32,
         stall_timeout_s=60.0,

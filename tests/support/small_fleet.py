@@ -41,9 +41,9 @@ class Done(Exception):
 
 
 @contextlib.asynccontextmanager
-async def a_fleet(addresses, roles=SPLIT_FOR_EVER):
+async def a_fleet(addresses, roles=SPLIT_FOR_EVER, **options):
     """Provide a connected fleet while the block runs."""
-    fleet = Fleet("router", roles=roles)
+    fleet = Fleet("router", roles=roles, **options)
     try:
         async with asyncio.TaskGroup() as group:
             await fleet.connect(addresses, group)

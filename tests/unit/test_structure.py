@@ -17,16 +17,16 @@ PRODUCT = (
 MOST_MODULES = 12
 MOST_LINES = {
     "cluster": 10_200,
-    "contracts": 1_090,
+    "contracts": 1_110,
     "decode_worker": 1_600,
-    "engine": 4_950,
+    "engine": 5_110,
     "kv_transfer": 4_420,
     "loadtest": 8_900,
     "prefill_worker": 950,
     "roofline": 1_750,
-    "router": 16_350,
-    "worker_runtime": 950,
-    "tests": 56_400,
+    "router": 16_620,
+    "tests": 56_430,
+    "worker_runtime": 990,
     "tools": 6_110,
 }
 """Of Python, by package. A commit that raises one says what the lines are worth; one that deletes lines lowers it."""

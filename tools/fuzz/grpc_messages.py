@@ -18,8 +18,8 @@ import grpc
 import msgspec
 from hypothesis import strategies as st
 
-from ridgeline.contracts.tasks import StepBatch, TokenDelta
-from ridgeline.contracts.workers import AbortRequest, Ack, AttachRequest, PairRequest, WorkerStatus
+from ridgeline.contracts.tasks import GenerateTask, StepBatch, TokenDelta
+from ridgeline.contracts.workers import AbortRequest, Ack, AttachRequest, OfferRequest, PairRequest, WorkerStatus
 from ridgeline.kv_transfer.interfaces import FetchRequest, SourceDescription
 from ridgeline.kv_transfer.wire import grpc_methods
 from ridgeline.worker_runtime.client import OPTIONS, SERVICE
@@ -47,6 +47,7 @@ def builtins(message: msgspec.Struct) -> Any:
     return msgspec.msgpack.decode(_encode(message))
 
 
+_TASK = GenerateTask(request_id="r", leg="prefill", prompt_token_ids=[5, 6, 7], sampling=b"")
 _HANDOFF = builtins(make_handoff("h", num_tokens=3))
 """Valid, but never fetched."""
 
@@ -103,6 +104,7 @@ WORKER_CALLS = _calls(
     {
         **dict.fromkeys(("Describe", "Status", "ResetPrefixCache", "Nothing"), (_EMPTY, False, True)),
         "Pair": ([builtins(PairRequest(["127.0.0.1:1"])), builtins(PairRequest([], "grpc"))], False, True),
+        "Offer": ([builtins(OfferRequest(_TASK))], False, True),
         "Abort": ([builtins(AbortRequest(ROUTER, ["r", "s"]))], False, True),
         "Attach": ([builtins(AttachRequest("another"))], True, False),
     },

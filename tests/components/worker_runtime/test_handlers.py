@@ -69,6 +69,16 @@ async def test_a_token_that_decode_computes_again_is_left_out_of_windows_and_sta
     assert delta.handoff.num_tokens == len(computed)
 
 
+@pytest.mark.parametrize("max_tokens", [1, 3])
+async def test_prefill_fetches_the_beginning_of_a_prompt_that_another_worker_has_cached(prefill, max_tokens):
+    cached = make_handoff("cached", 2)
+    task = make_task(leg="prefill", handoff=cached, max_tokens=max_tokens)
+    [delta] = await deltas_of(PrefillHandler(), prefill, task)
+    reuse = {"do_remote_prefill": True, "handoff": cached.to_params(), "reuses_cached_kv": True}
+    publish = {"do_remote_decode": True, "handoff_id": delta.handoff.handoff_id} if max_tokens > 1 else {}
+    assert prefill.calls[0].transfer == {**publish, **reuse}
+
+
 async def test_two_handoffs_never_share_an_id(prefill):
     ids = {(await deltas_of(PrefillHandler(), prefill, make_task(leg="prefill")))[0].handoff.handoff_id for _ in "ab"}
     assert len(ids) == 2

@@ -21,6 +21,7 @@ from ridgeline.contracts.workers import (
     Ack,
     AttachRequest,
     DrainRequest,
+    OfferRequest,
     PairRequest,
     Role,
     StepModel,
@@ -247,7 +248,7 @@ WITHOUT_FIELDS = ("Describe", "Status", "ResetPrefixCache")
     ("name", "message"),
     [
         (name, message)
-        for name in (*METHODS, "Pair")
+        for name in (*METHODS, "Pair", "Offer")
         for message in UNREADABLE + (WRONG_FIELDS if name not in WITHOUT_FIELDS else [])
     ],
 )
@@ -471,6 +472,7 @@ CALLS = {
     "ResetPrefixCache": Ack(),
     "Pair": PairRequest([]),
     "Submit": SubmitRequest("router", make_task()),
+    "Offer": OfferRequest(make_task()),
     "Abort": AbortRequest("router", ["r"]),
     "Drain": DrainRequest(0.0),
     "TakeRole": Role(mode="colocated", pool="colocated", max_num_seqs=1, max_num_batched_tokens=1),
@@ -489,6 +491,58 @@ async def test_a_worker_does_nothing_that_is_meant_for_another_one_that_had_this
         assert worker.host.failure() == ""
         assert not worker.engine.running
         assert worker.engine.step_limits is None
+
+
+# --- what its cache has
+
+
+async def test_a_router_is_offered_what_the_cache_has_of_a_prompt_and_of_what_its_client_has():
+    async with serving(FakeEngine()) as worker:
+        task = make_task(leg="prefill", emitted_token_ids=[8], cache_salt="a")
+        assert await worker.client.offer(task, PATIENCE_S) is None
+        worker.engine.cached_tokens = 2
+        assert (await worker.client.offer(task, PATIENCE_S)).num_tokens == 2
+        assert worker.engine.asked == [([5, 6, 7, 8], "a")] * 2
+        assert await worker.client.offer(make_task(prompt_token_ids=[]), PATIENCE_S) is None
+        worker.engine.error = EngineFailed("it is gone")
+        assert await worker.client.offer(task, PATIENCE_S) is None
+
+
+@pytest.mark.parametrize("leaves", [asyncio.CancelledError, WorkerLost])
+async def test_an_offer_that_comes_too_late_or_to_nobody_is_unclaimed(leaves):
+    async with serving(FakeEngine()) as worker:
+        unclaimed = []
+        worker.client._on_unclaimed = unclaimed.append
+        worker.engine.cached_tokens, worker.engine.offers = 2, asyncio.Event()
+        asking = asyncio.create_task(worker.client.offer(make_task(), 0.1 if leaves is WorkerLost else PATIENCE_S))
+        await eventually(lambda: worker.engine.asked)
+        if leaves is asyncio.CancelledError:
+            asking.cancel()
+        with pytest.raises(leaves):
+            await asking
+        worker.engine.offers.set()
+        await eventually(lambda: unclaimed)
+        assert unclaimed[0].num_tokens == 2
+
+
+async def test_what_a_router_had_asked_for_that_is_gone_is_released_by_the_worker():
+    async with serving(FakeEngine()) as worker:
+        worker.engine.offers = asyncio.Event()
+        async with connected(worker.host.address, "other") as other:
+            asking = asyncio.create_task(other.offer(make_task(), PATIENCE_S))
+            await eventually(lambda: worker.engine.asked)
+        with pytest.raises(WorkerLost):
+            await asking
+        await eventually(lambda: len(worker.engine.released) == 1)
+
+
+@pytest.mark.usefixtures("settles_quickly")
+async def test_a_worker_that_leaves_offers_nothing():
+    async with serving(FakeEngine()) as worker:
+        worker.engine.cached_tokens = 2
+        worker.host.drain(5.0)
+        assert await worker.client.offer(make_task(), PATIENCE_S) is None
+        assert worker.engine.asked == []
 
 
 @pytest.mark.usefixtures("settles_quickly")

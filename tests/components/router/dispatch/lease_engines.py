@@ -20,7 +20,7 @@ from ridgeline.contracts.handoff import KvHandoff, KvLayout, TransferResult
 from ridgeline.contracts.tasks import TokenDelta
 from ridgeline.contracts.vocabulary import Pool
 from ridgeline.engine.connector.events import TransferEvent, TransferEvents
-from ridgeline.engine.connector.scheduler_side import FETCH, FIRST_TOKEN_FOLLOWS, PUBLISH
+from ridgeline.engine.connector.scheduler_side import FETCH, FIRST_TOKEN_FOLLOWS, PUBLISH, REUSE
 from ridgeline.kv_transfer.options import TransferOptions
 from ridgeline.kv_transfer.service import RankLayers, TransferService
 from tests.support.fake_engine import FakeStats
@@ -86,10 +86,12 @@ class LeaseEngine:
     ) -> AsyncGenerator[TokenDelta, None]:
         transfer = (params.extra_args or {}).get("kv_transfer_params") or {}
         name = f"{request_id}-{next(self._numbers)}"
+        if transfer.get(REUSE):
+            await self._load(f"{name}-reused", KvHandoff.from_params(transfer["handoff"]), follows=False)
         if transfer.get(PUBLISH):
             yield await self._prefill(request_id, name, prompt_token_ids, transfer["handoff_id"])
             return
-        if transfer.get(FETCH):
+        if transfer.get(FETCH) and not transfer.get(REUSE):
             handoff = KvHandoff.from_params(transfer["handoff"])
             await self._load(name, handoff, follows=bool(transfer.get(FIRST_TOKEN_FOLLOWS)))
         wanted = params.max_tokens or 1
@@ -126,6 +128,24 @@ class LeaseEngine:
             finish_reason="length",
             handoff=self._handoff(handoff_id, prompt, complete=True),
         )
+
+    async def offer(self, handoff_id: str, token_ids: list[int], cache_salt: str | None = None) -> KvHandoff | None:
+        """Offer the whole blocks of a prompt, also if nobody waits for that any more; now and then it has none."""
+        cached = token_ids[: len(token_ids) // 32 * 32] if self._rng.random() < 0.8 else []
+        try:
+            await self._delay()
+        except asyncio.CancelledError:
+            self._soon(self._offer, handoff_id, cached)
+            raise
+        return self._offer(handoff_id, cached)
+
+    def _offer(self, handoff_id: str, cached: list[int]) -> KvHandoff | None:
+        if not cached:
+            return None
+        name, blocks = f"offer-{next(self._numbers)}", list(range(len(cached) // 32))
+        self.unsent.add(name)
+        self.service.publish(name, handoff_id, blocks, len(cached))
+        return self._handoff(handoff_id, cached, complete=True)
 
     def _handoff(self, handoff_id: str, prompt: list[int], *, complete: bool) -> KvHandoff:
         return KvHandoff(

@@ -18,6 +18,7 @@ from ridgeline.router.fleet.fleet import Fleet
 from ridgeline.router.front.sampling import sampling_of
 from ridgeline.router.observe.metrics import RequestMetrics
 from ridgeline.router.placement.cluster_state import ClusterState
+from ridgeline.router.placement.placement_events import Reuse
 from ridgeline.router.placement.places import own_placement
 from ridgeline.worker_runtime.host import WorkerHost
 from tests.components.router.dispatch.lease_engines import STEP_TOKENS, LeaseEngine
@@ -58,7 +59,7 @@ async def orchestrator(prefill: LeaseEngine, decode: LeaseEngine) -> AsyncIterat
     settings, releaser = router_settings(max_concurrent_requests=1000), HandoffReleaser()
     try:
         addresses = [await host.start() for host in hosts]
-        fleet = Fleet("router", releaser.release)
+        fleet = Fleet("router", releaser.release, reuses_decode_kv=True)
         async with asyncio.TaskGroup() as group:
             group.create_task(releaser.run())
             await fleet.connect(addresses, group)
@@ -106,16 +107,25 @@ async def one(serving: Orchestrator, number: int, rng: random.Random) -> str:
 async def held(prefill: LeaseEngine, decode: LeaseEngine) -> list[str]:
     """What is open after a while, in sentences."""
     for _ in range(round(HELD_WITHIN_S / 0.05)):
-        mine, theirs = prefill.service.stats(), decode.service.stats()
-        if not (mine.open_leases or prefill.unsent or theirs.active_fetches or theirs.watched_handoffs):
+        stats = [engine.service.stats() for engine in (prefill, decode)]
+        open_now = any(one.open_leases or one.active_fetches or one.watched_handoffs for one in stats)
+        if not (open_now or prefill.unsent or decode.unsent):
             return []
         await asyncio.sleep(0.05)
-    return [f"{mine}, {theirs}, kept {prefill.unsent}", *prefill.service.leases.stale_handoffs()]
+    lives = [life for engine in (prefill, decode) for life in engine.service.leases.stale_handoffs()]
+    return [f"{stats}, kept {prefill.unsent} and {decode.unsent}", *lives]
 
 
-async def test_requests_that_are_left_at_every_moment_leave_no_lease_no_fetch_and_no_heartbeat():
+async def test_requests_that_are_left_at_every_moment_leave_no_lease_no_fetch_and_no_heartbeat(monkeypatch):
     rng = random.Random(f"requests/{SEED}")
     numbers = count()
+
+    def asks(demand, sink, cached_tokens, sources, learned):
+        """Half of the prompts are later turns; some of their questions are given up."""
+        source = sources[0].description
+        return Reuse(source.worker_id, source.incarnation, 32, rng.choice([0.01, 5.0])) if rng.random() < 0.5 else None
+
+    monkeypatch.setattr("ridgeline.router.placement.cluster_state.best_source", asks)
     ends: Counter[str] = Counter()
     async with engines(SEED) as (prefill, decode), orchestrator(prefill, decode) as serving:
 
@@ -125,6 +135,7 @@ async def test_requests_that_are_left_at_every_moment_leave_no_lease_no_fetch_an
 
         await asyncio.gather(*(one_after_the_other() for _ in range(CONCURRENCY)))
         assert await held(prefill, decode) == []
-        assert prefill.service.stats().expired_leases_total == 0
+        assert {engine.service.stats().expired_leases_total for engine in (prefill, decode)} == {0}
+        assert prefill.service.stats().fetches_total["ok"] > NUM_REQUESTS / 20
     assert prefill.given_up > 0, "nobody left while a prompt was computed: this test shows nothing"
     assert min(ends["finished"], ends["left"]) > NUM_REQUESTS / 10, ends

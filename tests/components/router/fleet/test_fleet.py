@@ -669,3 +669,35 @@ async def test_members_are_all_workers_also_those_that_do_not_run_or_were_never_
             "worker-7": Member("decode", usable=False, draining=False),
             "worker-8": Member("prefill", usable=False, draining=False),
         }
+
+
+@pytest.mark.parametrize("reuses", [False, True])
+async def test_prefill_workers_pair_with_decode_workers_too_if_they_are_to_reuse_their_kv(reuses):
+    layouts = {"prefill": LAYOUT, "prefill_1": LAYOUT, "decode": LAYOUT}
+    back = [KvPair("decode-0", sink, "shm", "") for sink in ("prefill-0", "prefill-1")] if reuses else []
+    async with (
+        asyncio.timeout(PATIENCE_S),
+        hosts(**layouts) as old,
+        hosts(prefill_1=LAYOUT) as again,
+    ):
+        for number, host in enumerate((*old, *again)):
+            msgspec.structs.force_setattr(host._description, "transfer_addresses", [f"127.0.0.1:{7001 + number}"])
+        async with a_fleet([host.address for host in old], reuses_decode_kv=reuses) as fleet:
+            forth = [KvPair(source, "decode-0", "shm", "") for source in ("prefill-0", "prefill-1")]
+            assert fleet.kv_pairs == [*forth, *back]
+            assert fleet.is_paired(fleet.get("decode-0"), fleet.get("prefill-1")) is reuses
+            assert fleet.is_paired(fleet.get("prefill-1"), fleet.get("decode-0"))
+            await fleet.replace(again[0].address, "engine_died")
+            assert {pair.link for pair in fleet.kv_pairs} == {pair.link for pair in (*forth, *back)}
+            await fleet.remove("decode-0")
+            assert fleet.kv_pairs == []
+
+
+async def test_a_prefill_worker_that_does_not_reach_a_decode_worker_is_a_warning(caplog):
+    async with asyncio.timeout(PATIENCE_S), hosts(prefill=LAYOUT, decode=LAYOUT) as started:
+        msgspec.structs.force_setattr(started[1]._description, "transfer_addresses", ["refuse:1"])
+        async with a_fleet([host.address for host in started], reuses_decode_kv=True) as fleet:
+            assert fleet.kv_pairs == [KvPair("prefill-0", "decode-0", "shm", "")]
+    assert [record.name for record in caplog.records if record.levelname == "WARNING"] == [
+        "ridgeline.router.fleet.pairing"
+    ]

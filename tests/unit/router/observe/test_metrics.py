@@ -370,7 +370,7 @@ def test_a_fleet_of_64_has_no_series_for_each_pair_of_workers_and_none_that_tell
     pairs[0] = KvPair(ids[0], ids[1], "shm", "")
     for pair in pairs[:1000]:
         timeline = RequestTimeline(FakeClock(), "r", 70, path="disaggregated", observe=metrics.observe)
-        timeline.link = (pair.prefill, pair.decode)
+        timeline.link = pair.link
         result = TransferResult(outcome="ok", num_bytes=1_000_000, wire_s=0.5, transport=pair.transport)
         timeline.decode_timing = LegTiming(queue_s=0.5, first_token_s=0.5, compute_s=1.0, transfer_result=result)
         metrics.close(timeline, "finished")
