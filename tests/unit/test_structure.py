@@ -16,7 +16,7 @@ PRODUCT = (
 )
 MOST_MODULES = 12
 MOST_LINES = {
-    "cluster": 10_200,
+    "cluster": 10_260,
     "contracts": 1_110,
     "decode_worker": 1_600,
     "engine": 5_110,
@@ -25,7 +25,7 @@ MOST_LINES = {
     "prefill_worker": 950,
     "roofline": 1_750,
     "router": 16_620,
-    "tests": 56_430,
+    "tests": 58_600,
     "worker_runtime": 990,
     "tools": 6_110,
 }
