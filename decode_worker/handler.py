@@ -11,7 +11,7 @@ from contextlib import aclosing
 
 import msgspec
 
-from ridgeline.contracts.errors import HandoffLost
+from ridgeline.contracts.errors import HandoffLost, InvalidTask
 from ridgeline.contracts.handoff import KvHandoff
 from ridgeline.contracts.tasks import GenerateTask, TokenDelta
 from ridgeline.engine.connector.events import TransferEvent, with_event
@@ -29,6 +29,9 @@ class DecodeHandler:
         Raises InvalidTask at once; the deltas raise EngineFailed, and HandoffLost if the prefill that a transfer
         overlapped came to nothing.
         """
+        adapter = task.adapter.key if task.adapter else ""
+        if task.handoff is not None and task.handoff.adapter != adapter:
+            raise InvalidTask(f"KV of adapter {task.handoff.adapter or 'none'} for a task of {adapter or 'none'}")
         if task.handoff is not None and not task.handoff.complete:
             return self._overlap(engine, task, task.handoff)
         return self._rest(engine, task, task.emitted_token_ids, _transfer(task))
@@ -81,6 +84,7 @@ class DecodeHandler:
             reasoning_ended=task.reasoning_ended,
             reasoning_parser_kwargs=task.reasoning_parser_kwargs,
             cache_salt=task.cache_salt,
+            adapter=task.adapter,
         )
         return _without_first(stream, len(repeated)) if repeated else stream
 

@@ -36,12 +36,17 @@ class PrefillHandler:
         handoff_id = new_handoff_id()
         if goes_on:
             leg = sampling.with_transfer(leg, {"do_remote_decode": True, "handoff_id": handoff_id})
-        stream = engine.generate(task.request_id, prompt + emitted, leg, cache_salt=task.cache_salt)
+        stream = engine.generate(
+            task.request_id, prompt + emitted, leg, cache_salt=task.cache_salt, adapter=task.adapter
+        )
         passed_on = not goes_on
         try:
             async with aclosing(self._deltas(engine, task, stream, handoff_id, resample=resample)) as deltas:
                 async for delta in deltas:
                     passed_on = passed_on or delta.finished
+                    if delta.handoff is not None and task.adapter is not None:
+                        handoff = msgspec.structs.replace(delta.handoff, adapter=task.adapter.key)
+                        delta = msgspec.structs.replace(delta, handoff=handoff)
                     yield delta
         finally:
             if not passed_on:

@@ -18,8 +18,16 @@ import grpc
 import msgspec
 from hypothesis import strategies as st
 
-from ridgeline.contracts.tasks import StepBatch, TokenDelta
-from ridgeline.contracts.workers import AbortRequest, Ack, AttachRequest, PairRequest, WorkerStatus
+from ridgeline.contracts.tasks import Adapter, StepBatch, TokenDelta
+from ridgeline.contracts.workers import (
+    AbortRequest,
+    Ack,
+    AttachRequest,
+    LoadAdapter,
+    PairRequest,
+    UnloadAdapter,
+    WorkerStatus,
+)
 from ridgeline.kv_transfer.interfaces import FetchRequest, SourceDescription
 from ridgeline.kv_transfer.wire import grpc_methods
 from ridgeline.worker_runtime.client import OPTIONS, SERVICE
@@ -98,11 +106,14 @@ KV_CALLS = _calls(
 )
 """Calls of `ridgeline.KvTransfer`."""
 _EMPTY = [builtins(Ack())]
+_ADAPTER = Adapter(name="sql", digest="unknown", path="/none")
 WORKER_CALLS = _calls(
     SERVICE,
     {
         **dict.fromkeys(("Describe", "Status", "ResetPrefixCache", "Nothing"), (_EMPTY, False, True)),
         "Pair": ([builtins(PairRequest(["127.0.0.1:1"])), builtins(PairRequest([], "grpc"))], False, True),
+        "LoadAdapter": ([builtins(LoadAdapter(name="sql", path="/none"))], False, True),
+        "UnloadAdapter": ([builtins(UnloadAdapter(adapter=_ADAPTER, after_s=1.0))], False, True),
         "Abort": ([builtins(AbortRequest(ROUTER, ["r", "s"]))], False, True),
         "Attach": ([builtins(AttachRequest("another"))], True, False),
     },

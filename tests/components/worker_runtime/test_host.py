@@ -14,17 +14,19 @@ from vllm.sampling_params import SamplingParams
 
 from ridgeline.cluster.runtime.handlers import HANDLERS
 from ridgeline.contracts.errors import EngineFailed, InvalidTask, TaskRejected, WorkerDraining, WorkerLost
-from ridgeline.contracts.tasks import StepBatch, TokenDelta
+from ridgeline.contracts.tasks import Adapter, StepBatch, TokenDelta
 from ridgeline.contracts.workers import (
     MIN_FITTED_STEPS,
     AbortRequest,
     Ack,
     AttachRequest,
     DrainRequest,
+    LoadAdapter,
     PairRequest,
     Role,
     StepModel,
     SubmitRequest,
+    UnloadAdapter,
 )
 from ridgeline.decode_worker.handler import DecodeHandler
 from ridgeline.engine.stall import StallWatch
@@ -473,6 +475,8 @@ CALLS = {
     "Submit": SubmitRequest("router", make_task()),
     "Abort": AbortRequest("router", ["r"]),
     "Drain": DrainRequest(0.0),
+    "LoadAdapter": LoadAdapter(name="sql", path="/sql"),
+    "UnloadAdapter": UnloadAdapter(adapter=Adapter(name="sql", digest="v1", path="/sql"), after_s=0.0),
     "TakeRole": Role(mode="colocated", pool="colocated", max_num_seqs=1, max_num_batched_tokens=1),
 }
 
@@ -489,6 +493,7 @@ async def test_a_worker_does_nothing_that_is_meant_for_another_one_that_had_this
         assert worker.host.failure() == ""
         assert not worker.engine.running
         assert worker.engine.step_limits is None
+        assert not worker.engine.unloaded
 
 
 @pytest.mark.usefixtures("settles_quickly")
