@@ -191,9 +191,9 @@ class FakeEngine:
         return tuple(self.adapters.values())
 
     async def load_adapter(self, name: str, path: str, digest: str = "") -> Adapter:
-        found = digest or self.adapter_digests.get(path, "")
-        if not found:
-            raise AdapterRefused(f"there is no folder {path}")
+        found = self.adapter_digests.get(path, "")
+        if not found or digest not in ("", found):
+            raise AdapterRefused(f"there is no folder {path}, or it has other files")
         adapter = Adapter(name=name, digest=found, path=path)
         self.adapters[adapter.key] = adapter
         return adapter

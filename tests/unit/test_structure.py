@@ -17,17 +17,17 @@ PRODUCT = (
 MOST_MODULES = 12
 MOST_LINES = {
     "cluster": 10_200,
-    "contracts": 1_090,
+    "contracts": 1_140,
     "decode_worker": 1_600,
-    "engine": 4_950,
+    "engine": 5_340,
     "kv_transfer": 4_420,
     "loadtest": 8_900,
     "prefill_worker": 950,
     "roofline": 1_750,
-    "router": 16_350,
-    "worker_runtime": 950,
-    "tests": 55_600,
-    "tools": 6_110,
+    "router": 16_690,
+    "worker_runtime": 990,
+    "tests": 56_400,
+    "tools": 6_120,
 }
 """Of Python, by package. A commit that raises one says what the lines are worth; one that deletes lines lowers it."""
 MAP_LINE = re.compile(r"([\w.-]+/?) {2,}\S")

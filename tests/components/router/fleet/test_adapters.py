@@ -79,22 +79,25 @@ async def test_a_failed_replacement_leaves_the_former_one(pair):
     assert adapters.known["sql"].digest == "v1"
 
 
-async def newcomer(number: int) -> WorkerHost:
+async def newcomer(digest: str) -> WorkerHost:
     engine = FakeEngine("decode")
-    engine.config = engine_config("decode", f"decode-{number}")
+    engine.config = engine_config("decode", "decode-7")
+    engine.adapter_digests[PATH] = digest
     host = WorkerHost(engine, {})
     await host.start()
     return host
 
 
-async def test_a_worker_that_comes_later_takes_in_what_the_others_have_first(pair):
+@pytest.mark.parametrize(("digest", "loaded"), [("v1", {"sql@v1"}), ("v2", set())])
+async def test_a_worker_that_comes_later_takes_in_what_the_others_have_first_or_gets_no_requests_for_it(
+    pair, digest, loaded
+):
     adapters, fleet, _ = pair
     await adapters.load("sql", PATH, in_place=False)
-    host = await newcomer(7)
+    host = await newcomer(digest)
     try:
         await fleet.replace(host.address, None)
-        assert set(host._engine.adapters) == {"sql@v1"}
-        assert fleet.get("decode-7").adapters.loaded == {"sql@v1"}
+        assert set(host._engine.adapters) == fleet.get("decode-7").adapters.loaded == loaded
     finally:
         await host.stop()
 
