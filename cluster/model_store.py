@@ -79,9 +79,14 @@ def model_state(path_or_name: str) -> ModelState:
         return "ready"
     if os.path.exists(path):
         raise ModelError(f"{path} is a file: set model.path to the directory that holds config.json and the weights.")
-    if not _HUB_NAME.fullmatch(path_or_name):
+    if not is_hub_name(path_or_name):
         raise ModelError(f"There is no directory {path}: set model.path to one that exists, or to a hub name.")
     return "hub"
+
+
+def is_hub_name(text: str) -> bool:
+    """Return whether this may be the name of something on the hub."""
+    return _HUB_NAME.fullmatch(text) is not None
 
 
 def _cached_default_model() -> Path:

@@ -103,6 +103,10 @@ class EngineFailed(EngineError):
     """The engine process is gone or cannot go on; the request may be tried on another worker."""
 
 
+class AdapterRefused(EngineError):
+    """A LoRA adapter cannot be served; the message names the fix."""
+
+
 class WorkerLost(EngineError):
     """The connection to a worker broke, or it did not answer in time."""
 

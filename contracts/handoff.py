@@ -166,6 +166,8 @@ class KvHandoff(msgspec.Struct, frozen=True, kw_only=True):
     lease_s: float
     num_bytes: int
     """Bytes of the blocks, over all layers and ranks."""
+    adapter: str = ""
+    """The key of the LoRA adapter that computed it; empty: the model alone."""
     complete: bool = True
     """False while prefill still computes: a fetch then overlaps with it, and its result brings the first token."""
     fetch_within_s: float = 0.0

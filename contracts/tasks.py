@@ -6,12 +6,34 @@ renamed, so that a router and a worker one version apart still talk.
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import msgspec
 
+from ridgeline.contracts.errors import InvalidTask
 from ridgeline.contracts.handoff import KvHandoff, TransferResult
 from ridgeline.contracts.vocabulary import ErrorKind, FirstToken, Leg
+
+
+class Adapter(msgspec.Struct, frozen=True, kw_only=True):
+    """A LoRA adapter: the `model` by which requests choose it, and the files that it is."""
+
+    name: str
+    digest: str
+    """Of the content of its files: with other files it is another adapter."""
+    path: str
+    """The folder with its files, on every node with workers."""
+
+    @property
+    def key(self) -> str:
+        """What tells it from every other one, in caches, hand-offs and engines."""
+        return f"{self.name}@{self.digest}"
+
+    @property
+    def number(self) -> int:
+        """The number by which engines know it: derived, so that all routers have the same one, and not used again."""
+        return int.from_bytes(hashlib.sha256(self.key.encode()).digest()[:8], "big") >> 2 or 1
 
 
 class GenerateTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +49,8 @@ class GenerateTask(msgspec.Struct, frozen=True, kw_only=True):
     `cache_salt` keeps the request's blocks apart in the prefix caches, on every worker: only requests with the same
     salt find them. `tpot_limit_s` is the time per output token that the sequence may take; its engine then bounds the
     prompt tokens in its steps so that it does not take longer. 0: no limit. `sure_output_tokens`: how long the answer
-    will most likely become at least, emitted tokens included; 0: not known.
+    will most likely become at least, emitted tokens included; 0: not known. `adapter` is the LoRA adapter that computes
+    every token of it, on every worker; None: the model alone.
     """
 
     request_id: str
@@ -41,8 +64,20 @@ class GenerateTask(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_ended: bool | None = None
     reasoning_parser_kwargs: dict[str, Any] | None = None
     cache_salt: str | None = None
+    adapter: Adapter | None = None
     tpot_limit_s: float = 0.0
     sure_output_tokens: float = 0.0
+
+    @property
+    def adapter_key(self) -> str:
+        """What marks a hand-off of it; empty for the model alone."""
+        return self.adapter.key if self.adapter else ""
+
+    def require_own_kv(self) -> None:
+        """Raise InvalidTask if the KV of its hand-off was computed with another adapter."""
+        if self.handoff is not None and self.handoff.adapter != self.adapter_key:
+            theirs, ours = self.handoff.adapter or "none", self.adapter_key or "none"
+            raise InvalidTask(f"KV of adapter {theirs} for a task of {ours}")
 
 
 class PositionLogprobs(msgspec.Struct, frozen=True, array_like=True):

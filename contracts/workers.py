@@ -6,11 +6,12 @@ Fields are only ever added, as in `contracts/tasks.py`.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Annotated
 
 import msgspec
 
 from ridgeline.contracts.handoff import KvHandoff, KvLayout
-from ridgeline.contracts.tasks import GenerateTask
+from ridgeline.contracts.tasks import Adapter, GenerateTask
 from ridgeline.contracts.vocabulary import Mode, Pool
 
 
@@ -179,6 +180,12 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
     """Equal for workers that can share memory; empty if not known."""
     rack: str = ""
     """Equal for workers in one rack; empty if not known."""
+    max_loras: int = 0
+    """LoRA adapters that one step of its engine may have; 0: it takes none."""
+    max_cpu_loras: int = 0
+    """Adapters that its engine keeps in memory; another one it reads from disk."""
+    adapters: tuple[Adapter, ...] = ()
+    """Those that it can be asked for now."""
     device: str = ""
     """Equal for workers of one node that take turns on the same cores or GPUs; empty if not known."""
 
@@ -251,6 +258,28 @@ class Offer(msgspec.Struct, frozen=True):
     """What the cache has, leased for a few seconds to one reader; None if that is nothing."""
 
     handoff: KvHandoff | None = None
+
+
+class LoadAdapter(msgspec.Struct, frozen=True, kw_only=True):
+    """Tells a worker to have a LoRA adapter; without a digest, whatever lies at its path now."""
+
+    name: str
+    path: str
+    digest: str = ""
+
+
+class AdapterLoaded(msgspec.Struct, frozen=True, kw_only=True):
+    """The adapter that the worker has now, or a sentence that says why not."""
+
+    adapter: Adapter | None = None
+    refused: str = ""
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, kw_only=True):
+    """Tells a worker that an adapter is not asked for any more, except by requests that run; these end in `after_s`."""
+
+    adapter: Adapter
+    after_s: Annotated[float, msgspec.Meta(ge=0)]
 
 
 class DrainRequest(msgspec.Struct, frozen=True):

@@ -29,6 +29,7 @@ class DecodeHandler:
         Raises InvalidTask at once; the deltas raise EngineFailed, and HandoffLost if the prefill that a transfer
         overlapped came to nothing.
         """
+        task.require_own_kv()
         if task.handoff is not None and not task.handoff.complete:
             return self._overlap(engine, task, task.handoff)
         return self._rest(engine, task, task.emitted_token_ids, _transfer(task))
@@ -81,6 +82,7 @@ class DecodeHandler:
             reasoning_ended=task.reasoning_ended,
             reasoning_parser_kwargs=task.reasoning_parser_kwargs,
             cache_salt=task.cache_salt,
+            adapter=task.adapter,
         )
         return _without_first(stream, len(repeated)) if repeated else stream
 

@@ -4,6 +4,7 @@ vllm_engine.py       runs AsyncLLM: tokens in, token deltas out
 config.py            the configuration of one engine
 passed_args.py       vLLM's own arguments that a configuration may set
 vllm_arguments.py    converts them to vLLM's types
+adapter_files.py     LoRA adapters on disk: checks, identity, copies that nobody changes
 grammars.py          bounds the size of grammars and chooses vLLM's backend for them
 tag_grammars.py      structural tags as grammars of guidance
 activity.py          what an engine's processes do, as the kernel tells

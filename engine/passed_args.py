@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -25,7 +25,10 @@ FOR_THE_MODEL: Final = frozenset(
         "code_revision",
         "config_format",
         "disable_sliding_window",
+        "enable_lora",
+        "enable_moe_shared_loras",
         "enable_prefix_caching",
+        "fully_sharded_loras",
         "generation_config",
         "hf_config_path",
         "hf_overrides",
@@ -33,7 +36,12 @@ FOR_THE_MODEL: Final = frozenset(
         "kv_cache_dtype_skip_layers",
         "language_model_only",
         "logprobs_mode",
+        "lora_dtype",
+        "lora_target_modules",
+        "max_cpu_loras",
         "max_logprobs",
+        "max_lora_rank",
+        "max_loras",
         "model_class_overrides",
         "model_impl",
         "override_generation_config",
@@ -44,6 +52,7 @@ FOR_THE_MODEL: Final = frozenset(
         "reasoning_parser_plugin",
         "revision",
         "seed",
+        "specialize_active_lora",
         "structured_outputs_config",
         "tokenizer",
         "tokenizer_mode",
@@ -56,11 +65,18 @@ FOR_THE_MODEL: Final = frozenset(
 
 READ_BY_THE_ROUTER: Final = FOR_THE_MODEL - {
     "allow_deprecated_quantization",
+    "enable_moe_shared_loras",
     "enable_prefix_caching",
+    "fully_sharded_loras",
     "kv_cache_dtype",
     "kv_cache_dtype_skip_layers",
+    "lora_dtype",
+    "lora_target_modules",
+    "max_cpu_loras",
+    "max_loras",
     "quantization",
     "quantization_config",
+    "specialize_active_lora",
 }
 """The arguments the router needs too: it has the model's tokenizer, templates, limits and defaults, but no weights."""
 
@@ -105,12 +121,14 @@ REFUSED: Final = {
         "spec_*",
         "speculative_config",
     ),
-    "adapters are not supported: a prompt's KV would have to be handed off with its adapter": ("*lora*",),
+    "all adapters of a model of experts must have the layout that it has itself": ("enable_mixed_moe_lora_format",),
     "multimodal inputs are not supported: only a prompt's tokens travel with its KV": (
         *("mm_*", "*_mm_*", "media_*", "allowed_*media_*", "video_*", "ec_manager_config", "interleave_mm_strings"),
+        *("enable_tower_connector_lora",),
     ),
     "only generation is served": (
         *("convert", "runner", "pooler_config", "io_processor_plugin", "enable_flash_late_interaction"),
+        *("max_lora_cls_labels",),
     ),
     "a prompt travels as tokens": ("enable_prompt_embeds",),
     "Ridgeline starts, places, pins and ends the engine's processes": (
@@ -255,14 +273,66 @@ def _problems(setting: str, name: str, value: Any, whose: str) -> Iterator[str]:
         yield f"{path} is one of Ridgeline's own settings: set {OUR_SETTINGS[name]} instead."
     elif (reason := why_refused(name)) is not None:
         yield f"{path} cannot be passed on, since {reason}: leave it out."
-    elif name in known:
+    elif name in known and name != "lora_modules":  # of which each entry may be `name=path` too
         yield from _wrong_type(path, value, known[name])
+    elif name in known:
+        yield from _wrong_modules(path, value)
     elif name in _table()[other]:
         yield f"{path} is not one of the {whose}'s arguments: it belongs in {other}_args.{name}."
     else:
         near = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"engine/{TABLE.name} has all names and types."
         yield f"{path} is not an argument of vLLM's {whose}: {hint}"
+
+
+def adapter_modules(value: Any) -> list[dict[str, str]]:
+    """Return each entry of `lora_modules` as a table; `name=path` is short for one. Entries of other kinds are left."""
+    return [
+        dict(zip(("name", "path"), each.split("=", 1), strict=True)) if isinstance(each, str) and "=" in each else each
+        for each in (value if isinstance(value, list) else [value])
+    ]
+
+
+def adapter_problems(engine_args: Args, server_args: Args, served_names: Sequence[str]) -> Iterator[str]:
+    """Yield a sentence for each setting of LoRA adapters that makes no sense beside the others."""
+    modules = server_args.get("lora_modules")
+    if not engine_args.get("enable_lora"):
+        needing = [f"engine_args.{name}" for name in _OF_LORA if engine_args.get(name) is not None]
+        for name in [*needing, *(["server_args.lora_modules"] if modules else [])]:
+            yield f"{name} has no effect on engines without LoRA: set engine_args.enable_lora to true, or leave it out."
+    most, kept = engine_args.get("max_loras", 1), engine_args.get("max_cpu_loras")
+    if isinstance(kept, int) and isinstance(most, int) and kept < most:
+        yield (
+            f"engine_args.max_cpu_loras ({kept}) is less than max_loras ({most}), and a step has only adapters in "
+            f"memory: raise it to at least {most}."
+        )
+    taken = [*served_names]
+    for module in adapter_modules(modules or []):
+        if not isinstance(module, dict) or "name" not in module:
+            continue
+        name = module["name"]
+        if name in taken:
+            yield f"server_args.lora_modules: {name} is the name of two models: give each its own."
+        taken.append(name)
+        if (base := module.get("base_model_name")) and base not in served_names:
+            yield (
+                f"server_args.lora_modules: the base model of {name} is {base}, and {served_names[0]} is served: leave "
+                "the adapter out, or serve its base model."
+            )
+
+
+_OF_LORA: Final = (
+    *("fully_sharded_loras", "lora_dtype", "lora_target_modules", "max_cpu_loras", "max_lora_rank", "max_loras"),
+    *("enable_moe_shared_loras", "specialize_active_lora"),
+)
+
+
+def _wrong_modules(path: str, value: Any) -> Iterator[str]:
+    for module in adapter_modules(value if value is not None else []):
+        fields = module if isinstance(module, dict) else {}
+        known = fields.keys() <= {"name", "path", "base_model_name"}
+        if not (known and all(isinstance(fields.get(name), str) and fields[name] for name in ("name", "path"))):
+            yield f"{path} must be a list of `name=path`, or of tables with name and path, and has {module!r}."
 
 
 def _wrong_type(path: str, value: Any, schema: Any) -> Iterator[str]:

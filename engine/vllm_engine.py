@@ -12,6 +12,7 @@ import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,6 +20,8 @@ from vllm.config import KVTransferConfig, ModelConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import tokens_input
+from vllm.lora.request import LoRARequest
+from vllm.lora.utils import get_adapter_absolute_path
 from vllm.model_executor.models import ModelRegistry
 from vllm.sampling_params import SamplingParams
 from vllm.usage.usage_lib import UsageContext
@@ -26,11 +29,12 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from ridgeline.contracts.errors import EngineFailed, InvalidTask
+from ridgeline.contracts.errors import AdapterRefused, EngineFailed, InvalidTask
 from ridgeline.contracts.handoff import KvHandoff, KvLayout, TransferResult
-from ridgeline.contracts.tasks import LegTiming, TokenDelta
+from ridgeline.contracts.tasks import Adapter, LegTiming, TokenDelta
 from ridgeline.contracts.workers import StepModel
 from ridgeline.engine.activity import Activity, Doing
+from ridgeline.engine.adapter_files import AdapterCopies, require_fit
 from ridgeline.engine.config import EngineConfig
 from ridgeline.engine.connector.events import TransferEvents
 from ridgeline.engine.connector.messages import FORETOLD, STALE_HANDOFFS, STEP_MODEL, TRANSFER_EVENTS
@@ -103,6 +107,10 @@ class VllmEngine:
         self.stats = EngineStats(None)
         self.keeps_every_token = True
         """Whether a prompt's last token can be computed again from the prompt's own KV; known once described."""
+        self.adapters: dict[str, Adapter] = {}
+        """The LoRA adapters that it can be asked for, by key."""
+        self._copies = AdapterCopies()
+        self._unloading: dict[str, asyncio.TimerHandle] = {}
         self._activity = Activity(computes_here=config.on_cpu)
         self._llm: AsyncLLM | None = None
         self._cause: CauseFile | None = None
@@ -210,6 +218,7 @@ class VllmEngine:
         reasoning_ended: bool | None = None,
         reasoning_parser_kwargs: dict[str, Any] | None = None,
         cache_salt: str | None = None,
+        adapter: Adapter | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         """Yield one delta per engine step; closing the generator aborts the request.
 
@@ -223,6 +232,7 @@ class VllmEngine:
             request_id,
             reasoning_ended=reasoning_ended,
             reasoning_parser_kwargs=reasoning_parser_kwargs,
+            lora_request=None if adapter is None else self._lora_request(adapter),
         )
         try:
             async with aclosing(outputs) as stream:
@@ -237,6 +247,72 @@ class VllmEngine:
             raise self._failure(error) from error
         except (VLLMClientError, ValueError) as error:
             raise InvalidTask(str(error)) from error
+
+    def _lora_request(self, adapter: Adapter) -> LoRARequest:
+        """Return what vLLM knows it by: name and path are in the hash of its KV blocks, and both have the digest."""
+        if adapter.key not in self.adapters:
+            raise InvalidTask(f"{self.config.worker_id} does not have the adapter {adapter.name}: it has been unloaded")
+        return LoRARequest(adapter.key, adapter.number, str(self._copies.folder(adapter.digest)))
+
+    @property
+    def adapter_room(self) -> tuple[int, int]:
+        """How many LoRA adapters a step may have, and how many are kept in memory; zeros if it takes none."""
+        assert self._llm is not None
+        lora = self._llm.vllm_config.lora_config
+        return (0, 0) if lora is None else (lora.max_loras, lora.max_cpu_loras or lora.max_loras)
+
+    async def load_adapter(self, name: str, path: str, digest: str = "") -> Adapter:
+        """Take a LoRA adapter in: the one with this digest, or whatever lies at the path.
+
+        The path may also name one on the hub, as for vLLM. Raises AdapterRefused or EngineFailed.
+        """
+        assert self._llm is not None
+        adapter = Adapter(name=name, digest=await asyncio.to_thread(self._kept_copy, path, digest), path=path)
+        known = adapter.key in self.adapters
+        self.adapters[adapter.key] = adapter
+        if (timer := self._unloading.pop(adapter.key, None)) is not None:
+            timer.cancel()
+        try:
+            await self._llm.add_lora(self._lora_request(adapter))  # what vLLM alone can check, and in memory at once
+        except EngineDeadError as error:
+            raise self._failure(error) from error
+        except Exception as error:
+            if not known:
+                await self._unload(adapter)
+            raise AdapterRefused(f"vLLM cannot load the adapter in {path}: {sentence_of(error)}") from error
+        return adapter
+
+    def _kept_copy(self, path: str, digest: str) -> str:
+        assert self._llm is not None
+        lora = self._llm.vllm_config.lora_config
+        if lora is None:
+            raise AdapterRefused("the engines take no adapters: set engine_args.enable_lora to true, and start again")
+        if digest and self._copies.folder(digest).is_dir():
+            return self._copies.keep(Path(path), digest)
+        folder = Path(get_adapter_absolute_path(path))
+        require_fit(folder, lora.max_lora_rank, self._llm.model_config.hf_text_config.to_dict())
+        return self._copies.keep(folder, digest)
+
+    def unload_adapter(self, adapter: Adapter, after_s: float) -> None:
+        """Forget an adapter once requests that still run with it have ended, after so many seconds."""
+        if adapter.key in self.adapters and adapter.key not in self._unloading:
+            self._unloading[adapter.key] = asyncio.get_running_loop().call_later(
+                after_s, lambda: asyncio.ensure_future(self._unload(adapter))
+            )
+
+    async def _unload(self, adapter: Adapter) -> None:
+        self._unloading.pop(adapter.key, None)
+        del self.adapters[adapter.key]
+        with suppress(EngineDeadError):
+            if self._llm is not None:
+                await self._llm.remove_lora(adapter.number)
+        if all(other.digest != adapter.digest for other in self.adapters.values()):
+            await asyncio.to_thread(self._copies.drop, adapter.digest)
+
+    @property
+    def offered_adapters(self) -> tuple[Adapter, ...]:
+        """The adapters that are not being unloaded."""
+        return tuple(adapter for key, adapter in self.adapters.items() if key not in self._unloading)
 
     def release_own(self, handoff_id: str) -> None:
         """Free the blocks of our own hand-off that no router will release, even if it is published only later."""
@@ -254,14 +330,18 @@ class VllmEngine:
         finally:
             self._releasing = None
 
-    async def offer(self, handoff_id: str, token_ids: list[int], cache_salt: str | None = None) -> KvHandoff | None:
+    async def offer(
+        self, handoff_id: str, token_ids: list[int], cache_salt: str | None = None, adapter: Adapter | None = None
+    ) -> KvHandoff | None:
         """Offer one reader what the prefix cache has of a prompt, between two steps; None if that is nothing.
 
-        Raises EngineFailed.
+        Raises EngineFailed, and InvalidTask for an adapter that has been unloaded.
         """
         assert self._llm is not None
+        lora = None if adapter is None else self._lora_request(adapter)
+        known_as = None if lora is None else (lora.lora_name, lora.lora_int_id, lora.lora_path)
         try:
-            found = await self._llm.engine_core.call_utility_async(OFFER, handoff_id, token_ids, cache_salt)
+            found = await self._llm.engine_core.call_utility_async(OFFER, handoff_id, token_ids, cache_salt, known_as)
         except EngineDeadError as error:
             raise self._failure(error) from error
         return None if found is None else KvHandoff.from_params(found)
@@ -320,6 +400,7 @@ class VllmEngine:
         if self._llm is not None:
             self._llm.shutdown(timeout=END_WITHIN_S)
             self._llm = None
+        self._copies.close()
         if self._cause is not None:
             self._cause.remove()
 

@@ -23,6 +23,10 @@ class RidgelineWorkerExtension:
         """Install the workarounds in vLLM's model runner; called once, before the first request."""
         put_generators_back(self.model_runner)
         keep_rows_apart(self.model_runner)
+        if self.model_runner.lora_config is not None:
+            from ridgeline.engine.vllm_workarounds.rows_without_adapter import keep_adapters_apart
+
+            keep_adapters_apart()
 
     def ridgeline_describe(self) -> tuple[dict[str, Any], str]:
         """Return the KV layout as plain data, and the address of this rank's blocks."""

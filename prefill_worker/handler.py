@@ -29,6 +29,7 @@ class PrefillHandler:
 
         With a hand-off `finish_reason` is None: the request goes on elsewhere. Raises InvalidTask, EngineFailed.
         """
+        task.require_own_kv()
         params = sampling.decode(task.sampling)
         resample = task.first_token == "resample"
         emitted = [] if resample else task.emitted_token_ids
@@ -45,12 +46,17 @@ class PrefillHandler:
             transfer |= {"do_remote_prefill": True, "handoff": task.handoff.to_params(), REUSE: True}
         if transfer:
             leg = sampling.with_transfer(leg, transfer)
-        stream = engine.generate(task.request_id, prompt + emitted, leg, cache_salt=task.cache_salt)
+        stream = engine.generate(
+            task.request_id, prompt + emitted, leg, cache_salt=task.cache_salt, adapter=task.adapter
+        )
         passed_on = not goes_on
         try:
             async with aclosing(self._deltas(engine, task, stream, handoff_id, resample=resample)) as deltas:
                 async for delta in deltas:
                     passed_on = passed_on or delta.finished
+                    if delta.handoff is not None:
+                        handoff = msgspec.structs.replace(delta.handoff, adapter=task.adapter_key)
+                        delta = msgspec.structs.replace(delta, handoff=handoff)
                     yield delta
         finally:
             if not passed_on:

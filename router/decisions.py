@@ -7,8 +7,10 @@ from collections.abc import AsyncGenerator, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Protocol
 
+from ridgeline.contracts.errors import AdapterRefused
 from ridgeline.contracts.vocabulary import Mode, Pool
 from ridgeline.router.dispatch.modes import ModeChange, Modes, OwnModes
+from ridgeline.router.fleet.adapters import Adapters, OwnAdapters
 from ridgeline.router.fleet.fleet import PAIR_WITHIN_S, ROLES_WITHIN_S, Fleet
 from ridgeline.router.fleet.roles import ModeImpossible
 from ridgeline.router.flow.admission import Admission, Holdings, Wait
@@ -21,13 +23,28 @@ from ridgeline.router.placement.pool_queue import QueueNow
 from ridgeline.router.settings import RouterSettings
 from ridgeline.router.shared.holdings import Changes
 from ridgeline.router.shared.link import Link, NoDispatcher, give_up_without_a_dispatcher
-from ridgeline.router.shared.messages import ChangeMode, Complete, Down, ModeChanged, Others, Pairs, Sums, Up
+from ridgeline.router.shared.messages import (
+    AdapterChanged,
+    ChangeAdapter,
+    ChangeMode,
+    Complete,
+    Down,
+    ModeChanged,
+    Offered,
+    Others,
+    Pairs,
+    Sums,
+    Up,
+)
 from ridgeline.router.watching.comparing import Comparing
 from ridgeline.router.watching.recording import Wanted
+from ridgeline.worker_runtime.client import ADAPTER_DEADLINE_S
 
 JOIN_WITHIN_S = 30.0
 CHANGE_WITHIN_S = PAIR_WITHIN_S + ROLES_WITHIN_S + 30.0
 """More than the dispatcher takes for a change of mode while another one is under way."""
+CHANGE_ADAPTER_WITHIN_S = 2 * ADAPTER_DEADLINE_S
+"""The same for an adapter."""
 HOLDINGS_EVERY_S = 0.1
 """How often the dispatcher is told what this router has admitted, if that has changed."""
 
@@ -37,6 +54,7 @@ class Decisions(Protocol):
 
     placement: Placement
     modes: Modes
+    adapters: Adapters
     waits: Mapping[Pool, Wait]
     """For admission: how long a prompt would wait."""
 
@@ -66,6 +84,7 @@ class OwnDecisions:
         self.state = ClusterState(fleet, settings, learned, self.comparing.policy)
         self.placement = own_placement(self.state, fleet, settings)
         self.modes: Modes = OwnModes(fleet, self.state.mode_changed)
+        self.adapters = OwnAdapters(fleet, settings.served_names, settings.router.request_timeout_s)
         self.waits: Mapping[Pool, Wait] = self.state.queues
 
     def queues(self) -> Mapping[Pool, QueueNow]:
@@ -103,6 +122,31 @@ class SharedModes(Modes):
         return ModeChange(mode, changed.rerouted_prompts, changed.took_s)
 
 
+class SharedAdapters(Adapters):
+    """The LoRA adapters of this router's deployment, as the dispatcher last told them."""
+
+    def __init__(self, fleet: Fleet, link: Link) -> None:
+        super().__init__(fleet)
+        self._link = link
+
+    async def load(self, name: str, path: str, *, in_place: bool) -> None:
+        """Have all workers take an adapter in; `in_place`: also if its name is known. Raises AdapterRefused."""
+        await self._change(ChangeAdapter(name=name, path=path, in_place=in_place))
+
+    async def unload(self, name: str) -> bool:
+        """Have no more requests choose it; return False if there is none of this name. Raises AdapterRefused."""
+        return (await self._change(ChangeAdapter(name=name))).found
+
+    async def _change(self, change: ChangeAdapter) -> AdapterChanged:
+        try:
+            changed = await self._link.call("ChangeAdapter", change, AdapterChanged, CHANGE_ADAPTER_WITHIN_S)
+        except NoDispatcher as error:
+            raise AdapterRefused(str(error)) from error
+        if changed.refused:
+            raise AdapterRefused(changed.refused)
+        return changed
+
+
 class SharedDecisions:
     """Those of the dispatcher. `run` must run while the router serves."""
 
@@ -114,6 +158,7 @@ class SharedDecisions:
         """The workers that the dispatcher chooses from, as it last told."""
         self._recovery_timeout_s = settings.router.recovery_timeout_s
         self.modes: Modes = SharedModes(fleet, self.link)
+        self.adapters: Adapters = SharedAdapters(fleet, self.link)
         self._told = dict.fromkeys(fleet.pools, QueueNow(Waiting(), 0, starts_at_once=True, tokens_per_s=None))
         """Each pool's queue in the dispatcher, as it last told."""
         self.waits: Mapping[Pool, Wait] = self._told
@@ -186,6 +231,8 @@ class SharedDecisions:
                 self._take_others(message)
             case Pairs():
                 self._fleet.kv_pairs = message.kv_pairs
+            case Offered():
+                self._fleet.offer_adapters({adapter.name: adapter for adapter in message.adapters})
         self._heard.add(type(message))
         if {Sums, Others} <= self._heard:
             self._joined.set()

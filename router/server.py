@@ -115,6 +115,7 @@ class Router(RouterControl):
             frontend_config(self._args),
             self._admission,
             settings.server.max_grammar_bytes,
+            lambda: self.fleet.adapters,
         )
         self._orchestrator = Orchestrator(
             self.fleet, self._decisions.placement, settings, self._metrics, self._releaser.release
@@ -242,6 +243,8 @@ class Router(RouterControl):
         with _bound_socket(self._settings, shared) as sock:
             group.create_task(self._decisions.run(), name="decisions")
             await self.fleet.connect(worker_addresses, group, some=some)
+            if isinstance(self._decisions, OwnDecisions):
+                await self._decisions.adapters.load_first(self._settings.lora_modules)
             if self._shared is not None:
                 await self._shared.joined()
             group.create_task(self._releaser.run(), name="handoff-releaser")
@@ -269,6 +272,7 @@ class Router(RouterControl):
                     self._stop,
                     self._decisions.placement.forget_prefixes,
                 ),
+                self._decisions.adapters,
                 self._readiness,
                 self._gates,
                 metrics_endpoint(self._refresh_metrics, REGISTRY, self._keys[-1]),

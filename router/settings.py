@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from ipaddress import IPv6Address
 from typing import Annotated, Any, Literal
@@ -304,6 +304,8 @@ class RouterSettings:
     """Tokens in one KV block, by which prefixes are compared."""
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     """Those of the engines' arguments that say what the model is."""
+    lora_modules: Sequence[Mapping[str, str]] = ()
+    """Name and path of each LoRA adapter that is served from the start."""
     server_args: Mapping[str, Any] = field(default_factory=dict)
     """vLLM's own arguments for its HTTP front."""
     api_key_hashes: Set[bytes] = frozenset()

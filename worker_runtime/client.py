@@ -15,22 +15,33 @@ import grpc
 import grpc.aio
 import msgspec
 
-from ridgeline.contracts.errors import EngineFailed, HandoffLost, InvalidTask, TaskRejected, WorkerDraining, WorkerLost
+from ridgeline.contracts.errors import (
+    AdapterRefused,
+    EngineFailed,
+    HandoffLost,
+    InvalidTask,
+    TaskRejected,
+    WorkerDraining,
+    WorkerLost,
+)
 from ridgeline.contracts.handoff import UNREADABLE, KvHandoff
 from ridgeline.contracts.rpc.channel import open_aio_channel, why_refused
 from ridgeline.contracts.rpc.tls import TlsFiles
-from ridgeline.contracts.tasks import GenerateTask, StepBatch, TokenDelta
+from ridgeline.contracts.tasks import Adapter, GenerateTask, StepBatch, TokenDelta
 from ridgeline.contracts.workers import (
     AbortRequest,
     Ack,
+    AdapterLoaded,
     AttachRequest,
     DrainRequest,
+    LoadAdapter,
     Offer,
     OfferRequest,
     PairAnswer,
     PairRequest,
     Role,
     SubmitRequest,
+    UnloadAdapter,
     WorkerDescription,
     WorkerStatus,
 )
@@ -40,6 +51,8 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 CONTROL_DEADLINE_S = 10.0
 STATUS_DEADLINE_S = 2.0
 PAIR_DEADLINE_S = 30.0
+ADAPTER_DEADLINE_S = 120.0
+"""For reading and copying an adapter of gigabytes, or fetching it from the hub."""
 RETRY_S = 0.2
 OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -216,6 +229,18 @@ class WorkerClient:
     def _unwanted(self, asked: asyncio.Future[Offer]) -> None:
         if not asked.cancelled() and asked.exception() is None and (handoff := asked.result().handoff) is not None:
             self._on_unclaimed(handoff)
+
+    async def load_adapter(self, name: str, path: str, digest: str = "") -> Adapter:
+        """Have the worker take an adapter in. Raises AdapterRefused or WorkerLost."""
+        asked = LoadAdapter(name=name, path=path, digest=digest)
+        answer = await self._unary("LoadAdapter", asked, AdapterLoaded, deadline_s=ADAPTER_DEADLINE_S)
+        if answer.adapter is None:
+            raise AdapterRefused(answer.refused)
+        return answer.adapter
+
+    async def unload_adapter(self, adapter: Adapter, after_s: float) -> None:
+        """Have the worker forget an adapter once nothing can run with it any more. Raises WorkerLost."""
+        await self._unary("UnloadAdapter", UnloadAdapter(adapter=adapter, after_s=after_s), Ack)
 
     async def drain(self, timeout_s: float) -> None:
         """Have the worker leave, see `DrainRequest`; returns at once. Raises WorkerLost."""

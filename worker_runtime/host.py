@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import grpc.aio
 import msgspec
 
-from ridgeline.contracts.errors import EngineFailed, HandoffLost, InvalidTask
+from ridgeline.contracts.errors import AdapterRefused, EngineFailed, HandoffLost, InvalidTask
 from ridgeline.contracts.handoff import KvHandoff, new_handoff_id
 from ridgeline.contracts.rpc.address import join_host_port
 from ridgeline.contracts.rpc.channel import add_port
@@ -28,8 +28,10 @@ from ridgeline.contracts.workers import (
     MIN_FITTED_STEPS,
     AbortRequest,
     Ack,
+    AdapterLoaded,
     AttachRequest,
     DrainRequest,
+    LoadAdapter,
     Offer,
     OfferRequest,
     PairAnswer,
@@ -37,6 +39,7 @@ from ridgeline.contracts.workers import (
     Role,
     StepModel,
     SubmitRequest,
+    UnloadAdapter,
     WorkerDescription,
     WorkerStatus,
 )
@@ -216,6 +219,7 @@ class WorkerHost:
         """Serve on the engine's interface; returns host:port."""
         config = self._engine.config
         layout, transfer_addresses = await self._engine.describe()
+        max_loras, max_cpu_loras = self._engine.adapter_room
         self._description = WorkerDescription(
             worker_id=config.worker_id,
             incarnation=config.incarnation,
@@ -232,6 +236,8 @@ class WorkerHost:
             node=host_identity(),
             rack=config.rack,
             device=config.device,
+            max_loras=max_loras,
+            max_cpu_loras=max_cpu_loras,
         )
         this = Meant(config.worker_id, config.incarnation)
         unary: dict[str, tuple[Callable[[Any], Any], type[Any]]] = {
@@ -244,6 +250,8 @@ class WorkerHost:
             "Abort": (self._abort, AbortRequest),
             "Drain": (self._drain, DrainRequest),
             "TakeRole": (self._take_role, Role),
+            "LoadAdapter": (self._load_adapter, LoadAdapter),
+            "UnloadAdapter": (self._unload_adapter, UnloadAdapter),
         }
         handlers = {name: unary_handler(*method, this) for name, method in unary.items()}
         handlers["Attach"] = stream_handler(self._attach, AttachRequest, this)
@@ -362,7 +370,7 @@ class WorkerHost:
 
     async def _describe(self, request: Ack) -> WorkerDescription:
         assert self._description is not None
-        return msgspec.structs.replace(self._description, role=self._told_role)
+        return msgspec.structs.replace(self._description, role=self._told_role, adapters=self._engine.offered_adapters)
 
     async def _status(self, request: Ack) -> WorkerStatus:
         stats = self._engine.stats
@@ -403,8 +411,9 @@ class WorkerHost:
         if self._leaving is not None or not tokens:
             return Offer()
         try:
-            return Offer(await self._engine.offer(handoff_id, tokens, task.cache_salt))
-        except EngineFailed:
+            found = await self._engine.offer(handoff_id, tokens, task.cache_salt, task.adapter)
+            return Offer(found and msgspec.structs.replace(found, adapter=task.adapter_key))
+        except (EngineFailed, InvalidTask):  # or the adapter has been unloaded
             return Offer()
         except asyncio.CancelledError:  # the router is gone; the engine may offer it all the same
             self._engine.release_own(handoff_id)
@@ -428,6 +437,18 @@ class WorkerHost:
             logger.warning("no limits for the role %s: %s", self._told_role, error)  # the worker will be replaced
         finally:
             self._taking = None
+
+    async def _load_adapter(self, asked: LoadAdapter) -> AdapterLoaded:
+        try:
+            adapter = await self._engine.load_adapter(asked.name, asked.path, asked.digest)
+        except (AdapterRefused, EngineFailed) as error:
+            return AdapterLoaded(refused=f"{self._engine.config.worker_id}: {error}")
+        self._log(logging.INFO, "has an adapter", adapter=adapter.key)
+        return AdapterLoaded(adapter=adapter)
+
+    async def _unload_adapter(self, asked: UnloadAdapter) -> Ack:
+        self._engine.unload_adapter(asked.adapter, asked.after_s)
+        return Ack()
 
     async def _reset_prefix_cache(self, request: Ack) -> Ack:
         return Ack(accepted=await self._engine.reset_prefix_cache())

@@ -600,6 +600,7 @@ def _passed_conflicts(config: RidgelineConfig) -> Iterator[str]:
     yield from passed_args.engine_problems("engine_args", config.engine_args, one_pool=False)
     yield from passed_args.reasoning_problems("engine_args", config.engine_args)
     yield from passed_args.server_problems("server_args", config.server_args)
+    yield from passed_args.adapter_problems(config.engine_args, config.server_args, config.model.served_names)
     for name, pool in config.active_pools().items():
         section = config.section_of(name)
         yield from passed_args.engine_problems(f"{section}.engine_args", pool.engine_args, one_pool=True)

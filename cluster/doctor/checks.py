@@ -14,7 +14,7 @@ from rich.text import Text
 from ridgeline.cluster.config.models import OBJECT_STORE_BYTES, PoolConfig, RidgelineConfig
 from ridgeline.cluster.doctor.facts import HostFacts, read_cpu_flags, read_host_facts
 from ridgeline.cluster.doctor.gpus import gpu_count, gpu_devices, gpu_software, sections_of
-from ridgeline.cluster.doctor.model_support import model_conflicts
+from ridgeline.cluster.doctor.model_support import adapters, model_conflicts
 from ridgeline.cluster.doctor.software import (
     CheckResult,
     gib,
@@ -213,7 +213,7 @@ def _steps(config: RidgelineConfig, host: HostFacts, pools: Pools) -> Iterator[C
         yield CheckResult(f"step, {name}", not short, detail, fix)
 
 
-_SOFTWARE = (packages, torch_companions, transport_package, model, open_files)
+_SOFTWARE = (packages, torch_companions, transport_package, model, adapters, open_files)
 _SIZES = (_cpu, _cores, _memory, _steps, gpu_software, gpu_devices)
 
 

@@ -6,15 +6,46 @@ model that is still on the hub, `ridgeline.engine.vllm_engine` makes the same ch
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
 from ridgeline.cluster.config.models import PoolConfig, RidgelineConfig
-from ridgeline.cluster.doctor.facts import ModelFacts
+from ridgeline.cluster.doctor.facts import HostFacts, ModelFacts
+from ridgeline.cluster.doctor.software import CheckResult
+from ridgeline.cluster.model_store import is_hub_name
+from ridgeline.contracts.errors import AdapterRefused
 from ridgeline.contracts.vocabulary import Pool
+from ridgeline.engine.adapter_files import require_fit
 from ridgeline.engine.connector.transferable_models import keeps_states, why_unsupported
+from ridgeline.engine.passed_args import adapter_modules
 
 
 def model_conflicts(config: RidgelineConfig, model: ModelFacts) -> list[str]:
     """Return one sentence for each reason why this model cannot be served so; none if nothing is known about it."""
     return _unsupported(config, model) or [*_unequal_ranks(config, model), *_head_conflicts(config, model)]
+
+
+def adapters(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:
+    """Check the LoRA adapters that are served from the start; one that is on the hub is left to the engines."""
+    max_rank = config.engine_args.get("max_lora_rank", 16)
+    for module in adapter_modules(config.server_args.get("lora_modules") or []):
+        name, path = f"adapter {module['name']}", Path(local_path(module["path"]))
+        if not path.exists() and is_hub_name(module["path"]):
+            yield CheckResult(name, True, f"{path}, taken from the hub or its cache on first use")
+            continue
+        try:
+            require_fit(path, max_rank, host.model.config)
+        except AdapterRefused as error:
+            yield CheckResult(name, False, f"{path} cannot be served", f"{error}.")
+        else:
+            yield CheckResult(name, True, f"{path}, on disk")
+
+
+def local_path(path: str) -> str:
+    """Return a path that means the same in every folder; what is no folder here is left as it is."""
+    expanded = os.path.expanduser(path)
+    return os.path.abspath(expanded) if os.path.exists(expanded) else expanded
 
 
 def _unsupported(config: RidgelineConfig, model: ModelFacts) -> list[str]:

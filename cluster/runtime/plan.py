@@ -12,7 +12,7 @@ from ridgeline.cluster.config.api_keys import KeyHashes
 from ridgeline.cluster.config.models import PoolConfig, RidgelineConfig
 from ridgeline.cluster.doctor.checks import resolve_dtype
 from ridgeline.cluster.doctor.facts import read_model_facts
-from ridgeline.cluster.doctor.model_support import model_conflicts
+from ridgeline.cluster.doctor.model_support import local_path, model_conflicts
 from ridgeline.cluster.errors import ServingError
 from ridgeline.cluster.model_store import ModelError, prepare_model
 from ridgeline.cluster.runtime.actors import NodePlace
@@ -66,6 +66,8 @@ class Plan:
     engine_args: Mapping[str, Any]
     """Arguments for every engine and the router, with absolute paths of files."""
     server_args: Mapping[str, Any]
+    lora_modules: tuple[Mapping[str, str], ...]
+    """Name and path of each LoRA adapter that is served from the start."""
     workers: tuple[PlannedWorker, ...]
     roles: ModeRoles
     keys: KeyHashes = field(default_factory=KeyHashes)
@@ -110,6 +112,7 @@ class Plan:
             prefill_window_tokens={name: config.window_tokens(name) for name in config.all_pools()},
             engine_args=passed_args.for_the_router(self.engine_args),
             server_args=self.server_args,
+            lora_modules=self.lora_modules,
             stall_timeout_s=config.supervision.stall_timeout_s,
             api_key_hashes=self.keys.clients,
             admin_key_hashes=self.keys.admins,
@@ -179,6 +182,10 @@ def make_plan(config: RidgelineConfig) -> Plan:
         served_names=config.model.served_names,
         engine_args=TEXT_ONLY | _with_whole_paths(config.engine_args),
         server_args=_server_args(config),
+        lora_modules=tuple(
+            {"name": module["name"], "path": local_path(module["path"])}
+            for module in passed_args.adapter_modules(config.server_args.get("lora_modules") or [])
+        ),
         workers=workers,
         roles=roles,
         keys=config.security.keys(),
@@ -194,6 +201,7 @@ def _start_settings(config: RidgelineConfig, roles: ModeRoles, pool: PoolConfig)
 def _server_args(config: RidgelineConfig) -> dict[str, Any]:
     """Return the HTTP front's arguments with the chat template itself: the router's node need not have its file."""
     args = passed_args.front(_with_whole_paths(config.server_args))
+    args.pop("lora_modules", None)  # all workers load them, not the router
     template = args.get("chat_template")
     if template and not passed_args.is_template(template):
         args["chat_template"] = Path(template).read_text(encoding="utf-8")

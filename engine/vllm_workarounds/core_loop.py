@@ -9,9 +9,10 @@ a hand-off. Called on the engine's step loop; `wake` on any thread.
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequestType
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
@@ -89,13 +90,19 @@ def add_calls() -> None:
     setattr(EngineCore, OFFER, _offer)
 
 
-def _offer(core: Any, handoff_id: str, token_ids: list[int], cache_salt: str | None) -> dict[str, Any] | None:
-    """Have the connector offer what is cached of a prompt, by the hashes that vLLM would give its request."""
+def _offer(
+    core: Any, handoff_id: str, token_ids: list[int], cache_salt: str | None, lora: Sequence[Any] | None = None
+) -> dict[str, Any] | None:
+    """Have the connector offer what is cached of a prompt, by the hashes that vLLM would give its request.
+
+    `lora` is name, number and path of the request's adapter, as in vLLM's LoRARequest.
+    """
     asked = Request(
         handoff_id,
         token_ids,
         SamplingParams(max_tokens=1),
         None,
+        lora_request=None if lora is None else LoRARequest(*lora),
         cache_salt=cache_salt,
         block_hasher=core.request_block_hasher,
     )

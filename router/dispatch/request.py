@@ -11,7 +11,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ridgeline.contracts.handoff import KvHandoff
-from ridgeline.contracts.tasks import GenerateTask, LegTiming, TokenDelta
+from ridgeline.contracts.tasks import Adapter, GenerateTask, LegTiming, TokenDelta
 from ridgeline.contracts.vocabulary import FirstToken, Leg, Pool
 from ridgeline.router.client_identity import ANONYMOUS
 from ridgeline.router.fleet.prefixes import BlockHashes, block_hashes
@@ -54,6 +54,8 @@ class SequenceRequest:
     reasoning_parser_kwargs: dict[str, Any] | None = None
     cache_salt: str | None = None
     """Only requests with the same salt share prefix caches."""
+    adapter: Adapter | None = None
+    """Its LoRA adapter; None: the model alone."""
     client_request_id: str = ""
     """The id that its client knows; of n sequences each has its number appended."""
     http_request_id: str = ""
@@ -85,7 +87,13 @@ class SequenceRequest:
             tpot_limit_s=math.inf if self.tpot_limit_s is None else self.tpot_limit_s,
             urgent=self.probe,
             probe=self.probe,
+            adapter=self.adapter.key if self.adapter else "",
         )
+
+    @property
+    def prefix_salt(self) -> str | None:
+        """What keeps its prefix apart from others of the same tokens: KV depends on the adapter too."""
+        return f"{self.adapter.key} {self.cache_salt or ''}" if self.adapter else self.cache_salt
 
 
 TRANSITIONS: Mapping[RequestState, frozenset[RequestState]] = {
@@ -196,7 +204,7 @@ class RequestProgress:
             return ()
         request = self.request
         tokens = [*request.prompt_token_ids, *self.token_ids]
-        return block_hashes(tokens, self._hashed_block_tokens, request.cache_salt)
+        return block_hashes(tokens, self._hashed_block_tokens, request.prefix_salt)
 
     def reuse_began(self, wanted: Reuse, offer: KvHandoff | None, asked_s: float) -> None:
         """Note what a worker has offered of the prompt after a question that took so long."""
@@ -252,6 +260,7 @@ class RequestProgress:
             reasoning_ended=request.reasoning_ended,
             reasoning_parser_kwargs=request.reasoning_parser_kwargs,
             cache_salt=request.cache_salt,
+            adapter=request.adapter,
             **self._limits(),
         )
 

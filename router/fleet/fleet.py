@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 
-from ridgeline.contracts.errors import WorkerLost
+from ridgeline.contracts.errors import AdapterRefused, WorkerLost
 from ridgeline.contracts.rpc.tls import TlsFiles
+from ridgeline.contracts.tasks import Adapter
 from ridgeline.contracts.vocabulary import Mode, Pool
 from ridgeline.contracts.workers import WorkerDescription
 from ridgeline.router.fleet.pairing import KvPair, PairingRefused, check_layouts, pair_all, pair_while_serving
@@ -78,6 +79,10 @@ class Fleet:
         self.on_news: Callable[[], object] = lambda: None
         """Called after each answer of a worker, and when the mode has changed."""
         self._group: asyncio.TaskGroup | None = None
+        self.adapters: Mapping[str, Adapter] = {}
+        """The LoRA adapters that requests can choose, by name; replaced with each change."""
+        self.on_adapters: Callable[[], object] = lambda: None
+        """Called when they have changed."""
         self.kv_pairs: list[KvPair] = []
         self._links: tuple[list[KvPair], set[tuple[str, str]]] = [], set()
         """The pairs of which the set is."""
@@ -107,6 +112,9 @@ class Fleet:
             workers = await (self._those_reached(opening) if some else asyncio.gather(*opening))
             newest = self.roles.newest([worker.description for worker in workers])
             self._assign(newest.mode if newest else self.mode, newest.number if newest else 1, workers)
+            if self._leads:
+                self.offer_adapters({one.name: one for worker in workers for one in worker.description.adapters})
+                await asyncio.gather(*map(self.give_adapters, workers))
             for worker in workers:
                 self._enter(worker)
         finally:
@@ -155,6 +163,7 @@ class Fleet:
             worker = await self._attach(client, description)
             self._assign(self.mode, self._role_number, (worker,))
             self._check_layout(worker)
+            await self.give_adapters(worker)
         except (WorkerLost, PairingRefused):
             await self._close_client(client)
             raise
@@ -172,6 +181,21 @@ class Fleet:
         finally:
             worker.held_back = False
         await worker.refresh()
+
+    def offer_adapters(self, adapters: Mapping[str, Adapter]) -> None:
+        """Let requests choose these from now on; their workers have them already."""
+        self.adapters = adapters
+        self.on_adapters()
+
+    async def give_adapters(self, worker: Worker) -> None:
+        """Have a worker take in what it lacks, when it comes. Without an adapter it gets no requests for it."""
+        for adapter in self.adapters.values() if self._leads else ():
+            try:
+                if adapter.key not in worker.adapters.loaded:
+                    await worker.client.load_adapter(adapter.name, adapter.path, adapter.digest)
+                    worker.adapters.load(adapter.key)
+            except AdapterRefused as error:
+                logger.warning("%s gets no requests for the adapter %s: %s", worker.title, adapter.name, error)
 
     async def remove(self, worker_id: str) -> None:
         """Forget a worker that has left; does nothing if it is not known."""

@@ -45,6 +45,8 @@ class Demand(msgspec.Struct, frozen=True, array_like=True):
     """Whether it goes before all others."""
     probe: bool = False
     """Whether it goes through prefill however short it is."""
+    adapter: str = ""
+    """The key of its LoRA adapter; empty: the model alone."""
 
 
 class Route(msgspec.Struct, frozen=True, array_like=True):

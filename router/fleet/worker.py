@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Self
@@ -109,6 +109,7 @@ class Worker:
         self._unreached_since_s: float | None = None
         self._unreached_until_s = 0.0
         """When it was asked in vain the last time: what this router did not ask, it cannot know."""
+        self.adapters = WorkerAdapters(description)
         self.prompts = PendingPrompts()
         self.outstanding = Outstanding()
         """What `reserve` has counted here; in one of several routers, what their dispatcher has."""
@@ -273,14 +274,17 @@ class Worker:
         *,
         decode_context_tokens: int = 0,
         last_block: int | None = None,
+        adapter: str = "",
     ) -> Reservation:
         """Count a sequence against this worker until the reservation is closed.
 
         Prompt tokens and promised blocks count until `prompt_done`, the held blocks of its prompt until the end. If the
         worker will decode it, `decode_context_tokens` are its context's, half of its answer included.
-        `last_block` is the hash of the last whole block of the prompt.
+        `last_block` is the hash of the last whole block of the prompt. `adapter` is the key of its LoRA adapter.
         """
-        return Reservation(self, prompt_tokens, promised_blocks, held_blocks, decode_context_tokens, last_block)
+        return Reservation(
+            self, prompt_tokens, promised_blocks, held_blocks, decode_context_tokens, last_block, adapter
+        )
 
     @property
     def step_model(self) -> StepModel | None:
@@ -306,6 +310,46 @@ def state_of(worker: Worker) -> str:
     if not worker.healthy:
         return "failed"
     return "draining" if worker.drains else "usable"
+
+
+class WorkerAdapters:
+    """The LoRA adapters of one worker, by their keys; "" is the model alone."""
+
+    def __init__(self, description: WorkerDescription) -> None:
+        self.loaded = {adapter.key for adapter in description.adapters}
+        """Those that it can be asked for."""
+        self._places, self._kept = description.max_loras, description.max_cpu_loras
+        self._running: Counter[str] = Counter()
+        """Those of sequences there that have not ended."""
+        self._in_memory: OrderedDict[str, None] = OrderedDict()
+        """The last ones that it was asked for, as many as it keeps in memory; the latest is last."""
+
+    def load(self, key: str) -> None:
+        """Record that it has taken one in, which it then has in memory."""
+        self.loaded.add(key)
+        self._use(key)
+
+    def has_place_for(self, key: str) -> bool:
+        """Return whether its steps have a place for a sequence with this one."""
+        return not key or key in self._running or len(self._running) < self._places
+
+    def must_read(self, key: str) -> bool:
+        """Return whether it would have to read this one from disk first, as far as is known."""
+        return bool(key) and key not in self._in_memory
+
+    def count(self, key: str, number: int) -> None:
+        """Count one more sequence with this one (1), or one less (-1)."""
+        self._running[key] += number
+        if not self._running[key]:
+            del self._running[key]
+        if number > 0:
+            self._use(key)
+
+    def _use(self, key: str) -> None:
+        self._in_memory[key] = None
+        self._in_memory.move_to_end(key)
+        while len(self._in_memory) > self._kept:
+            self._in_memory.popitem(last=False)
 
 
 class PendingPrompts:
@@ -365,8 +409,10 @@ class Reservation:
         held_blocks: int,
         decode_context_tokens: int,
         last_block: int | None,
+        adapter: str = "",
     ) -> None:
         """See `Worker.reserve`."""
+        self._adapter = adapter
         self.last_block = last_block
         self.prompt_tokens = prompt_tokens
         self.attends = prompt_tokens**2 / 2
@@ -414,6 +460,8 @@ class Reservation:
         now.held_blocks += number * self._held_blocks
         now.decodes += number * self._decodes
         now.context_tokens += number * self._context_tokens
+        if self._adapter:
+            self._worker.adapters.count(self._adapter, number)
 
     def _end_waiting(self) -> None:
         self._waits = False

@@ -1,4 +1,4 @@
-"""The operator's paths, a part of the HTTP app: workers, drain, mode, requests, decisions, record, scale, restart.
+"""The operator's paths, a part of the HTTP app: workers, drain, mode, adapters, requests, decisions, record, scale.
 
 `ridgeline.router.front.middleware.admin_access` decides who may use them; without its permission nobody may. `ridgeline
 drain`, `mode`, `trace`, `decisions`, `record`, `scale` and `restart` are clients.
@@ -17,18 +17,21 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import APIRouter, Depends, HTTPException, Query
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
 
-from ridgeline.contracts.errors import WorkerLost
+from ridgeline.contracts.errors import AdapterRefused, WorkerLost
 from ridgeline.contracts.section import MIB
 from ridgeline.contracts.vocabulary import Mode, Pool
 from ridgeline.router.dispatch.modes import Modes
+from ridgeline.router.fleet.adapters import Adapters
 from ridgeline.router.fleet.fleet import Fleet, Worker
 from ridgeline.router.fleet.pairing import PairingRefused
 from ridgeline.router.fleet.request_route import pools_of
 from ridgeline.router.fleet.roles import ModeImpossible
 from ridgeline.router.front.http.context import MAX_REQUEST_ID_CHARACTERS, current
-from ridgeline.router.front.middleware.admin_access import ADMIN_PATH
+from ridgeline.router.front.http.errors import error_body
+from ridgeline.router.front.middleware.admin_access import ADMIN_PATH, LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH
 from ridgeline.router.front.operations import NotTaken, Operation, OperationRuns, Operations, Progress, new_operation
 from ridgeline.router.front.single_flight import SingleFlight
 from ridgeline.router.live.state import OperationNow
@@ -170,6 +173,38 @@ def admin_routes(
         return {"forgotten": dict(zip((worker.worker_id for worker in workers), forgotten, strict=True))}
 
     return routes
+
+
+def adapter_routes(adapters: Adapters) -> APIRouter:
+    """Return vLLM's own routes for LoRA adapters, with its bodies and answers, for all workers and all routers."""
+    routes = APIRouter(dependencies=[Depends(_only_operators)])
+
+    @routes.post(LOAD_ADAPTER_PATH)
+    async def load(body: LoadLoRAAdapterRequest) -> Response:
+        try:
+            if not body.lora_name or not body.lora_path:
+                raise AdapterRefused("Both 'lora_name' and 'lora_path' must be provided.")
+            await adapters.load(body.lora_name, body.lora_path, in_place=body.load_inplace)
+        except AdapterRefused as error:
+            return _refused(HTTPStatus.BAD_REQUEST, error)
+        return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    @routes.post(UNLOAD_ADAPTER_PATH)
+    async def unload(body: UnloadLoRAAdapterRequest) -> Response:
+        try:
+            found = await adapters.unload(body.lora_name)
+        except AdapterRefused as error:
+            return _refused(HTTPStatus.SERVICE_UNAVAILABLE, error)
+        if not found:
+            raise HTTPException(HTTPStatus.NOT_FOUND, f"The lora adapter '{body.lora_name}' cannot be found.")
+        return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    return routes
+
+
+def _refused(status: HTTPStatus, error: AdapterRefused) -> Response:
+    """Return the answer itself: vLLM's handler of exceptions takes the paths out of a sentence."""
+    return JSONResponse(error_body(status, str(error)), status)
 
 
 def _live_routes(live: LiveView, stopping: asyncio.Event) -> APIRouter:

@@ -3,35 +3,40 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from importlib.metadata import version
 from types import SimpleNamespace
 
 from fastapi import APIRouter
+from starlette.datastructures import State
 from starlette.requests import Request
 from starlette.responses import Response
-from vllm.config import VllmConfig
+from vllm.config import LoRAConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers import app as vllm_app
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.lora.request import LoRARequest
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.version import __version__ as vllm_version
 
+from ridgeline.contracts.tasks import Adapter
 from ridgeline.engine.passed_args import words
 from ridgeline.engine.vllm_arguments import refusing
 from ridgeline.router.client_identity import AddressClients
+from ridgeline.router.fleet.adapters import Adapters
 from ridgeline.router.flow.concurrency_limiter import AT_A_TIME
 from ridgeline.router.front import request_fields, strict
+from ridgeline.router.front.admin import adapter_routes
 from ridgeline.router.front.engine_client import SUPPORTED_TASKS, RouterEngineClient
 from ridgeline.router.front.health import Readiness, ready_endpoint
 from ridgeline.router.front.http.context import WithContext
 from ridgeline.router.front.http.routes import keep_known_routes, name_the_right_path
 from ridgeline.router.front.http.types import Asgi, Receive, Scope, Send
-from ridgeline.router.front.middleware.admin_access import AdminAccess
+from ridgeline.router.front.middleware.admin_access import LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH, AdminAccess
 from ridgeline.router.front.middleware.anthropic_errors import anthropic_errors
 from ridgeline.router.front.middleware.auth import Access, KeyGuard, for_pages
 from ridgeline.router.front.middleware.ingress import Gates, Ingress
@@ -82,6 +87,7 @@ async def build_app(
     settings: RouterSettings,
     client: RouterEngineClient,
     operators: APIRouter,
+    adapters: Adapters,
     readiness: Readiness,
     gates: Gates,
     metrics: Callable[[Request], Awaitable[Response]],
@@ -104,14 +110,24 @@ async def build_app(
     messages.install(app.state)
     responses.install(app.state)
     name_the_right_path(app)
+    adapters.on_change(lambda: offer(app.state, adapters.known))
+    ours = ("/metrics", LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH)
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) not in ours]
     app.include_router(operators)
+    app.include_router(adapter_routes(adapters))
     app.include_router(page_routes(PageFacts(settings.name, settings.served_names[0], version("ridgeline"))))
     app.state.server = SimpleNamespace()  # vLLM's error handler accesses it, but we run uvicorn ourselves
     app.add_route("/ready", ready_endpoint(readiness, lambda: client.draining), methods=["GET"])
-    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) != "/metrics"]
     app.add_route("/metrics", metrics, methods=["GET"])
     keep_known_routes(app)
     return behind(app, layers(settings, gates))
+
+
+def offer(state: State, adapters: Mapping[str, Adapter]) -> None:
+    """Let requests choose these LoRA adapters as `model`, and list them at /v1/models."""
+    state.openai_serving_models.lora_requests = {
+        name: LoRARequest(name, adapter.number, adapter.path) for name, adapter in adapters.items()
+    }
 
 
 def server_args(settings: RouterSettings) -> Namespace:
@@ -144,5 +160,6 @@ def frontend_config(args: Namespace) -> VllmConfig:
     model_config.quantization = None
     return VllmConfig(
         model_config=model_config,
+        lora_config=LoRAConfig(max_lora_rank=args.max_lora_rank) if args.enable_lora else None,
         structured_outputs_config=engine_args.create_structured_outputs_config(),
     )

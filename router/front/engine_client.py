@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from http import HTTPStatus
@@ -30,6 +30,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from ridgeline.contracts.errors import EngineError, InvalidTask
+from ridgeline.contracts.tasks import Adapter
 from ridgeline.engine.grammars import choose_backend, refusal
 from ridgeline.engine.request import sampling
 from ridgeline.engine.vllm_workarounds.bounded_grammars import bound_validation
@@ -58,7 +59,10 @@ class RouterEngineClient(EngineClient):
         vllm_config: VllmConfig,
         admission: Admission,
         max_grammar_bytes: int,
+        adapters: Callable[[], Mapping[str, Adapter]] = dict,
     ) -> None:
+        """`adapters` returns the LoRA adapters that requests can choose now, by name."""
+        self._adapters = adapters
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
         self.renderer = renderer_from_config(vllm_config)
@@ -148,11 +152,15 @@ class RouterEngineClient(EngineClient):
             prompt,
             sampling.without_client_transfer_keys(sampling_params),
             supported_tasks=SUPPORTED_TASKS,
+            lora_request=lora_request,
             tokenization_kwargs=tokenization_kwargs,
             data_parallel_rank=data_parallel_rank,
         )
-        if lora_request is not None or request.mm_features:
-            raise VLLMValidationError("LoRA adapters and multimodal inputs are not supported by this server")
+        adapter = None if lora_request is None else self._adapters().get(lora_request.lora_name)
+        if lora_request is not None and adapter is None:  # unloaded since vLLM has looked it up
+            raise GracefulHTTPError(f"The model `{lora_request.lora_name}` does not exist.", HTTPStatus.NOT_FOUND)
+        if request.mm_features:
+            raise VLLMValidationError("multimodal inputs are not supported by this server")
         validate_cache_salt(request.cache_salt)  # vLLM does, but not for scores
         refuse_half_pairs(request.cache_salt or "", "cache_salt")
         request.reasoning_ended = reasoning_ended
@@ -172,12 +180,13 @@ class RouterEngineClient(EngineClient):
         context.list_so_far = ticket.list_so_far
         context.trace_headers = trace_headers or {}
         context.taken_in()
-        return self._serve(request, wanted, request_id, prompt_text, client, ticket)
+        return self._serve(request, wanted, adapter, request_id, prompt_text, client, ticket)
 
     async def _serve(
         self,
         request: EngineCoreRequest,
         wanted: Sampling,
+        adapter: Adapter | None,
         request_id: str,
         prompt_text: str | None,
         client: str,
@@ -197,7 +206,8 @@ class RouterEngineClient(EngineClient):
         for number, child in enumerate(self._register(request, prompt_text, collector)):
             its_own = wanted if child is request else sampling_of(child.params)
             known_as = request_id if child is request else f"{request_id}[{number}]"
-            task = asyncio.create_task(self._run(child, its_own, collector, client, known_as), name=child.request_id)
+            run = self._run(child, its_own, adapter, collector, client, known_as)
+            task = asyncio.create_task(run, name=child.request_id)
             task.add_done_callback(sequence_ended)
             tasks.append(task)
         self._groups.setdefault(request_id, []).extend(tasks)
@@ -240,6 +250,7 @@ class RouterEngineClient(EngineClient):
         self,
         request: EngineCoreRequest,
         wanted: Sampling,
+        adapter: Adapter | None,
         collector: RequestOutputCollector,
         client: str,
         client_request_id: str,
@@ -253,6 +264,7 @@ class RouterEngineClient(EngineClient):
             reasoning_ended=request.reasoning_ended,
             reasoning_parser_kwargs=request.reasoning_parser_kwargs,
             cache_salt=request.cache_salt,
+            adapter=adapter,
             client_request_id=client_request_id,
             http_request_id=current().request_id,
             trace_headers=current().trace_headers,

@@ -95,7 +95,7 @@ _FOREIGN = {
     "web_search_options mcp_servers container tools.mcp tools.file_search tools.code_interpreter": RefusedField(
         "this server runs no tools: run them in your client"
     ),
-    "lora_request lora_path": RefusedField("this server has no LoRA adapters"),
+    "lora_request lora_path": RefusedField("choose a LoRA adapter by its name, as model"),
     "extra_body sampling_params nvext": RefusedField("move its fields to the top level of the body"),
     "conversation": RefusedField("nothing is stored: put earlier turns into input"),
     "response_format.schema": RefusedField("use response_format.json_schema.schema and the type json_schema"),

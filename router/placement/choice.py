@@ -22,6 +22,10 @@ from ridgeline.router.scheduler.adaptive import Adaptive
 from ridgeline.router.scheduler.features import Assignment, RequestFeatures
 from ridgeline.router.scheduler.policies import by_nearness, by_work, predicted
 
+KEEPER_MAY_RUN, KEEPER_MAY_RUN_MORE = 1.25, 2
+"""A worker that has an adapter in memory is preferred while it runs at most so many times as many sequences, and so
+many more, as the least busy one."""
+
 
 class Choice(msgspec.Struct, frozen=True):
     """The workers of a prompt whose turn it is."""
@@ -66,7 +70,7 @@ class ByLoad:
         """Return the best of these workers, the first of equals; `source` hands the KV of the prompt to it."""
         asked = _Asked()
         asked.begin(demand, self._learned)
-        views = _reached([WorkerView(worker, asked) for worker in workers], demand)
+        views = _able([WorkerView(worker, asked) for worker in workers], demand)
         request = RequestFeatures(demand.prompt_tokens, self._learned.output_tokens(demand.output_tokens))
         fewest = min(view.decodes for view in views)
 
@@ -154,7 +158,7 @@ class ByPolicy:
                     view = self._views[one] = WorkerView(one, asked)
                 view.takes_prompt = takes_prompt
                 views.append(view)
-        return _reached(views, demand)
+        return _able(views, demand)
 
     def least_s(self, demand: Demand) -> float | None:
         """Return the seconds of the prompt alone on an idle worker; 0 while no model is known."""
@@ -268,11 +272,20 @@ class WorkerView:
         return min(tokens, request.prompt_tokens - 1)
 
 
-def _reached(views: list[WorkerView], demand: Demand) -> list[WorkerView]:
-    """Return those that the router of the request reaches; if it reaches none, it finds that out itself: all."""
-    if not demand.avoided:
+def _able(views: list[WorkerView], demand: Demand) -> list[WorkerView]:
+    """Return those that the router of the request reaches; if it reaches none, it finds that out itself: all.
+
+    Of them, those that have its adapter and a place for it in their steps. One that would have to read the adapter from
+    disk, which holds up its steps, is left out while others have it in memory and are about as busy.
+    """
+    if demand.avoided:
+        views = [view for view in views if view.worker_id not in demand.avoided] or views
+    if not (key := demand.adapter) or not views:
         return views
-    return [view for view in views if view.worker_id not in demand.avoided] or views
+    views = [view for view in views if key in view.worker.adapters.loaded] or views
+    views = [view for view in views if view.worker.adapters.has_place_for(key)] or views
+    most = KEEPER_MAY_RUN * min(view.running for view in views) + KEEPER_MAY_RUN_MORE
+    return [view for view in views if view.running <= most and not view.worker.adapters.must_read(key)] or views
 
 
 def any_model(workers: Sequence[Worker]) -> StepModel | None:

@@ -35,6 +35,7 @@ class Hold:
             held_blocks=blocks if whole else 0,
             decode_context_tokens=context_tokens(demand) if whole else 0,
             last_block=demand.prefix[-1] if demand.prefix else None,
+            adapter=demand.adapter,
         )
         self._decode = self._prompt
         if not whole:
@@ -42,6 +43,7 @@ class Hold:
                 promised_blocks=blocks_needed(demand, decode_worker.description.layout),
                 held_blocks=blocks,
                 decode_context_tokens=context_tokens(demand),
+                adapter=demand.adapter,
             )
 
     @property
@@ -92,6 +94,10 @@ class DecodePlaces:
                 del counts[client]
         if not held:
             del self._held[worker]
+
+    def take_adapter(self, key: str) -> bool:
+        """Return whether a worker that decodes has a place for one more sequence with this LoRA adapter."""
+        return not key or any(worker.usable and worker.adapters.has_place_for(key) for worker in self._workers())
 
     def as_of_now(self) -> Callable[[str], bool]:
         """Return whether a client's next sequence may start, as a function that is valid until `add`.

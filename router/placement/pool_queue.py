@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 SUBSTITUTED_PATIENCE_S = 2.0
 """Prompts whose pool is lost wait this long if the workers of another pool can serve them whole meanwhile."""
+ADAPTER_WAITS_S = 5.0
+"""A LoRA adapter without a place waits this long while sequences with others go on to start."""
 
 
 @dataclass(eq=False)
@@ -130,9 +132,12 @@ class PoolQueue:
         """The prompt that waits although a worker would take it."""
         self._held_since_s = 0.0
         self._aside: list[ScheduledRequest] = []
-        """Prompts whose turn came while all workers that their routers reach were full, so that they hold up nobody.
+        """Prompts whose turn came while all workers that their routers reach were full, or had no place for one more
+        LoRA adapter, so that they hold up nobody.
         Once there is room they and the others go in turn, so that neither keep the other waiting."""
         self._aside_went_last = False
+        self._starved = ""
+        """The LoRA adapter for which others make way."""
 
     # --- prompts
 
@@ -183,6 +188,7 @@ class PoolQueue:
             if not self.waiting or not (roomy := self._with_room()):
                 return None
             may_start, now_s = self._places.as_of_now(), self._clock()
+            self._starved = self._starved_adapter(now_s, roomy)
             waiter = self._next(may_start, now_s, roomy)
             if waiter is None:  # all waiting clients are over their share of decode
                 return None
@@ -302,10 +308,27 @@ class PoolQueue:
 
     def _reaches_only_full_ones(self, waiter: ScheduledRequest, roomy: Sequence[Worker]) -> bool:
         """Return whether its router reaches workers, and all are full. One that reaches none finds that out itself."""
+        key = waiter.demand.adapter
+        if key and not waiter.demand.urgent and (self._starved not in ("", key) or not self._takes_adapter(key, roomy)):
+            return True
         avoided = waiter.demand.avoided
         if not avoided or any(worker.worker_id not in avoided for worker in roomy):
             return False
         return any(worker.takes_work and worker.worker_id not in avoided for worker in self._workers())
+
+    def _takes_adapter(self, key: str, roomy: Sequence[Worker]) -> bool:
+        """Return whether a worker for the prompt and one that decodes have a place for this adapter in their steps.
+
+        An engine would hold the sequence back itself, but with its KV blocks on both sides.
+        """
+        return any(worker.adapters.has_place_for(key) for worker in roomy) and self._places.take_adapter(key)
+
+    def _starved_adapter(self, now_s: float, roomy: Sequence[Worker]) -> str:
+        """Return the adapter that has waited for a place for too long, so that no sequences with others start."""
+        first = next((waiter for waiter in self._aside if waiter.demand.adapter), None)
+        if first is None or now_s - first.since_s < ADAPTER_WAITS_S or self._takes_adapter(first.demand.adapter, roomy):
+            return ""
+        return first.demand.adapter
 
     def _choose(self, waiter: ScheduledRequest, waited_s: float, roomy: Sequence[Worker]) -> Choice | Exception | None:
         """Return the choice for a prompt, by the first chooser without a fault; or the last one's fault."""

@@ -15,12 +15,13 @@ import grpc
 import grpc.aio
 import msgspec
 
-from ridgeline.contracts.errors import EngineError
+from ridgeline.contracts.errors import AdapterRefused, EngineError
 from ridgeline.contracts.handoff import UNREADABLE
 from ridgeline.contracts.rpc.address import join_host_port
 from ridgeline.contracts.rpc.channel import add_port
 from ridgeline.contracts.vocabulary import Pool
 from ridgeline.router.dispatch.modes import OwnModes
+from ridgeline.router.fleet.adapters import OwnAdapters
 from ridgeline.router.fleet.fleet import Fleet
 from ridgeline.router.fleet.pairing import KvPair, PairingRefused
 from ridgeline.router.fleet.roles import ModeImpossible, role_table
@@ -31,7 +32,17 @@ from ridgeline.router.router_control import RouterControl
 from ridgeline.router.settings import RouterSettings
 from ridgeline.router.shared.holdings import Parts
 from ridgeline.router.shared.joined_router import JoinedRouter, NotReading
-from ridgeline.router.shared.messages import SERVICE, ChangeMode, ModeChanged, Pairs, Sums, Ups
+from ridgeline.router.shared.messages import (
+    SERVICE,
+    AdapterChanged,
+    ChangeAdapter,
+    ChangeMode,
+    ModeChanged,
+    Offered,
+    Pairs,
+    Sums,
+    Ups,
+)
 from ridgeline.router.watching.comparing import Comparing
 from ridgeline.router.watching.recording import Wanted
 from ridgeline.worker_runtime.client import OPTIONS, decoder, encode, unary_handler
@@ -67,9 +78,11 @@ class Dispatcher(RouterControl):
         self._comparing = Comparing(self.fleet, learned, settings.router)
         self._state = ClusterState(self.fleet, settings, learned, self._comparing.policy, paused=True)
         self._modes = OwnModes(self.fleet, self._state.mode_changed)
+        self._adapters = OwnAdapters(self.fleet, settings.served_names, settings.router.request_timeout_s)
         self._routers: set[JoinedRouter] = set()
         self._parts = Parts()
         self._told_sums = self._told_pairs = msgspec.Raw(b"")
+        self._told_adapters = msgspec.Raw(encode(Offered([])))
         """What all routers were told last, encoded."""
         self._pairs_of: list[KvPair] | None = None
         """The pairs that `_told_pairs` tells."""
@@ -109,6 +122,8 @@ class Dispatcher(RouterControl):
         try:
             async with asyncio.TaskGroup() as group:
                 await self.fleet.connect(workers, group, some=some)
+                await self._adapters.load_first(self._settings.lora_modules)
+                self._adapters.on_change(self._tell_adapters)
                 group.create_task(self._lag.watch(), name="loop-lag")
                 group.create_task(self._tell_sums(), name="sums")
                 group.create_task(self._comparing.run(), name="compare-policies")
@@ -127,6 +142,7 @@ class Dispatcher(RouterControl):
         methods = {
             "Join": grpc.stream_stream_rpc_method_handler(self._join, response_serializer=encode),
             "ChangeMode": unary_handler(self._change_mode, ChangeMode),
+            "ChangeAdapter": unary_handler(self._change_adapter, ChangeAdapter),
             "Record": grpc.unary_stream_rpc_method_handler(self._record, decoder(Wanted)),
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
@@ -143,6 +159,7 @@ class Dispatcher(RouterControl):
         self._look()
         router.show("sums", self._told_sums)
         router.show("pairs", self._told_pairs)
+        router.show("adapters", self._told_adapters)
         try:
             async with asyncio.TaskGroup() as group:
                 writing = group.create_task(_write(router, context), name="write-to-router")
@@ -178,6 +195,11 @@ class Dispatcher(RouterControl):
             outstanding={worker.worker_id: worker.outstanding for worker in self.fleet.workers},
         )
 
+    def _tell_adapters(self) -> None:
+        self._told_adapters = msgspec.Raw(encode(Offered([*self.fleet.adapters.values()])))
+        for router in self._routers:
+            router.show("adapters", self._told_adapters)
+
     def _look(self) -> None:
         """Tell each router what has changed since it was told last."""
         sums = encode(self._sums())
@@ -208,6 +230,15 @@ class Dispatcher(RouterControl):
             return ModeChanged(refused=str(error))
         self._look()
         return ModeChanged(change.rerouted_prompts, change.took_s)
+
+    async def _change_adapter(self, asked: ChangeAdapter) -> AdapterChanged:
+        try:
+            if not asked.path:
+                return AdapterChanged(found=await self._adapters.unload(asked.name))
+            await self._adapters.load(asked.name, asked.path, in_place=asked.in_place)
+        except AdapterRefused as error:
+            return AdapterChanged(refused=str(error))
+        return AdapterChanged()
 
     async def _record(self, wanted: Wanted | None, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         if wanted is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from ridgeline.contracts.tasks import Adapter
 from ridgeline.contracts.vocabulary import Mode, Pool
 from ridgeline.router.fleet.pairing import KvPair
 from ridgeline.router.fleet.worker import Outstanding
@@ -77,7 +78,13 @@ class Pairs(msgspec.Struct, frozen=True, tag="pairs"):
     kv_pairs: list[KvPair]
 
 
-Down = Granted | Denied | Sums | Others | Pairs
+class Offered(msgspec.Struct, frozen=True, tag="offered"):
+    """The LoRA adapters that requests can choose, told when they have changed."""
+
+    adapters: list[Adapter]
+
+
+Down = Granted | Denied | Sums | Others | Pairs | Offered
 
 
 class Downs(msgspec.Struct, frozen=True):
@@ -99,6 +106,22 @@ class ChangeMode(msgspec.Struct, frozen=True):
     """An operator changes the mode, at one of the routers."""
 
     mode: Mode
+
+
+class ChangeAdapter(msgspec.Struct, frozen=True, kw_only=True):
+    """An operator loads a LoRA adapter, or unloads it."""
+
+    name: str
+    path: str = ""
+    """Where its files are; empty: unload it."""
+    in_place: bool = False
+
+
+class AdapterChanged(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer: whether there was one to unload, or the sentence that says why nothing has changed."""
+
+    found: bool = True
+    refused: str = ""
 
 
 class ModeChanged(msgspec.Struct, frozen=True):

@@ -21,8 +21,9 @@ with warnings.catch_warnings():
 
 from vllm.sampling_params import SamplingParams
 
+from ridgeline.contracts.errors import AdapterRefused
 from ridgeline.contracts.handoff import KvHandoff, KvLayout
-from ridgeline.contracts.tasks import GenerateTask, TokenDelta
+from ridgeline.contracts.tasks import Adapter, GenerateTask, TokenDelta
 from ridgeline.contracts.vocabulary import Pool
 from ridgeline.contracts.workers import StepModel
 from ridgeline.engine.activity import Doing
@@ -54,6 +55,7 @@ class Call:
     reasoning_ended: bool | None
     reasoning_parser_kwargs: dict[str, Any] | None
     cache_salt: str | None
+    adapter: Adapter | None
 
     @property
     def transfer(self) -> dict[str, Any] | None:
@@ -107,6 +109,12 @@ class FakeEngine:
         """The limits of a step in sequences and tokens, once they have been set."""
         self.step_target_s = 0.0
         self.does: Doing = "waits"
+        self.adapter_room = (2, 2)
+        self.adapter_digests: dict[str, str] = {}
+        """By path, what this engine finds there; where there is nothing, it refuses the adapter."""
+        self.adapters: dict[str, Adapter] = {}
+        self.unloaded: list[tuple[str, float]] = []
+        """The keys of adapters that it was told to forget, and after how long."""
 
     def doing(self) -> Doing:
         return self.does
@@ -144,9 +152,10 @@ class FakeEngine:
         reasoning_ended: bool | None = None,
         reasoning_parser_kwargs: dict[str, Any] | None = None,
         cache_salt: str | None = None,
+        adapter: Adapter | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         self.calls.append(
-            Call(request_id, prompt_token_ids, params, reasoning_ended, reasoning_parser_kwargs, cache_salt)
+            Call(request_id, prompt_token_ids, params, reasoning_ended, reasoning_parser_kwargs, cache_salt, adapter)
         )
         call, context, steps = self.calls[-1], list(prompt_token_ids), asyncio.Semaphore(0)
         self._waiting[request_id] = steps
@@ -183,13 +192,31 @@ class FakeEngine:
             if not ended:
                 self.aborted.append(request_id)
 
-    async def offer(self, handoff_id: str, token_ids: list[int], cache_salt: str | None = None) -> KvHandoff | None:
-        self.asked.append((token_ids, cache_salt))
+    async def offer(
+        self, handoff_id: str, token_ids: list[int], cache_salt: str | None = None, adapter: Adapter | None = None
+    ) -> KvHandoff | None:
+        self.asked.append((token_ids, cache_salt, adapter))
         if self.offers is not None:
             await self.offers.wait()
         if self.error is not None:
             raise self.error
         return make_handoff(handoff_id, self.cached_tokens) if self.cached_tokens else None
+
+    @property
+    def offered_adapters(self) -> tuple[Adapter, ...]:
+        return tuple(self.adapters.values())
+
+    async def load_adapter(self, name: str, path: str, digest: str = "") -> Adapter:
+        found = self.adapter_digests.get(path, "")
+        if not found or digest not in ("", found):
+            raise AdapterRefused(f"there is no folder {path}, or it has other files")
+        adapter = Adapter(name=name, digest=found, path=path)
+        self.adapters[adapter.key] = adapter
+        return adapter
+
+    def unload_adapter(self, adapter: Adapter, after_s: float) -> None:
+        self.adapters.pop(adapter.key, None)
+        self.unloaded.append((adapter.key, after_s))
 
     def release_own(self, handoff_id: str) -> None:
         self.released.append(handoff_id)

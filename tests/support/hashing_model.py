@@ -200,10 +200,12 @@ class HashingEngine:
         self.outputs[name] = []
         return name
 
-    def offer(self, prompt: Sequence[int], cache_salt: str | None = None) -> dict[str, Any] | None:
+    def offer(
+        self, prompt: Sequence[int], cache_salt: str | None = None, lora: tuple[str, int, str] | None = None
+    ) -> dict[str, Any] | None:
         """Offer what its prefix cache has of a prompt, by the call that its worker makes."""
         core = SimpleNamespace(scheduler=self.scheduler, request_block_hasher=self._hasher)
-        sent = MsgpackEncoder().encode((new_handoff_id(), list(prompt), cache_salt))
+        sent = MsgpackEncoder().encode((new_handoff_id(), list(prompt), cache_salt, lora))
         found = getattr(EngineCore, OFFER)(core, *MsgpackDecoder().decode(sent))
         return None if found is None else MsgpackDecoder().decode(MsgpackEncoder().encode(found))
 

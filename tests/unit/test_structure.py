@@ -17,17 +17,17 @@ PRODUCT = (
 MOST_MODULES = 12
 MOST_LINES = {
     "cluster": 10_260,
-    "contracts": 1_110,
-    "decode_worker": 1_600,
-    "engine": 5_110,
+    "contracts": 1_190,
+    "decode_worker": 1_640,
+    "engine": 5_600,
     "kv_transfer": 4_420,
     "loadtest": 8_900,
     "prefill_worker": 950,
     "roofline": 1_750,
-    "router": 16_620,
-    "tests": 58_600,
-    "worker_runtime": 990,
-    "tools": 6_110,
+    "router": 17_050,
+    "tests": 59_900,
+    "tools": 6_330,
+    "worker_runtime": 1_040,
 }
 """Of Python, by package. A commit that raises one says what the lines are worth; one that deletes lines lowers it."""
 MAP_LINE = re.compile(r"([\w.-]+/?) {2,}\S")

@@ -18,8 +18,17 @@ import grpc
 import msgspec
 from hypothesis import strategies as st
 
-from ridgeline.contracts.tasks import GenerateTask, StepBatch, TokenDelta
-from ridgeline.contracts.workers import AbortRequest, Ack, AttachRequest, OfferRequest, PairRequest, WorkerStatus
+from ridgeline.contracts.tasks import Adapter, GenerateTask, StepBatch, TokenDelta
+from ridgeline.contracts.workers import (
+    AbortRequest,
+    Ack,
+    AttachRequest,
+    LoadAdapter,
+    OfferRequest,
+    PairRequest,
+    UnloadAdapter,
+    WorkerStatus,
+)
 from ridgeline.kv_transfer.interfaces import FetchRequest, SourceDescription
 from ridgeline.kv_transfer.wire import grpc_methods
 from ridgeline.worker_runtime.client import OPTIONS, SERVICE
@@ -99,12 +108,15 @@ KV_CALLS = _calls(
 )
 """Calls of `ridgeline.KvTransfer`."""
 _EMPTY = [builtins(Ack())]
+_ADAPTER = Adapter(name="sql", digest="unknown", path="/none")
 WORKER_CALLS = _calls(
     SERVICE,
     {
         **dict.fromkeys(("Describe", "Status", "ResetPrefixCache", "Nothing"), (_EMPTY, False, True)),
         "Pair": ([builtins(PairRequest(["127.0.0.1:1"])), builtins(PairRequest([], "grpc"))], False, True),
         "Offer": ([builtins(OfferRequest(_TASK))], False, True),
+        "LoadAdapter": ([builtins(LoadAdapter(name="sql", path="/none"))], False, True),
+        "UnloadAdapter": ([builtins(UnloadAdapter(adapter=_ADAPTER, after_s=1.0))], False, True),
         "Abort": ([builtins(AbortRequest(ROUTER, ["r", "s"]))], False, True),
         "Attach": ([builtins(AttachRequest("another"))], True, False),
     },

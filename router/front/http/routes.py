@@ -42,6 +42,8 @@ ROUTES: Final[Mapping[str, Callers]] = {
     "/ridgeline/scale": "operators",
     "/ridgeline/restart": "operators",
     "/ridgeline/operation": "operators",
+    "/v1/load_lora_adapter": "operators",
+    "/v1/unload_lora_adapter": "operators",
     **dict.fromkeys(
         (
             "/docs",

@@ -26,6 +26,8 @@ from ridgeline.router.front.http.errors import CHALLENGE, HttpRefusal
 from ridgeline.router.front.http.types import Scope
 
 ADMIN_PATH: Final = "/ridgeline"
+LOAD_ADAPTER_PATH: Final = "/v1/load_lora_adapter"
+UNLOAD_ADAPTER_PATH: Final = "/v1/unload_lora_adapter"
 _PASSED_ON: Final = frozenset({b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip", b"forwarded", b"via"})
 _OWN: Final[tuple[list[str], ...]] = ([], ["same-origin"], ["none"])
 """`Sec-Fetch-Site` of what is no page, of the server's own page, and of an address that a person has entered. A page of
@@ -79,7 +81,7 @@ class AdminAccess:
 
 def is_admin_path(path: str) -> bool:
     """Return whether the path is one of the operator's, whether it exists or not."""
-    return path == ADMIN_PATH or path.startswith(f"{ADMIN_PATH}/")
+    return path in (ADMIN_PATH, LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH) or path.startswith(f"{ADMIN_PATH}/")
 
 
 def _from_this_machine(scope: Scope) -> bool:

@@ -195,8 +195,43 @@ def test_the_part_of_a_gpu_that_must_be_free_may_stand_beside_the_size_of_the_ca
 
 
 def test_what_breaks_the_split_is_refused_by_name_whatever_its_value():
-    for name in ("distributed_executor_backend", "scheduler_cls", "worker_cls", "speculative_config", "enable_lora"):
+    for name in ("distributed_executor_backend", "scheduler_cls", "worker_cls", "speculative_config"):
         assert f"engine_args.{name} cannot be passed on, since" in only_problem_of(**{f"engine_args.{name}": "null"})
+
+
+LORA = {"engine_args.enable_lora": "true"}
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ({"server_args.lora_modules": "[sql=/a]"}, "engine_args.enable_lora"),
+        ({"engine_args.max_loras": "2"}, "engine_args.enable_lora"),
+        ({**LORA, "engine_args.max_loras": "3", "engine_args.max_cpu_loras": "2"}, "at least 3"),
+        ({**LORA, "engine_args.max_lora_rank": "12"}, "512"),
+        ({**LORA, "pools.decode.engine_args.max_loras": "2"}, "set engine_args.max_loras"),
+        ({**LORA, "server_args.lora_modules": "[sql=/a, sql=/b]"}, "sql"),
+        ({**LORA, "server_args.lora_modules": "[m=/a]", "model.served_model_name": "m"}, "give each its own"),
+        ({**LORA, "server_args.lora_modules": "[/a]"}, "name=path"),
+        ({**LORA, "server_args.lora_modules": "{sql: /a}"}, "name=path"),
+        ({**LORA, "server_args.lora_modules": "[{name: sql, path: /a, base_model_name: other}]"}, "other"),
+        ({**LORA, "engine_args.enable_tower_connector_lora": "true"}, "multimodal"),
+    ],
+)
+def test_adapters_that_no_engine_could_serve_are_refused(override, named):
+    sentence = only_problem_of(**override)
+    assert named in sentence
+    assert sentence.endswith(".")
+
+
+def test_adapters_are_written_as_for_vllm():
+    modules = "[sql=/a=b, {name: chat, path: org/chat}]"
+    config = load_config(None, {**LORA, "server_args.lora_modules": modules, "engine_args.max_loras": "2"}).config
+    assert passed_args.adapter_modules(config.server_args["lora_modules"]) == [
+        {"name": "sql", "path": "/a=b"},
+        {"name": "chat", "path": "org/chat"},
+    ]
+    assert passed_args.for_the_router(config.engine_args) == {"enable_lora": True}
 
 
 def test_a_table_in_the_file_and_single_flags_are_one(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from ridgeline.contracts.errors import EngineFailed, HandoffLost, InvalidTask
+from ridgeline.contracts.tasks import Adapter
 from ridgeline.decode_worker.handler import DecodeHandler
 from ridgeline.engine.request import sampling
 from ridgeline.engine.vllm_engine import require_in_vocabulary
@@ -82,6 +83,23 @@ async def test_prefill_fetches_the_beginning_of_a_prompt_that_another_worker_has
 async def test_two_handoffs_never_share_an_id(prefill):
     ids = {(await deltas_of(PrefillHandler(), prefill, make_task(leg="prefill")))[0].handoff.handoff_id for _ in "ab"}
     assert len(ids) == 2
+
+
+SQL = Adapter(name="sql", digest="v1", path="/adapters/sql")
+
+
+async def test_an_adapter_reaches_the_engine_of_both_legs_and_is_part_of_the_hand_off(prefill, decode):
+    [delta] = await deltas_of(PrefillHandler(), prefill, make_task(leg="prefill", adapter=SQL))
+    assert delta.handoff.adapter == SQL.key
+    await deltas_of(DecodeHandler(), decode, make_task(handoff=delta.handoff, emitted_token_ids=[T1], adapter=SQL))
+    assert [call.adapter for call in (*prefill.calls, *decode.calls)] == [SQL, SQL]
+
+
+@pytest.mark.parametrize("asked", [None, msgspec.structs.replace(SQL, digest="v2")], ids=["none", "other files"])
+async def test_kv_of_another_adapter_is_not_taken(decode, asked):
+    handoff = msgspec.structs.replace(make_handoff(), adapter=SQL.key)
+    with pytest.raises(InvalidTask, match=SQL.key):
+        await deltas_of(DecodeHandler(), decode, make_task(handoff=handoff, emitted_token_ids=[T1], adapter=asked))
 
 
 async def test_a_long_prefill_says_first_that_its_handoff_can_be_followed():

@@ -14,18 +14,20 @@ from vllm.sampling_params import SamplingParams
 
 from ridgeline.cluster.runtime.handlers import HANDLERS
 from ridgeline.contracts.errors import EngineFailed, InvalidTask, TaskRejected, WorkerDraining, WorkerLost
-from ridgeline.contracts.tasks import StepBatch, TokenDelta
+from ridgeline.contracts.tasks import Adapter, StepBatch, TokenDelta
 from ridgeline.contracts.workers import (
     MIN_FITTED_STEPS,
     AbortRequest,
     Ack,
     AttachRequest,
     DrainRequest,
+    LoadAdapter,
     OfferRequest,
     PairRequest,
     Role,
     StepModel,
     SubmitRequest,
+    UnloadAdapter,
 )
 from ridgeline.decode_worker.handler import DecodeHandler
 from ridgeline.engine.stall import StallWatch
@@ -475,6 +477,8 @@ CALLS = {
     "Offer": OfferRequest(make_task()),
     "Abort": AbortRequest("router", ["r"]),
     "Drain": DrainRequest(0.0),
+    "LoadAdapter": LoadAdapter(name="sql", path="/sql"),
+    "UnloadAdapter": UnloadAdapter(adapter=Adapter(name="sql", digest="v1", path="/sql"), after_s=0.0),
     "TakeRole": Role(mode="colocated", pool="colocated", max_num_seqs=1, max_num_batched_tokens=1),
 }
 
@@ -491,6 +495,7 @@ async def test_a_worker_does_nothing_that_is_meant_for_another_one_that_had_this
         assert worker.host.failure() == ""
         assert not worker.engine.running
         assert worker.engine.step_limits is None
+        assert not worker.engine.unloaded
 
 
 # --- what its cache has
@@ -498,11 +503,13 @@ async def test_a_worker_does_nothing_that_is_meant_for_another_one_that_had_this
 
 async def test_a_router_is_offered_what_the_cache_has_of_a_prompt_and_of_what_its_client_has():
     async with serving(FakeEngine()) as worker:
-        task = make_task(leg="prefill", emitted_token_ids=[8], cache_salt="a")
+        adapter = Adapter(name="sql", digest="v1", path="/sql")
+        task = make_task(leg="prefill", emitted_token_ids=[8], cache_salt="a", adapter=adapter)
         assert await worker.client.offer(task, PATIENCE_S) is None
         worker.engine.cached_tokens = 2
-        assert (await worker.client.offer(task, PATIENCE_S)).num_tokens == 2
-        assert worker.engine.asked == [([5, 6, 7, 8], "a")] * 2
+        offered = await worker.client.offer(task, PATIENCE_S)
+        assert (offered.num_tokens, offered.adapter) == (2, adapter.key), "a prefill worker takes only its task's KV"
+        assert worker.engine.asked == [([5, 6, 7, 8], "a", adapter)] * 2
         assert await worker.client.offer(make_task(prompt_token_ids=[]), PATIENCE_S) is None
         worker.engine.error = EngineFailed("it is gone")
         assert await worker.client.offer(task, PATIENCE_S) is None

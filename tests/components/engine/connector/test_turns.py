@@ -166,9 +166,10 @@ def test_what_decode_has_evicted_is_not_offered_and_what_is_offered_is_not_evict
     assert settled(engines.prefill, engines.decode)
 
 
-def test_nothing_is_offered_of_another_salt_or_of_an_engine_without_prefix_caching(make):
+def test_nothing_is_offered_of_another_salt_or_adapter_or_of_an_engine_without_prefix_caching(make):
     one = begun(make("dense"))
     assert one.pair.decode.offer(one.tokens, cache_salt="another client's") is None
+    assert one.pair.decode.offer(one.tokens, lora=("sql@1", 1, "/sql")) is None
     assert one.pair.decode.offer(one.tokens[:1]) is None
     uncached = begun(make("dense", prefix_caching=False))
     assert uncached.pair.decode.offer(uncached.tokens) is None

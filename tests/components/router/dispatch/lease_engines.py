@@ -37,6 +37,8 @@ class LeaseEngine:
     """The common part: a transfer service, polled as an engine's step loop does, and delays."""
 
     num_kv_blocks = NUM_BLOCKS
+    adapter_room = (0, 0)
+    offered_adapters = ()
 
     def __init__(self, pool: Pool, rng: random.Random, longest_delay_s: float) -> None:
         self.config = engine_config(pool)

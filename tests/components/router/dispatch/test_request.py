@@ -1,10 +1,11 @@
 """Where a request may go from where it is, and what its client has."""
 
 import pytest
+from msgspec.structs import replace
 
 from ridgeline.contracts.handoff import TransferResult
-from ridgeline.contracts.tasks import LegTiming, TokenDelta
-from ridgeline.router.dispatch.request import IllegalTransition, RequestProgress
+from ridgeline.contracts.tasks import Adapter, LegTiming, TokenDelta
+from ridgeline.router.dispatch.request import IllegalTransition, RequestProgress, Sampling, SequenceRequest
 from ridgeline.router.observe.metrics import RequestMetrics
 from ridgeline.router.observe.timeline import RequestTimeline
 from tests.support.clock import FakeClock
@@ -88,3 +89,15 @@ def test_a_timeline_that_is_told_of_another_way_changes_nothing_of_where_the_req
     progress.timeline.decode_reported(LegTiming(queue_s=0.0, first_token_s=0.0, compute_s=0.0, transfer_result=result))
     progress.timeline.interrupted("prefilling")
     assert progress.state == "handoff"
+
+
+def test_prompts_share_a_prefix_only_with_the_same_adapter_and_salt():
+    def prefix(**fields):
+        request = SequenceRequest("r", list(range(70)), Sampling(b"", 4, None), **fields)
+        timeline = RequestTimeline(FakeClock(), "r", 70, "disaggregated")
+        return RequestProgress(request, lambda _: False, timeline, RequestMetrics(None), 32).demand().prefix
+
+    sql = Adapter(name="sql", digest="v1", path="/sql")
+    kinds = [{}, {"adapter": sql}, {"adapter": replace(sql, digest="v2")}, {"adapter": sql, "cache_salt": "a"}]
+    assert len({prefix(**kind) for kind in kinds}) == len(kinds)
+    assert prefix(adapter=sql) == prefix(adapter=replace(sql, path="/elsewhere"))

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from prometheus_client import generate_latest
 
+from ridgeline.contracts.errors import AdapterRefused
 from ridgeline.contracts.vocabulary import Pool
 from ridgeline.router.fleet.request_route import NoWorker
 from ridgeline.router.fleet.roles import ModeImpossible
@@ -91,6 +92,26 @@ async def test_both_routers_serve_through_both_workers_and_give_the_tokens_of_on
                 if sample.name == "ridgeline_requests_total"
             ]
             assert paths == ["disaggregated"]
+
+
+async def test_an_adapter_loaded_through_one_router_can_be_chosen_at_all_and_after_a_change_of_dispatcher():
+    async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started:
+        addresses = [host.address for host in started]
+        for host in started:
+            host._engine.adapter_digests = {"/sql": "v1", "/chat": "v1"}
+        settings = replace(SETTINGS, lora_modules=[{"name": "chat", "path": "/chat"}])
+        async with a_dispatcher(addresses, settings) as (_, at), routers(2, addresses, at, settings) as pair:
+            assert [[*router.fleet.adapters] for router in pair] == [["chat"], ["chat"]]
+            await pair[0].decisions.adapters.load("sql", "/sql", in_place=False)
+            await eventually(lambda: all({"chat", "sql"} == {*router.fleet.adapters} for router in pair))
+            with pytest.raises(AdapterRefused, match="load_inplace"):
+                await pair[1].decisions.adapters.load("sql", "/sql", in_place=False)
+            with pytest.raises(AdapterRefused, match="prefill-0"):
+                await pair[1].decisions.adapters.load("none", "/none", in_place=False)
+            assert await pair[1].decisions.adapters.unload("chat")
+            await eventually(lambda: all({"sql"} == {*router.fleet.adapters} for router in pair))
+        async with a_dispatcher(addresses, SETTINGS) as (_, at), routers(2, addresses, at, SETTINGS) as pair:
+            assert [[*router.fleet.adapters] for router in pair] == [["sql"], ["sql"]]
 
 
 async def test_a_prefill_window_holds_for_the_prompts_of_both_routers_together():

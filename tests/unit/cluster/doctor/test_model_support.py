@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ridgeline.cluster.config.loader import load_config
 from ridgeline.cluster.config.models import RidgelineConfig
 from ridgeline.cluster.doctor.facts import ModelFacts, read_model_facts
-from ridgeline.cluster.doctor.model_support import model_conflicts
+from ridgeline.cluster.doctor.model_support import adapters, model_conflicts
+from ridgeline.cluster.doctor.software import CheckResult
 from ridgeline.cluster.model_store import ModelError
 from ridgeline.cluster.runtime.plan import make_plan
+from tests.support.adapter_files import write_adapter
 
 MISTRAL = ModelFacts(config={"model_type": "mistral", "sliding_window": 4096})
 QWEN = ModelFacts(config={"layer_types": ["linear_attention", "full_attention"]})
@@ -89,3 +92,36 @@ def test_a_model_of_embeddings_with_the_architecture_of_one_that_makes_text_is_r
     (tmp_path / "modules.json").write_text(json.dumps(pooled))
     [sentence] = model_conflicts(RidgelineConfig(), read_model_facts(str(tmp_path)))
     assert "modules.json" in sentence
+
+
+def adapters_of(model: ModelFacts, modules: str) -> list[CheckResult]:
+    flags = {"engine_args.enable_lora": "true", "engine_args.max_lora_rank": "8", "server_args.lora_modules": modules}
+    return list(adapters(load_config(None, flags).config, SimpleNamespace(model=model)))
+
+
+def test_adapters_are_judged_before_an_engine_loads_them(tmp_path: Path):
+    small = ModelFacts(config={"num_hidden_layers": 2, "hidden_size": 64})
+    fits, high = write_adapter(tmp_path / "fits"), write_adapter(tmp_path / "high", r=16)
+    found = adapters_of(small, f"[fits={fits}, high={high}, gone={tmp_path}/gone, hub=org/adapter]")
+    assert [(result.name, result.ok) for result in found] == [
+        ("adapter fits", True),
+        ("adapter high", False),
+        ("adapter gone", False),
+        ("adapter hub", True),
+    ]
+    assert "max_lora_rank" in found[1].fix
+    assert f"{tmp_path}/gone" in found[2].fix
+    [other] = adapters_of(ModelFacts(config={"num_hidden_layers": 2, "hidden_size": 128}), f"[fits={fits}]")
+    assert "Name an adapter of this model" in other.fix
+
+
+def test_engines_get_paths_of_adapters_that_mean_the_same_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_adapter(tmp_path / "sql")
+    monkeypatch.chdir(tmp_path)
+    flags = {"engine_args.enable_lora": "true", "server_args.lora_modules": "[sql=sql, hub=org/adapter]"}
+    settings = make_plan(load_config(None, flags).config).router_settings()
+    assert settings.lora_modules == (
+        {"name": "sql", "path": str(tmp_path / "sql")},
+        {"name": "hub", "path": "org/adapter"},
+    )
+    assert "lora_modules" not in settings.server_args

@@ -34,13 +34,14 @@ class Bench:
         window=WINDOW,
         max_num_seqs=256,
         paused=False,
+        max_loras=0,
         **settings,
     ):
         self.clock, self.later = FakeClock(), []
         self.fleet = Fleet("test", roles=RoleTable("disaggregated", {"colocated": {}}))
         for pool, number in (("prefill", prefill), ("decode", decode)):
             for index in range(number):
-                self.add(a_worker(f"{pool}-{index}", max_num_seqs=max_num_seqs))
+                self.add(a_worker(f"{pool}-{index}", max_num_seqs=max_num_seqs, max_loras=max_loras))
         settings = router_settings(
             prefill_window_tokens=dict.fromkeys(get_args(Pool), window),
             recovery_timeout_s=recovery_timeout_s,
@@ -73,6 +74,7 @@ class Bench:
         waited_s=0.0,
         avoided=(),
         probe=False,
+        adapter="",
         router=None,
     ):
         demand = Demand(
@@ -83,6 +85,7 @@ class Bench:
             avoided=frozenset(avoided),
             urgent=urgent,
             probe=probe,
+            adapter=adapter,
         )
         self._names.append(name)
         self.state.apply(router or self.router, Wants(len(self._names) - 1, demand))

@@ -360,3 +360,50 @@ def test_decode_goes_where_the_blocks_are_and_not_where_fewest_run_or_what_is_ne
     one.held.enter_context(one.workers[0].reserve(promised_blocks=promised))
     one.holds(1, decodes=20)
     assert one.number(Demand(PROMPT), source) == chosen
+
+
+# --- LoRA adapters
+
+
+SQL = replace(SHORT, adapter="sql@1")
+
+
+def adapted(number, *loaded, **description):
+    worker = a_worker(number, max_loras=1, max_cpu_loras=2, **description)
+    worker.adapters.loaded |= {*loaded}
+    return worker
+
+
+@pytest.mark.parametrize("busy", [0, 3])
+def test_a_worker_without_the_adapter_gets_none_of_its_requests(busy):
+    fleet = Fleet("colocated", adapted(0), adapted(1, "sql@1"), adapted(2, "sql@2"))
+    fleet.decodes(fleet.workers[1], busy)
+    assert fleet.ids(SQL) == ("w1", "w1")
+    by_load = ByLoad("colocated", fleet.learned)
+    assert by_load.best(SQL, fleet.workers).worker.worker_id == "w1"
+
+
+def test_a_worker_whose_steps_have_other_adapters_is_left_out_while_another_has_a_place():
+    fleet = Fleet("colocated", adapted(0, "sql@1", "chat@1"), adapted(1, "sql@1"))
+    fleet.held.enter_context(fleet.workers[0].reserve(decode_context_tokens=1, adapter="chat@1"))
+    fleet.decodes(fleet.workers[1], 5)
+    assert fleet.ids(SQL) == ("w1", "w1")
+    fleet.held.close()
+    assert fleet.ids(SQL) == ("w0", "w0")
+
+
+@pytest.mark.parametrize(("more", "chosen"), [(0, "w1"), (2, "w1"), (3, "w0")])
+def test_a_worker_that_has_the_adapter_in_memory_is_preferred_unless_it_is_much_busier(more, chosen):
+    fleet = Fleet("colocated", adapted(0, "sql@1"), adapted(1, "sql@1"))
+    fleet.workers[1].adapters.load("sql@1")
+    fleet.decodes(fleet.workers[1], more)
+    assert fleet.ids(SQL) == (chosen, chosen)
+
+
+def test_an_adapter_leaves_memory_after_as_many_others_as_there_is_room_for():
+    adapters = adapted(0).adapters
+    for key in ("a", "b", "a", "c"):
+        adapters.count(key, 1)
+        adapters.count(key, -1)
+    assert [key for key in "abc" if adapters.must_read(key)] == ["b"]
+    assert not adapters.must_read("")

@@ -13,7 +13,7 @@ from ridgeline.router.fleet.request_route import SPLIT, Demand
 from ridgeline.router.placement.choice import Choice
 from ridgeline.router.placement.placement_events import Doubts, Keeps
 from ridgeline.router.placement.places import Placement, own_placement
-from ridgeline.router.placement.pool_queue import RouterRequests
+from ridgeline.router.placement.pool_queue import ADAPTER_WAITS_S, RouterRequests
 from ridgeline.router.scheduler.features import Assignment
 from tests.support.samples import router_settings
 from tests.unit.router.placement.bench import WINDOW, Bench, a_worker
@@ -847,3 +847,54 @@ def test_prompts_that_wait_go_the_new_way_when_the_mode_changes(bench):
     bench.fleet.mode = "colocated"
     assert bench.state.mode_changed() == 2
     assert [bench.worker_of(name) for name in ("one", "two")] == ["colocated-0", "colocated-0"]
+
+
+# --- LoRA adapters, of which a step has only so many
+
+
+def test_a_prompt_whose_adapter_has_no_place_in_a_step_waits_and_holds_up_nobody():
+    bench = Bench(max_loras=1)
+    bench.send("sql", 10, adapter="sql@1")
+    bench.send("chat", 10, adapter="chat@1")
+    bench.send("sql again", 10, adapter="sql@1")
+    bench.send("model", 10)
+    assert bench.started == ["sql", "sql again", "model"]
+    bench.finish("sql")
+    assert bench.started == ["sql", "sql again", "model"]
+    bench.finish("sql again")
+    assert bench.started == ["sql", "sql again", "model", "chat"]
+    bench.send("lost", 10, adapter="sql@1", urgent=True)
+    assert bench.started[-1] == "lost", "its client has half of its answer already"
+    bench.end()
+
+
+def test_an_adapter_that_has_waited_for_long_gets_the_next_place():
+    bench = Bench(max_loras=1)
+    bench.send("sql 1", 10, adapter="sql@1")
+    bench.send("chat", 10, adapter="chat@1")
+    bench.clock.now_s += ADAPTER_WAITS_S
+    bench.send("sql 2", 10, adapter="sql@1")
+    bench.send("model", 10)
+    assert bench.started == ["sql 1", "model"], "what keeps it waiting does not go on for ever"
+    bench.finish("sql 1")
+    assert bench.started == ["sql 1", "model", "chat"]
+    bench.finish("chat")
+    assert bench.started == ["sql 1", "model", "chat", "sql 2"]
+    bench.end()
+
+
+def test_an_adapter_goes_where_a_step_has_a_place_for_it():
+    bench = Bench(decode=2, max_loras=1)
+    for worker in bench.fleet.workers:
+        for key in ("sql@1", "chat@1"):
+            worker.adapters.loaded.add(key)
+    bench.send("sql", 10, adapter="sql@1")
+    bench.tell("sql", "prompt_done")
+    bench.tell("sql", "prompt_left")
+    bench.send("chat", 10, adapter="chat@1")
+    bench.tell("chat", "prompt_done")
+    bench.tell("chat", "prompt_left")
+    bench.send("sql again", 10, adapter="sql@1")
+    at = {name: place.decode_worker[0] for name, place in bench.places.items()}
+    assert at["sql"] == at["sql again"] != at["chat"]
+    bench.end()

@@ -1,0 +1,56 @@
+"""On CPUs an adapter adds nothing to the rows of sequences that have none."""
+
+import pytest
+import torch
+
+from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
+
+RANK, WIDTH, TOKENS = 4, 6, 3
+INDICES = [0, -1, 1]
+
+
+@pytest.fixture
+def linear(monkeypatch):
+    """One layer with two adapters, computed by vLLM as a step of prompts or of decoding; vLLM's own functions again."""
+    from vllm.lora.layers import LoRAMapping
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    from ridgeline.engine.vllm_workarounds.rows_without_adapter import EXPANDING
+
+    for name in EXPANDING:
+        for module in (lora_ops, punica_cpu):
+            monkeypatch.setattr(module, name, getattr(lora_ops, name))
+    torch.manual_seed(1)
+    x, a, b = torch.randn(TOKENS, WIDTH), torch.randn(2, 1, RANK, WIDTH), torch.randn(2, 1, WIDTH, RANK)
+    expected = torch.stack(
+        [torch.zeros(WIDTH) if at < 0 else b[at, 0] @ (a[at, 0] @ x[row]) for row, at in enumerate(INDICES)]
+    )
+
+    def compute(*, is_prefill: bool):
+        wrapper = punica_cpu.PunicaWrapperCPU(TOKENS, TOKENS, "cpu")
+        ids = tuple(at + 1 for at in INDICES)
+        wrapper.update_metadata(LoRAMapping(ids, ids, is_prefill=is_prefill), [1, 2], 2, 100)
+        y = torch.zeros(TOKENS, WIDTH)
+        wrapper.add_lora_linear(y, x, (a,), (b,), 1.0, (WIDTH,))
+        return y
+
+    return compute, expected
+
+
+@pytest.mark.parametrize("is_prefill", [True, False])
+def test_vllm_gives_the_last_adapter_to_rows_that_have_none(linear, is_prefill):
+    compute, expected = linear
+    y = compute(is_prefill=is_prefill)
+    assert torch.allclose(y[0], expected[0], atol=1e-5)
+    assert not torch.allclose(y[1], expected[1], atol=1e-5)
+
+
+@pytest.mark.parametrize("is_prefill", [True, False])
+def test_with_the_workaround_it_gives_them_none(linear, is_prefill):
+    from ridgeline.engine.vllm_workarounds.rows_without_adapter import keep_adapters_apart
+
+    compute, expected = linear
+    keep_adapters_apart()
+    keep_adapters_apart()
+    assert torch.allclose(compute(is_prefill=is_prefill), expected, atol=1e-5)

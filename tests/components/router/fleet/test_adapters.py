@@ -1,0 +1,115 @@
+"""LoRA adapters on all workers: loaded on all or on none, replaced and unloaded while requests run."""
+
+import asyncio
+
+import pytest
+
+from ridgeline.contracts.errors import AdapterRefused
+from ridgeline.router.fleet.adapters import OwnAdapters
+from ridgeline.worker_runtime.host import WorkerHost
+from tests.support.fake_engine import FakeEngine
+from tests.support.patience import PATIENCE_S
+from tests.support.samples import LAYOUT, engine_config
+from tests.support.small_fleet import a_fleet, hosts
+
+PATH = "/adapters/sql"
+AFTER_S = 30.0
+
+
+def engines(started):
+    return [host._engine for host in started]
+
+
+def put(started, *digests, path=PATH):
+    """Have each worker's node have these files; "": none."""
+    for engine, digest in zip(engines(started), digests, strict=True):
+        engine.adapter_digests[path] = digest
+
+
+@pytest.fixture
+async def pair():
+    """A fleet's adapters, and its prefill and decode worker with the same files."""
+    async with asyncio.timeout(PATIENCE_S), hosts(prefill=LAYOUT, decode=LAYOUT) as started:
+        put(started, "v1", "v1")
+        async with a_fleet([host.address for host in started]) as fleet:
+            yield OwnAdapters(fleet, ("m",), AFTER_S), fleet, started
+
+
+async def test_an_adapter_is_on_all_workers_before_requests_can_choose_it(pair):
+    adapters, _, started = pair
+    seen = []
+    adapters.on_change(lambda: seen.append(({*adapters.known}, [set(engine.adapters) for engine in engines(started)])))
+    await adapters.load("sql", PATH, in_place=False)
+    assert seen == [(set(), [set(), set()]), ({"sql"}, [{"sql@v1"}] * 2)]
+    with pytest.raises(AdapterRefused, match="load_inplace"):
+        await adapters.load("sql", PATH, in_place=False)
+
+
+@pytest.mark.parametrize(("digests", "named"), [(("v1", ""), "decode-0"), (("v1", "v2"), "differ.*prefill-0 v1.*v2")])
+async def test_an_adapter_that_a_worker_lacks_or_has_otherwise_is_left_on_none(pair, digests, named):
+    adapters, _, started = pair
+    put(started, *digests)
+    with pytest.raises(AdapterRefused, match=named):
+        await adapters.load("sql", PATH, in_place=False)
+    assert not adapters.known
+    assert [set(engine.adapters) for engine in engines(started)] == [set(), set()]
+
+
+async def test_a_replaced_adapter_stays_on_workers_for_as_long_as_a_request_may_run(pair):
+    adapters, _, started = pair
+    await adapters.load("sql", PATH, in_place=False)
+    put(started, "v2", "v2")
+    await adapters.load("sql", PATH, in_place=True)
+    assert adapters.known["sql"].digest == "v2"
+    assert [engine.unloaded for engine in engines(started)] == [[("sql@v1", AFTER_S)]] * 2
+    await adapters.load("sql", PATH, in_place=True)  # the same files again
+    assert await adapters.unload("sql")
+    assert not await adapters.unload("sql")
+    assert not adapters.known
+    assert [engine.unloaded for engine in engines(started)] == [[("sql@v1", AFTER_S), ("sql@v2", AFTER_S)]] * 2
+
+
+async def test_a_failed_replacement_leaves_the_former_one(pair):
+    adapters, _, started = pair
+    await adapters.load("sql", PATH, in_place=False)
+    put(started, "v1", "")
+    with pytest.raises(AdapterRefused):
+        await adapters.load("sql", PATH, in_place=True)
+    assert [set(engine.adapters) for engine in engines(started)] == [{"sql@v1"}] * 2
+    assert adapters.known["sql"].digest == "v1"
+
+
+async def newcomer(digest: str) -> WorkerHost:
+    engine = FakeEngine("decode")
+    engine.config = engine_config("decode", "decode-7")
+    engine.adapter_digests[PATH] = digest
+    host = WorkerHost(engine, {})
+    await host.start()
+    return host
+
+
+@pytest.mark.parametrize(("digest", "loaded"), [("v1", {"sql@v1"}), ("v2", set())])
+async def test_a_worker_that_comes_later_takes_in_what_the_others_have_first_or_gets_no_requests_for_it(
+    pair, digest, loaded
+):
+    adapters, fleet, _ = pair
+    await adapters.load("sql", PATH, in_place=False)
+    host = await newcomer(digest)
+    try:
+        await fleet.replace(host.address, None)
+        assert set(host._engine.adapters) == fleet.get("decode-7").adapters.loaded == loaded
+    finally:
+        await host.stop()
+
+
+async def test_a_router_that_is_started_again_learns_from_the_workers_which_there_are(pair):
+    adapters, fleet, started = pair
+    await adapters.load("sql", PATH, in_place=False)
+    first, second = engines(started)
+    del second.adapters["sql@v1"]
+    async with a_fleet([host.address for host in started]) as again:
+        assert again.adapters == fleet.adapters
+        assert set(second.adapters) == set(first.adapters) == {"sql@v1"}
+        seconds = OwnAdapters(again, ("m",), AFTER_S)
+        await seconds.load_first([{"name": "sql", "path": "/elsewhere"}])  # the name is taken already
+        assert seconds.known["sql"].path == PATH
