@@ -18,16 +18,16 @@ MOST_MODULES = 12
 MOST_LINES = {
     "cluster": 10_200,
     "contracts": 1_090,
-    "decode_worker": 1_600,
-    "engine": 4_950,
+    "decode_worker": 1_620,
+    "engine": 5_060,
     "kv_transfer": 4_420,
     "loadtest": 8_900,
     "prefill_worker": 950,
     "roofline": 1_750,
     "router": 16_350,
     "worker_runtime": 950,
-    "tests": 55_600,
-    "tools": 6_110,
+    "tests": 55_900,
+    "tools": 6_300,
 }
 """Of Python, by package. A commit that raises one says what the lines are worth; one that deletes lines lowers it."""
 MAP_LINE = re.compile(r"([\w.-]+/?) {2,}\S")
