@@ -3,6 +3,7 @@
 vllm_engine.py       runs AsyncLLM: tokens in, token deltas out
 config.py            the configuration of one engine
 passed_args.py       vLLM's own arguments that a configuration may set
+speculation.py       which forms of speculation can be served
 vllm_arguments.py    converts them to vLLM's types
 grammars.py          bounds the size of grammars and chooses vLLM's backend for them
 tag_grammars.py      structural tags as grammars of guidance

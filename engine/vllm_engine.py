@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import Any
 
 import msgspec
-from vllm.config import KVTransferConfig, ModelConfig, VllmConfig
+from vllm.config import KVTransferConfig, ModelConfig, SpeculativeConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import tokens_input
@@ -38,6 +38,7 @@ from ridgeline.engine.connector.transferable_models import UnsupportedModel, why
 from ridgeline.engine.grammars import choose_backend
 from ridgeline.engine.request import logprobs
 from ridgeline.engine.root_cause import CauseFile, output_place, sentence_of
+from ridgeline.engine.speculation import KEYS, speculates
 from ridgeline.engine.stall import StallWatch
 from ridgeline.engine.step_scheduler import bound_steps
 from ridgeline.engine.vllm_arguments import engine_values
@@ -120,7 +121,7 @@ class VllmEngine:
         except Exception as error:
             why = _why_not_inspected(error) or sentence_of(error)
             raise EngineFailed(f"{self.config.model_path} cannot be served: {why}") from error
-        self._require_supported(vllm_config.model_config)
+        self._require_supported(vllm_config.model_config, vllm_config.speculative_config)
         self._cause = cause_file(vllm_config)
         try:
             self._load(args, vllm_config)
@@ -144,7 +145,7 @@ class VllmEngine:
         choose_backend(vllm_config.structured_outputs_config, self._llm.renderer.tokenizer)
         bound_validation()
 
-    def _require_supported(self, model: ModelConfig) -> None:
+    def _require_supported(self, model: ModelConfig, speculation: SpeculativeConfig | None) -> None:
         if model.runner_type != "generate":
             what = f"it is a model for {model.runner_type} (embeddings, scores), and makes no text"
             raise UnsupportedModel(f"{self.config.model_path} cannot be served: {what}.")
@@ -152,7 +153,10 @@ class VllmEngine:
             model.hf_text_config.to_dict(),
             on_cpu=self.config.on_cpu,
             prefix_caching=_caches_prefixes(self.config),
+            speculates=self.config.hands_over and speculates(self.config.passed),
         )
+        if reason is None and speculation is not None:
+            reason = _why_no_draft(model, speculation)
         if reason is not None:
             raise UnsupportedModel(f"{self.config.model_path} cannot be served: {reason}.")
 
@@ -324,6 +328,22 @@ def _why_not_inspected(error: Exception) -> str:
     return ""
 
 
+def _why_no_draft(model: ModelConfig, speculation: SpeculativeConfig) -> str | None:
+    """Return why drafts cannot be had so: a draft model's layers lie beside the model's, whose blocks they share."""
+    if speculation.method not in KEYS:  # vLLM has recognised a drafter of another kind
+        return f"{speculation.model} drafts by method {speculation.method}, which is none of {', '.join(KEYS)}"
+    if not speculation.uses_draft_model():
+        return None
+    draft = speculation.draft_model_config
+    ours, drafts = (f"{one.get_total_num_kv_heads()} KV heads of {one.get_head_size()}" for one in (model, draft))
+    if ours == drafts and model.dtype == draft.dtype:
+        return None
+    return (
+        f"its draft model has {drafts} in {draft.dtype}, not {ours} in {model.dtype}, and so KV blocks of another "
+        "size: choose a draft whose KV heads are equal, or method ngram"
+    )
+
+
 def require_in_vocabulary(token_ids: list[int], vocabulary_tokens: int) -> None:
     """Raise InvalidTask for a token outside the vocabulary: vLLM's engine does not check tokens and would fail."""
     for token in (min(token_ids, default=0), max(token_ids, default=0)):
@@ -373,9 +393,7 @@ def _engine_args(config: EngineConfig) -> dict[str, Any]:
             },
         ),
     }
-    if config.on_cpu:
-        # On GPUs vLLM may use its second model runner, whose processors have another interface that has not run here
-        # yet.
+    if config.repeats_tokens:
         args["logits_processors"] = ["ridgeline.engine.request.forced_tokens:ForcedTokens"]
     if config.kv_cache_bytes_per_rank is not None:
         args["kv_cache_memory_bytes"] = config.kv_cache_bytes_per_rank

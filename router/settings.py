@@ -301,6 +301,8 @@ class RouterSettings:
     """Tokens in one KV block, by which prefixes are compared."""
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     """Those of the engines' arguments that say what the model is."""
+    speculates: bool = False
+    """Whether some engines draft tokens, and so refuse what cannot be had with drafts."""
     server_args: Mapping[str, Any] = field(default_factory=dict)
     """vLLM's own arguments for its HTTP front."""
     api_key_hashes: Set[bytes] = frozenset()

@@ -10,6 +10,7 @@ from ridgeline.cluster.config.models import PoolConfig, RidgelineConfig
 from ridgeline.cluster.doctor.facts import ModelFacts
 from ridgeline.contracts.vocabulary import Pool
 from ridgeline.engine.connector.transferable_models import keeps_states, why_unsupported
+from ridgeline.engine.speculation import speculates
 
 
 def model_conflicts(config: RidgelineConfig, model: ModelFacts) -> list[str]:
@@ -22,6 +23,8 @@ def _unsupported(config: RidgelineConfig, model: ModelFacts) -> list[str]:
         model.config,
         on_cpu=not config.uses_gpus(),
         prefix_caching=config.engine_args.get("enable_prefix_caching") is not False,
+        speculates=config.mode != "colocated"
+        and any(speculates(config.args_of(name)) for name in config.active_pools()),
     )
     return [] if reason is None else [f"{config.model.path} cannot be served: {reason}."]
 

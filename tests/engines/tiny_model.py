@@ -60,7 +60,7 @@ FAMILIES = ("gemma3", "gpt_oss", "mistral", "qwen3_next", "deepseek_mla")
 
 
 def make_family(name: str, directory: Path, vocabulary_tokens: int = 512, max_positions: int = 2048) -> Path:
-    """A random float32 model of one of `FAMILIES`, without a tokenizer; the same bytes every time."""
+    """A random float32 model of one of `FAMILIES`, or a Llama, without a tokenizer; the same bytes every time."""
     import torch
     import transformers
 
@@ -93,6 +93,8 @@ def make_family(name: str, directory: Path, vocabulary_tokens: int = 512, max_po
         own = {"num_hidden_layers": 4, "layer_types": kinds, "shared_expert_intermediate_size": 64}
         shape = {**common, "head_dim": 256, "linear_value_head_dim": 128}
         config = transformers.Qwen3NextConfig(**shape, **states, **experts, **own)
+    elif name == "llama":
+        config = transformers.LlamaConfig(**common, num_hidden_layers=2)
     elif name == "mistral":
         config = transformers.MistralConfig(**common, num_hidden_layers=3, sliding_window=WINDOW_TOKENS)
     else:

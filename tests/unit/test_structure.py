@@ -19,7 +19,7 @@ MOST_LINES = {
     "cluster": 10_200,
     "contracts": 1_090,
     "decode_worker": 1_620,
-    "engine": 5_060,
+    "engine": 5_090,
     "kv_transfer": 4_420,
     "loadtest": 8_900,
     "prefill_worker": 950,
