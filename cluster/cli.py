@@ -385,6 +385,12 @@ def roofline(
         str, typer.Option(help="bfloat16, float32, float8_e4m3fn, ...; auto: what serve would use")
     ] = "auto",
     cores: Annotated[int, typer.Option(help="threads, for --hardware host")] = 1,
+    drafted_tokens: Annotated[
+        int, typer.Option(help="tokens that speculation drafts for each sequence and decode step", min=0)
+    ] = 0,
+    acceptance: Annotated[
+        float, typer.Option(help="the part of drafted tokens that the model accepts, for tok/s", min=0.0, max=1.0)
+    ] = 1.0,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Print shapes, arithmetic intensities, ridge and floors of a model on a device."""
@@ -404,7 +410,7 @@ def roofline(
         element_bytes = dtype_bytes(dtype)
         shape = load_model_shape(path, weight_bytes_per_param=element_bytes, kv_bytes_per_element=element_bytes)
         device = load_or_calibrate_host(cache_folder(), cores, dtype) if here else hardware_by_name(hardware)
-        rows = roofline_table(shape, device)
+        rows = roofline_table(shape, device, drafted_tokens=drafted_tokens, acceptance=acceptance)
     if as_json:
         console.out(to_json(shape, device, rows), highlight=False)
     else:

@@ -18,9 +18,10 @@ from ridgeline.contracts.vocabulary import Mode, Pool
 class StepModel(msgspec.Struct, frozen=True, kw_only=True):
     """How long a step of a worker's engine takes, as fitted to its own steps (`ridgeline.decode_worker.pacing`).
 
-    t = (base + a P + b S + c C + d A) k, where P are the prompt tokens that the step computes, S the sequences that
-    decode in it, C their context tokens together, A the sum over the chunks of prompts of (chunk tokens x (tokens
-    before the chunk + half of the chunk)), and k corrects for the stairs that CUDA graphs and tiles make of a line.
+    t = (base + a P + b S + c C + d A) k, where P are the prompt tokens that the step computes, S the tokens of
+    sequences that decode in it (one each; with speculation the drafted ones too), C the context tokens of these
+    sequences together, A the sum over the chunks of prompts of (chunk tokens x (tokens before the chunk + half of the
+    chunk)), and k corrects for the stairs that CUDA graphs and tiles make of a line.
     """
 
     base_s: float
@@ -38,23 +39,28 @@ class StepModel(msgspec.Struct, frozen=True, kw_only=True):
     """Whether enough of them had no prompt tokens: a fit to prompts alone may find that decoding takes nothing."""
     knows_prompts: bool = True
     """Whether any of them had prompt tokens; if none had, what these add is a guess."""
+    computed_per_sequence: float = 1.0
+    """Tokens that a step computes of each sequence that decodes: above 1 with speculation."""
+    made_per_sequence: float = 1.0
+    """Tokens that such a sequence gets of a step: one, and the drafted ones that were accepted."""
 
-    def step_s(self, prefill_tokens: float, sequences: float, context_tokens: float, attended: float) -> float:
+    def step_s(self, prefill_tokens: float, decode_tokens: float, context_tokens: float, attended: float) -> float:
         """Return the seconds of a step with these P, S, C and A."""
         line_s = (
             self.base_s
             + self.per_prefill_token_s * prefill_tokens
-            + self.per_sequence_s * sequences
+            + self.per_sequence_s * decode_tokens
             + self.per_context_token_s * context_tokens
             + self.per_attended_token_s * attended
         )
-        return line_s * self.correction(prefill_tokens + sequences)
+        return line_s * self.correction(prefill_tokens + decode_tokens)
 
     def decode_s(self, sequences: float, context_tokens: float) -> float:
-        """Return the seconds of a step without prompt tokens, for this S and C."""
-        line_s = self.base_s + self.per_sequence_s * sequences + self.per_context_token_s * context_tokens
+        """Return the seconds of a step without prompt tokens, for so many sequences and this C."""
+        tokens = sequences * self.computed_per_sequence
+        line_s = self.base_s + self.per_sequence_s * tokens + self.per_context_token_s * context_tokens
         if self.corrections:
-            line_s *= self.correction(sequences)
+            line_s *= self.correction(tokens)
         return line_s if line_s > SHORTEST_STEP_S else SHORTEST_STEP_S
 
     @property
@@ -72,6 +78,8 @@ class StepModel(msgspec.Struct, frozen=True, kw_only=True):
                     base_s=other.base_s,
                     per_sequence_s=other.per_sequence_s,
                     per_context_token_s=other.per_context_token_s,
+                    computed_per_sequence=other.computed_per_sequence,
+                    made_per_sequence=other.made_per_sequence,
                     knows_decode=True,
                 )
             if not known.knows_prompts and other.knows_prompts:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ridgeline.contracts.vocabulary import Pool
+from ridgeline.engine.speculation import speculates
 from ridgeline.kv_transfer.options import TransferOptions
 
 
@@ -45,3 +46,11 @@ class EngineConfig:
     """The rack of its node, by the node's label in Ray; empty if it has none."""
     device: str = ""
     """The cores or GPUs of its node that compute its steps; empty if not known."""
+
+    @property
+    def repeats_tokens(self) -> bool:
+        """Whether the engine can be made to repeat tokens that a client already has.
+
+        On GPUs vLLM may use its second model runner, whose processors have another interface that has not run here yet.
+        """
+        return self.on_cpu and not speculates(self.passed)

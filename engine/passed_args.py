@@ -17,6 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+from ridgeline.engine import speculation
+
 TABLE: Final = Path(__file__).with_name("vllm_arguments.json")
 
 FOR_THE_MODEL: Final = frozenset(
@@ -117,10 +119,7 @@ REFUSED: Final = {
     "the model's state besides its KV cache would not be handed off": (
         *("*mamba*", "*replayssm*", "gdn_*", "kda_*", "engram_config", "diffusion_config"),
     ),
-    "a draft's KV would not be handed off, so decode would have nothing to draft from": (
-        "spec_*",
-        "speculative_config",
-    ),
+    "drafts are configured in one place, speculative_config": ("spec_*",),
     "all adapters of a model of experts must have the layout that it has itself": ("enable_mixed_moe_lora_format",),
     "multimodal inputs are not supported: only a prompt's tokens travel with its KV": (
         *("mm_*", "*_mm_*", "media_*", "allowed_*media_*", "video_*", "ec_manager_config", "interleave_mm_strings"),
@@ -191,7 +190,9 @@ def engine_problems(setting: str, args: Args, *, one_pool: bool) -> Iterator[str
         if one_pool and name in FOR_THE_MODEL:
             yield f"{setting}.{name} must be the same in router and pools: set engine_args.{name} instead."
         else:
-            yield from _problems(setting, name, value, "engine")
+            yield from (wrong := [*_problems(setting, name, value, "engine")])
+            if name == speculation.ARGUMENT and not wrong:
+                yield from speculation.problems(f"{setting}.{name}", value, one_pool=one_pool)
 
 
 def server_problems(setting: str, args: Args) -> Iterator[str]:

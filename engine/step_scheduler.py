@@ -18,6 +18,7 @@ import msgspec
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output.utils import strip_speculative_padding
 
 from ridgeline.decode_worker.pacing.bound import Prompt, most_prefill_tokens
 from ridgeline.decode_worker.pacing.model import StepClock, StepFit, StepLoad
@@ -136,6 +137,9 @@ class ItlBoundedScheduler:
             ended = self._step_clock.end(time.monotonic())
             if ended is not None:
                 self._step_fit.observe(*ended)
+        if self.num_spec_tokens and model_runner_output.sampled_token_ids:
+            outputs = model_runner_output
+            self._count_drafts(scheduler_output, outputs.sampled_token_ids, outputs.req_id_to_index)
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         self._step_clock.then(more_to_run=bool(scheduler_output.total_num_scheduled_tokens and self.running))
         return outputs
@@ -173,14 +177,15 @@ class ItlBoundedScheduler:
             for request in batch.joining:  # its KV came at any moment of the last step
                 self._slack.joins(request.request_id, self._step_clock.took_s / 2)
             model = self._step_fit.model
-            together_s = model.decode_s(len(sequences), context_tokens)
+            together_s, tokens = model.decode_s(len(sequences), context_tokens), model.made_per_sequence
             for request in sequences:
                 made = request.num_output_tokens + request.num_output_placeholders
-                bare = DecodeSteps(model.decode_s(1, request.num_computed_tokens), together_s)
+                bare = DecodeSteps(model.decode_s(1, request.num_computed_tokens), together_s, tokens)
                 left = request.max_tokens - made
                 step_s = min(step_s, self._slack.allowance_s(request.request_id, made, left, now_s, bare))
+            bare = DecodeSteps(together_s=together_s, tokens=tokens)
             for request in self.kv_holding_waiting:
-                step_s = min(step_s, self._slack.arrival_s(request.request_id, together_s))
+                step_s = min(step_s, self._slack.arrival_s(request.request_id, bare))
         if step_s == math.inf or not (batch.prompts or self.waiting or self.kv_holding_waiting):
             return None
         fit = self._step_fit
@@ -235,18 +240,31 @@ class ItlBoundedScheduler:
 
     def _load(self: Any, scheduled: Any) -> StepLoad:
         """Return what a scheduled step computes; a last token of a prompt costs what a decoded one does."""
-        prefill_tokens = sequences = context_tokens = 0
+        prefill_tokens = decode_tokens = context_tokens = 0
         attended = 0.0
         per_sequence = 1 + self.num_spec_tokens
         for request_id, tokens in scheduled.num_scheduled_tokens.items():
             computed = self.requests[request_id].num_computed_tokens - tokens
             if tokens <= per_sequence:
-                sequences += 1
+                decode_tokens += tokens
                 context_tokens += computed
             else:
                 prefill_tokens += tokens
                 attended += tokens * (computed + tokens / 2.0)
-        return StepLoad(prefill_tokens, sequences, context_tokens, attended)
+        return StepLoad(prefill_tokens, decode_tokens, context_tokens, attended)
+
+    def _count_drafts(self: Any, scheduled: Any, sampled: list[list[int]], index_of: dict[str, int]) -> None:
+        """Learn what a step with speculation made. The padding of vLLM's drafts is computed, but is no draft."""
+        sequences = computed = made = drafted = 0
+        for request_id, tokens in scheduled.num_scheduled_tokens.items():
+            request, new = self.requests.get(request_id), len(sampled[index_of[request_id]])
+            if not new or request is None or request.num_computed_tokens - tokens < request.num_prompt_tokens - 1:
+                continue  # a prompt, or gone
+            sequences, computed, made = sequences + 1, computed + tokens, made + new
+            drafted += len(strip_speculative_padding(scheduled.scheduled_spec_decode_tokens.get(request_id, [])))
+        self._step_fit.speculated(sequences, computed, made)
+        if self.connector is not None:
+            self.connector.scheduler.count_drafts(sequences, drafted, made - sequences)
 
 
 def _left(request: Request) -> int:

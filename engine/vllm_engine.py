@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from vllm.config import KVTransferConfig, ModelConfig, VllmConfig
+from vllm.config import KVTransferConfig, ModelConfig, SpeculativeConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import tokens_input
@@ -33,7 +33,6 @@ from ridgeline.contracts.errors import AdapterRefused, EngineFailed, InvalidTask
 from ridgeline.contracts.handoff import KvHandoff, KvLayout, TransferResult
 from ridgeline.contracts.tasks import Adapter, LegTiming, TokenDelta
 from ridgeline.contracts.workers import StepModel
-from ridgeline.engine.activity import Activity, Doing
 from ridgeline.engine.adapter_files import AdapterCopies, require_fit
 from ridgeline.engine.config import EngineConfig
 from ridgeline.engine.connector.events import TransferEvents
@@ -42,7 +41,8 @@ from ridgeline.engine.connector.transferable_models import UnsupportedModel, why
 from ridgeline.engine.grammars import choose_backend
 from ridgeline.engine.request import logprobs
 from ridgeline.engine.root_cause import CauseFile, output_place, sentence_of
-from ridgeline.engine.stall import StallWatch
+from ridgeline.engine.speculation import KEYS, speculates
+from ridgeline.engine.stall import Activity, Doing, StallWatch
 from ridgeline.engine.step_scheduler import bound_steps
 from ridgeline.engine.vllm_arguments import engine_values
 from ridgeline.engine.vllm_workarounds.bounded_grammars import bound_validation
@@ -128,7 +128,7 @@ class VllmEngine:
         except Exception as error:
             why = _why_not_inspected(error) or sentence_of(error)
             raise EngineFailed(f"{self.config.model_path} cannot be served: {why}") from error
-        self._require_supported(vllm_config.model_config)
+        self._require_supported(vllm_config.model_config, vllm_config.speculative_config)
         self._cause = cause_file(vllm_config)
         try:
             self._load(args, vllm_config)
@@ -152,7 +152,7 @@ class VllmEngine:
         choose_backend(vllm_config.structured_outputs_config, self._llm.renderer.tokenizer)
         bound_validation()
 
-    def _require_supported(self, model: ModelConfig) -> None:
+    def _require_supported(self, model: ModelConfig, speculation: SpeculativeConfig | None) -> None:
         if model.runner_type != "generate":
             what = f"it is a model for {model.runner_type} (embeddings, scores), and makes no text"
             raise UnsupportedModel(f"{self.config.model_path} cannot be served: {what}.")
@@ -160,7 +160,10 @@ class VllmEngine:
             model.hf_text_config.to_dict(),
             on_cpu=self.config.on_cpu,
             prefix_caching=_caches_prefixes(self.config),
+            speculates=self.config.hands_over and speculates(self.config.passed),
         )
+        if reason is None and speculation is not None:
+            reason = _why_no_draft(model, speculation)
         if reason is not None:
             raise UnsupportedModel(f"{self.config.model_path} cannot be served: {reason}.")
 
@@ -417,6 +420,22 @@ def _why_not_inspected(error: Exception) -> str:
     return ""
 
 
+def _why_no_draft(model: ModelConfig, speculation: SpeculativeConfig) -> str | None:
+    """Return why drafts cannot be had so: a draft model's layers lie beside the model's, whose blocks they share."""
+    if speculation.method not in KEYS:  # vLLM has recognised a drafter of another kind
+        return f"{speculation.model} drafts by method {speculation.method}, which is none of {', '.join(KEYS)}"
+    if not speculation.uses_draft_model():
+        return None
+    draft = speculation.draft_model_config
+    ours, drafts = (f"{one.get_total_num_kv_heads()} KV heads of {one.get_head_size()}" for one in (model, draft))
+    if ours == drafts and model.dtype == draft.dtype:
+        return None
+    return (
+        f"its draft model has {drafts} in {draft.dtype}, not {ours} in {model.dtype}, and so KV blocks of another "
+        "size: choose a draft whose KV heads are equal, or method ngram"
+    )
+
+
 def require_in_vocabulary(token_ids: list[int], vocabulary_tokens: int) -> None:
     """Raise InvalidTask for a token outside the vocabulary: vLLM's engine does not check tokens and would fail."""
     for token in (min(token_ids, default=0), max(token_ids, default=0)):
@@ -466,9 +485,7 @@ def _engine_args(config: EngineConfig) -> dict[str, Any]:
             },
         ),
     }
-    if config.on_cpu:
-        # On GPUs vLLM may use its second model runner, whose processors have another interface that has not run here
-        # yet.
+    if config.repeats_tokens:
         args["logits_processors"] = ["ridgeline.engine.request.forced_tokens:ForcedTokens"]
     if config.kv_cache_bytes_per_rank is not None:
         args["kv_cache_memory_bytes"] = config.kv_cache_bytes_per_rank

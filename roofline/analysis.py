@@ -40,6 +40,14 @@ def ridge_batch(hardware: Hardware, bytes_per_param: float) -> float:
     return hardware.ridge * bytes_per_param / 2.0
 
 
+def tokens_per_step(acceptance: float, drafted_tokens: int) -> float:
+    """Return the tokens that a sequence gets of a step that verifies k drafted ones: (1 - a^(k+1)) / (1 - a).
+
+    Each is accepted with probability a if all before it were (Leviathan et al., 2023, equation 1); the model adds one.
+    """
+    return sum(acceptance**accepted for accepted in range(drafted_tokens + 1))
+
+
 def sequences_that_fit(free_bytes: float, tokens_per_sequence: int, kv_bytes_per_token: float) -> int:
     """Return how many whole sequences fit by their KV; paging wastes at most one block each (PagedAttention paper)."""
     return int(free_bytes // (tokens_per_sequence * kv_bytes_per_token))
@@ -71,17 +79,22 @@ def roofline_table(
     prefill_tokens: Iterable[int] = PREFILL_TOKENS,
     decode_batches: Iterable[int] = DECODE_BATCHES,
     decode_context_tokens: int = DECODE_CONTEXT_TOKENS,
+    drafted_tokens: int = 0,
+    acceptance: float = 1.0,
 ) -> list[RooflineRow]:
-    """Compute best-case rows: `floor_ms` is the least time of a step, `tokens_per_s` the highest rate."""
-    model = StepCostModel(shape)
-    steps: list[tuple[Literal["prefill", "decode"], int, int, int, StepCost]] = [
-        ("prefill", 1, length, length, model.prefill(length)) for length in prefill_tokens
+    """Compute best-case rows: `floor_ms` is the least time of a step, `tokens_per_s` the highest rate.
+
+    Decode steps verify `drafted_tokens` of each sequence, a part of which is accepted (`tokens_per_step`).
+    """
+    model = StepCostModel(shape, absorbed_max_new_tokens=1 + drafted_tokens)
+    rows = [
+        _row(shape, hardware, "prefill", 1, length, length, model.prefill(length), length) for length in prefill_tokens
     ]
-    steps += [
-        ("decode", batch, batch, decode_context_tokens, model.decode(batch, decode_context_tokens))
-        for batch in decode_batches
-    ]
-    return [_row(shape, hardware, *step) for step in steps]
+    made = tokens_per_step(acceptance, drafted_tokens)
+    for batch in decode_batches:
+        cost, new_tokens = model.decode(batch, decode_context_tokens, drafted_tokens), batch * (1 + drafted_tokens)
+        rows.append(_row(shape, hardware, "decode", batch, new_tokens, decode_context_tokens, cost, batch * made))
+    return rows
 
 
 def _row(
@@ -92,6 +105,7 @@ def _row(
     new_tokens: int,
     context_tokens: int,
     cost: StepCost,
+    made_tokens: float,
 ) -> RooflineRow:
     floor_s = step_floor_s(cost, hardware)
     memory_bytes = shape.weight_bytes + batch * context_tokens * shape.kv_bytes_per_token
@@ -105,7 +119,7 @@ def _row(
         arithmetic_intensity=cost.arithmetic_intensity,
         bound=bound(cost.arithmetic_intensity, hardware),
         floor_ms=floor_s * 1e3,
-        tokens_per_s=new_tokens / floor_s,
+        tokens_per_s=made_tokens / floor_s,
         memory_bytes=memory_bytes,
         fits=None if hardware.memory_bytes is None else memory_bytes <= hardware.memory_bytes,
     )

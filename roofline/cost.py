@@ -131,9 +131,14 @@ class StepCostModel:
         """Return the cost of one prompt in one step, with `cached_tokens` in the KV cache, and of its first token."""
         return self.step([(prompt_tokens - cached_tokens, cached_tokens)], 1)
 
-    def decode(self, batch: int, context_tokens: int) -> StepCost:
-        """Return the cost of one token for each of `batch` sequences of `context_tokens`, the new token included."""
-        return self.step([(1, context_tokens - 1)] * batch, batch)
+    def decode(self, batch: int, context_tokens: int, drafted_tokens: int = 0) -> StepCost:
+        """Return the cost of one token for each of `batch` sequences of `context_tokens`, the new token included.
+
+        With k `drafted_tokens` a sequence the step verifies them beside it: k + 1 query tokens read weights and KV once
+        (Leviathan et al., 2023, section 3.4). Drafting itself is not counted.
+        """
+        tokens = 1 + drafted_tokens
+        return self.step([(tokens, context_tokens - 1)] * batch, batch * tokens)
 
 
 def _flops_per_query_key_pair(shape: ModelShape) -> tuple[float, float]:

@@ -113,7 +113,7 @@ def _memory_fact(shape: ModelShape, memory_bytes: float) -> str:
 
 
 def _steps(rows: Sequence[RooflineRow]) -> Table:
-    """Build a table with one line per step, 80 columns wide; in decode rows the new tokens are the batch."""
+    """Build a table with one line per step, 80 columns wide; decode computes batch times 1 + drafted tokens."""
     table = Table(box=box.SIMPLE, padding=0, pad_edge=False)
     for heading in ("phase", "bound"):
         table.add_column(heading, no_wrap=True)

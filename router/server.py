@@ -112,14 +112,12 @@ class Router(RouterControl):
             bodies=HeldBodies(settings.server.max_request_bytes, lambda why: self._metrics.rejected.labels(why).inc()),
         )
         self._client = RouterEngineClient(
-            frontend_config(self._args),
+            frontend_config(self._args, speculates=settings.speculates),
             self._admission,
             settings.server.max_grammar_bytes,
             lambda: self.fleet.adapters,
         )
-        self._orchestrator = Orchestrator(
-            self.fleet, self._decisions.placement, settings, self._metrics, self._releaser.release
-        )
+        self._orchestrator = Orchestrator(self._decisions.placement, settings, self._metrics, self._releaser.release)
         self.operations = Operations()
         """Operations of operators, for whoever starts and ends workers."""
         self._hardware: dict[Pool, PoolHardware] = {}

@@ -306,6 +306,8 @@ class RouterSettings:
     """Those of the engines' arguments that say what the model is."""
     lora_modules: Sequence[Mapping[str, str]] = ()
     """Name and path of each LoRA adapter that is served from the start."""
+    speculates: bool = False
+    """Whether some engines draft tokens, and so refuse what cannot be had with drafts."""
     server_args: Mapping[str, Any] = field(default_factory=dict)
     """vLLM's own arguments for its HTTP front."""
     api_key_hashes: Set[bytes] = frozenset()

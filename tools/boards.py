@@ -175,6 +175,21 @@ POOLS = {
         Panel("Time in engine steps", "percentunit", [level("ridgeline:pool_busy:ratio_rate5m", "pool")]),
         Panel("Steps", "cps", [rate("ridgeline_steps_total", "pool, step")]),
         Panel("Tokens computed per second", "short", [rate("ridgeline_tokens_total", "pool, phase")]),
+        Panel(
+            "Speculation",
+            "percentunit",
+            [
+                share(
+                    rate("ridgeline_accepted_tokens_total", "pool", "accepted"),
+                    rate("ridgeline_drafted_tokens_total", "pool"),
+                ),
+                share(
+                    rate("ridgeline_accepted_tokens_total", "pool", "gained"),
+                    rate("ridgeline_sequence_steps_total", "pool"),
+                ),
+            ],
+            "Accepted: of the drafted tokens. Gained: tokens per step and sequence, beyond one.",
+        ),
         Panel("Bytes moved", "Bps", [rate("ridgeline_bytes_total", "pool, kind")]),
     ],
     "Queues": [

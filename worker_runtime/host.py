@@ -232,7 +232,7 @@ class WorkerHost:
             block_size=layout.block_size,  # vLLM may have overruled the setting
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
-            repeats_tokens=config.on_cpu,
+            repeats_tokens=config.repeats_tokens,
             node=host_identity(),
             rack=config.rack,
             device=config.device,

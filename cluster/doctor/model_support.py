@@ -19,6 +19,7 @@ from ridgeline.contracts.vocabulary import Pool
 from ridgeline.engine.adapter_files import require_fit
 from ridgeline.engine.connector.transferable_models import keeps_states, why_unsupported
 from ridgeline.engine.passed_args import adapter_modules
+from ridgeline.engine.speculation import speculates
 
 
 def model_conflicts(config: RidgelineConfig, model: ModelFacts) -> list[str]:
@@ -53,6 +54,8 @@ def _unsupported(config: RidgelineConfig, model: ModelFacts) -> list[str]:
         model.config,
         on_cpu=not config.uses_gpus(),
         prefix_caching=config.engine_args.get("enable_prefix_caching") is not False,
+        speculates=config.mode != "colocated"
+        and any(speculates(config.args_of(name)) for name in config.active_pools()),
     )
     return [] if reason is None else [f"{config.model.path} cannot be served: {reason}."]
 

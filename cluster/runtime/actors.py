@@ -76,6 +76,9 @@ def engine_environment(
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(cores // ranks),
+            # vLLM looks up n-grams with numba, which gives the whole process so many OpenMP threads: by default one for
+            # each core that it may use, and threads that wait for one another's core make steps ten times as long.
+            "NUMBA_NUM_THREADS": str(cores // ranks),
             # Huge pages for weights and KV: a decode step reads all weights once, with fewer TLB misses then.
             "THP_MEM_ALLOC_ENABLE": "1",
             # oneDNN keeps a compiled kernel, 240 KB here, for each number of tokens a step has ever had, up to 1,024 of

@@ -18,7 +18,7 @@ from ridgeline.cluster.model_store import ModelError, prepare_model
 from ridgeline.cluster.runtime.actors import NodePlace
 from ridgeline.cluster.runtime.roles import ModeRoles, limits_for_all, mode_roles, places_of
 from ridgeline.contracts.vocabulary import Pool
-from ridgeline.engine import passed_args
+from ridgeline.engine import passed_args, speculation
 from ridgeline.engine.config import EngineConfig
 from ridgeline.kv_transfer.options import TransferOptions
 from ridgeline.roofline.process_cores import usable_cores
@@ -113,6 +113,7 @@ class Plan:
             engine_args=passed_args.for_the_router(self.engine_args),
             server_args=self.server_args,
             lora_modules=self.lora_modules,
+            speculates=any(speculation.speculates(config.args_of(name)) for name in config.all_pools()),
             stall_timeout_s=config.supervision.stall_timeout_s,
             api_key_hashes=self.keys.clients,
             admin_key_hashes=self.keys.admins,
@@ -209,11 +210,15 @@ def _server_args(config: RidgelineConfig) -> dict[str, Any]:
 
 
 def _with_whole_paths(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Make plugins' paths absolute, so that they mean the same wherever Ray runs a process."""
-    return {
+    """Make paths of plugins and of a draft model absolute, so that they mean the same wherever Ray runs a process."""
+    whole: dict[str, Any] = {
         name: str(Path(value).absolute()) if name.endswith("_plugin") and value else value
         for name, value in args.items()
     }
+    draft = whole.get(speculation.ARGUMENT) or {}
+    if Path(str(draft.get("model"))).is_dir():
+        whole[speculation.ARGUMENT] = {**draft, "model": str(Path(draft["model"]).absolute())}
+    return whole
 
 
 def dtype_of_nodes(config: RidgelineConfig, places: Mapping[str, NodePlace]) -> str:

@@ -19,7 +19,7 @@ class Prompt:
 
 
 def most_prefill_tokens(
-    model: StepModel, step_s: float, sequences: int, context_tokens: int, prompts: Iterable[Prompt]
+    model: StepModel, step_s: float, sequences: int, context_tokens: float, prompts: Iterable[Prompt]
 ) -> int:
     """Return how many tokens of these prompts, in their order, fit a step of `step_s` beside what decodes; at least 1.
 
@@ -27,10 +27,11 @@ def most_prefill_tokens(
     """
     decode_s = model.decode_s(sequences, context_tokens)
     step_s = max(step_s, (1.0 + LEAST_PROMPT_SHARE) * decode_s)
-    line_s = model.base_s + model.per_sequence_s * sequences + model.per_context_token_s * context_tokens
+    decode_tokens = int(sequences * model.computed_per_sequence)
+    line_s = model.base_s + model.per_sequence_s * decode_tokens + model.per_context_token_s * context_tokens
     tokens = 0
     for prompt in prompts:
-        chunk = _longest_chunk(model, step_s, line_s, sequences + tokens, prompt)
+        chunk = _longest_chunk(model, step_s, line_s, decode_tokens + tokens, prompt)
         tokens += chunk
         if chunk < prompt.left_tokens:
             break

@@ -51,19 +51,19 @@ class StepLoad:
     """What one step computes: the P, S, C and A of `StepModel`."""
 
     prefill_tokens: int
-    sequences: int
+    decode_tokens: int
     context_tokens: int
     attended: float
 
     @property
     def bucket(self) -> int:
         """The index of its correction."""
-        return min(BUCKETS - 1, (self.prefill_tokens + self.sequences).bit_length())
+        return min(BUCKETS - 1, (self.prefill_tokens + self.decode_tokens).bit_length())
 
     @property
     def kind(self) -> int:
         """0: decode alone, 1: decode and prompts, 2: prompts alone."""
-        return 0 if not self.prefill_tokens else 1 if self.sequences else 2
+        return 0 if not self.prefill_tokens else 1 if self.decode_tokens else 2
 
 
 @dataclass
@@ -125,6 +125,8 @@ class StepFit:
         self._steps = 0
         self._steps_without_prompts = 0
         self._median_error = 0.0
+        self._speculated = np.zeros(3)
+        """Decayed sums over sequences and steps: how many, the tokens computed, the tokens made."""
 
     @property
     def known(self) -> bool:
@@ -133,7 +135,7 @@ class StepFit:
 
     def predict_s(self, load: StepLoad) -> float:
         """Return how long such a step is expected to take; 0 before the first one."""
-        return self.model.step_s(load.prefill_tokens, load.sequences, load.context_tokens, load.attended)
+        return self.model.step_s(load.prefill_tokens, load.decode_tokens, load.context_tokens, load.attended)
 
     def foretell_s(self, load: StepLoad) -> float:
         """Return how long such a step is expected to take; infinite if too few like it have been measured to know.
@@ -152,7 +154,7 @@ class StepFit:
         """Learn from a step that took this long."""
         if took_s <= 0.0:
             return
-        features = np.array((1.0, load.prefill_tokens, load.sequences, load.context_tokens, load.attended))
+        features = np.array((1.0, load.prefill_tokens, load.decode_tokens, load.context_tokens, load.attended))
         if not self._steps:
             self._begin(load, took_s)
         weight = self._weight(load, took_s)
@@ -169,6 +171,11 @@ class StepFit:
             self._most_attended = max(self._most_attended, load.attended)
         if self._steps % REFIT_STEPS == 0 or self._steps in (1, 2, 4):
             self._refit()
+
+    def speculated(self, sequences: int, computed_tokens: int, made_tokens: int) -> None:
+        """Learn what a step with drafts has computed and made of the sequences that decode."""
+        self._speculated *= KEPT
+        self._speculated += sequences, computed_tokens, made_tokens
 
     def _begin(self, load: StepLoad, took_s: float) -> None:
         """Guess from one step: a prompt's tokens cost alike in all."""
@@ -195,6 +202,7 @@ class StepFit:
         self._fit_line()
         self._median_error = median(self._errors) if self._errors else 0.0
         base_s, prefill_s, sequence_s, context_s, attended_s = (float(weight) for weight in self._line)
+        sequences, computed, made = (float(number) for number in self._speculated)
         self.model = StepModel(
             base_s=base_s,
             per_prefill_token_s=prefill_s,
@@ -206,6 +214,8 @@ class StepFit:
             steps=self._steps,
             knows_decode=self._steps_without_prompts >= KNOWN,
             knows_prompts=self.longest_prefill_tokens > 0,
+            computed_per_sequence=computed / sequences if sequences else 1.0,
+            made_per_sequence=made / sequences if sequences else 1.0,
         )
 
     def _corrections(self) -> tuple[float, ...]:

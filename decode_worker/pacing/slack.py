@@ -21,6 +21,8 @@ class DecodeSteps:
     """One of the sequence alone."""
     together_s: float = 0.0
     """One of all that decode."""
+    tokens: float = 1.0
+    """What a sequence gets of one: above 1 with speculation."""
 
 
 @dataclass
@@ -30,7 +32,7 @@ class _Sequence:
     sure_tokens: float
     begun_s: float = math.inf
     """When its first token here was due to be there, or its first step began; infinity before."""
-    begun_with_tokens: int = 0
+    begun_with_tokens: float = 0
     waited_s: float = 0.0
     """What its reader had waited for it before its first step here."""
 
@@ -60,7 +62,7 @@ class TpotSlack:
         """Forget a sequence that has ended; unknown ids are ignored."""
         self._sequences.pop(request_id, None)
 
-    def allowance_s(self, request_id: str, tokens: int, left_tokens: int, now_s: float, bare: DecodeSteps) -> float:
+    def allowance_s(self, request_id: str, tokens: float, left_tokens: float, now_s: float, bare: DecodeSteps) -> float:
         """Return how long the step that makes its next token may take from `now_s`; infinity without a limit.
 
         `tokens` will be made by `now_s`, from when nothing else is computed. The mean counts, so a sequence with
@@ -79,23 +81,26 @@ class TpotSlack:
             return math.inf
         if sequence.begun_s == math.inf or tokens <= sequence.repeated_tokens:
             sequence.begun_s, sequence.begun_with_tokens = now_s - sequence.waited_s, tokens
-        spent_s, made = now_s - sequence.begun_s, tokens - sequence.begun_with_tokens
-        allowed_s = TPOT_LIMIT_USED * sequence.limit_s
+        spent_s, limit_s = now_s - sequence.begun_s, sequence.limit_s * bare.tokens  # from here on all is by steps
+        made, left = (tokens - sequence.begun_with_tokens) / bare.tokens, left_tokens / bare.tokens
+        allowed_s = TPOT_LIMIT_USED * limit_s
         bare_s = DECODE_STEP_MARGIN * bare.together_s
-        least_s, may_s = (bare.alone_s, sequence.limit_s) if bare_s <= allowed_s else (bare_s, allowed_s)
-        if spent_s + left_tokens * least_s > may_s * (made + left_tokens):
-            return LOST_LIMITS * max(sequence.limit_s, bare.together_s)
-        after_next = max(0.0, min(left_tokens, sequence.sure_tokens - tokens) - 1.0)
+        least_s, may_s = (bare.alone_s, limit_s) if bare_s <= allowed_s else (bare_s, allowed_s)
+        if spent_s + left * least_s > may_s * (made + left):
+            return LOST_LIMITS * max(limit_s, bare.together_s)
+        after_next = max(0.0, min(left, (sequence.sure_tokens - tokens) / bare.tokens) - 1.0)
         saves_s = after_next * max(0.0, allowed_s - bare_s)
         may_take_s = allowed_s * (made + 1) - spent_s + FUTURE_SLACK_USED * saves_s
         return min(MOST_LIMITS * allowed_s, max(CATCH_UP * allowed_s, may_take_s))
 
-    def arrival_s(self, request_id: str, together_s: float = 0.0) -> float:
+    def arrival_s(self, request_id: str, bare: DecodeSteps = DecodeSteps()) -> float:
         """Return how long a step may take while the sequence's KV is on its way; infinity without a limit.
 
         Its next token waits for the end of that step, and of the one after it. Still it is allowed more than a token's
-        time, since prompts that are computed in many small steps beside nothing that decodes take longer. `together_s`
-        is a bare step of all that decode: a limit that it exceeds counts as much.
+        time, since prompts that are computed in many small steps beside nothing that decodes take longer. A limit
+        that a bare step of all that decode exceeds counts as much as that step.
         """
         sequence = self._sequences.get(request_id)
-        return math.inf if sequence is None else MOST_LIMITS * max(TPOT_LIMIT_USED * sequence.limit_s, together_s)
+        if sequence is None:
+            return math.inf
+        return MOST_LIMITS * max(TPOT_LIMIT_USED * sequence.limit_s * bare.tokens, bare.together_s)

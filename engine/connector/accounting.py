@@ -1,7 +1,8 @@
 """FLOPs, bytes and busy seconds of each engine step, derived from what the scheduler decided.
 
 It runs in the engine process: `scheduler_side.py` calls `begin` when a step has been scheduled and `end` when its
-outputs are there. FLOPs and bytes come from the formulas of `ridgeline.roofline.cost`; only time is measured.
+outputs are there. FLOPs and bytes come from the formulas of `ridgeline.roofline.cost`; only time is measured. A drafted
+token costs what another one does, so a step with k of them a sequence moves its weights and KV once for k + 1 tokens.
 
 Where vLLM schedules a step before it reads the last one's outputs (on GPUs), a sequence that ends at a stop token is in
 one step more. It is counted, because the engine computes it: tokens are those computed, one more than were sent.
@@ -55,7 +56,7 @@ class StepAccountant:
         """Record that a step was scheduled; `scheduled` is vLLM's SchedulerOutput."""
         if scheduled.total_num_scheduled_tokens == 0:
             return
-        tokens = scheduled.num_scheduled_tokens
+        tokens, drafts = scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens
         started = [(new.req_id, new.num_computed_tokens) for new in scheduled.scheduled_new_reqs]
         cached = scheduled.scheduled_cached_reqs
         running = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
@@ -68,13 +69,23 @@ class StepAccountant:
             if computed < prompt:
                 prefill_tokens += new
             if computed + new >= prompt:
-                sampled += 1
+                sampled += 1 + len(drafts.get(request_id, ()))
         total = scheduled.total_num_scheduled_tokens
         kind: StepKind = "decode" if prefill_tokens == 0 else "prefill" if prefill_tokens == total else "mixed"
         self._add("tokens_total.prefill", prefill_tokens)
-        self._add("tokens_total.decode", total - prefill_tokens)
+        self._add("tokens_total.decode", total - prefill_tokens - sum(map(len, drafts.values())))
         cost = None if self._model is None else self._model.step(segments, sampled)
         self._in_flight.append((self._clock(), kind, cost))
+
+    def verified(self, sequences: int, drafted: int, accepted: int) -> None:
+        """Count the drafts of a step, in which so many sequences decoded; of their tokens only the accepted ones count.
+
+        With a draft model FLOPs and bytes are those of the model itself.
+        """
+        self._add("tokens_total.decode", accepted)
+        self._add("drafted_tokens_total", drafted)
+        self._add("accepted_tokens_total", accepted)
+        self._add("sequence_steps_total", sequences)
 
     def end(self) -> None:
         """Record that the oldest step in flight has its outputs. Overlapping steps do not count the same time twice."""

@@ -44,7 +44,7 @@ def kv_layout(
     config_digest = hashlib.sha256(json.dumps(shape, sort_keys=True, default=str).encode()).hexdigest()
     return KvLayout(
         model=f"{model.hf_config.model_type}-{config_digest[:12]}",
-        weights=weights_digest(model.model, model.revision),
+        weights=weights_digest(model.model, model.revision) + _draft_digest(vllm_config.speculative_config),
         dtype=str(model.dtype).removeprefix("torch."),
         kv_dtype=kv_format(first.dtype, cache.cache_dtype),
         block_size=groups.all[0].layers.block_size,
@@ -58,6 +58,14 @@ def kv_layout(
         groups=groups.layers,
         heads_are_runs=all(heads_are_runs(group.spec, attention, layout) for group in groups.all),
     )
+
+
+def _draft_digest(speculation: Any) -> str:
+    """Return the digest of the draft model whose KV lies beside the model's; empty without one."""
+    if speculation is None or not speculation.uses_draft_model():
+        return ""
+    draft = speculation.draft_model_config
+    return f" {weights_digest(draft.model, draft.revision)}"
 
 
 def heads_are_runs(spec: Any, caches: Sequence[torch.Tensor], layout: str) -> bool:

@@ -146,6 +146,10 @@ class SchedulerSide:
         """Send these figures before the step that is being scheduled, if its loop runs already."""
         self._send_at_once(stats)
 
+    def count_drafts(self, sequences: int, drafted: int, accepted: int) -> None:
+        """Count what a step with speculation made of sequences that decode."""
+        self._accountant.verified(sequences, drafted, accepted)
+
     def idle_wait_s(self, longest_s: float, num_requests: int) -> float:
         """Return how long the step loop may wait for news after a step that computed nothing.
 

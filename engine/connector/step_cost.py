@@ -32,7 +32,11 @@ def step_cost_model(vllm_config: VllmConfig, kv_cache_spec: Any) -> StepCostMode
     except (ModelConfigError, TypeError, ValueError, AttributeError) as error:
         logger.warning("steps are counted without FLOPs and bytes, which are not known for this model: %s", error)
         return None
-    return StepCostModel(shape, tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size)
+    return StepCostModel(
+        shape,
+        tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
+        absorbed_max_new_tokens=1 + vllm_config.num_speculative_tokens,
+    )
 
 
 def _model_shape(vllm_config: VllmConfig, kv_cache_spec: Any) -> ModelShape:

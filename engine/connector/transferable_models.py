@@ -28,10 +28,13 @@ class UnsupportedModel(ValueError):
     """This model cannot be served as configured; the message names the property and the fix."""
 
 
-def why_unsupported(config: Mapping[str, Any], *, on_cpu: bool, prefix_caching: bool) -> str | None:
+def why_unsupported(
+    config: Mapping[str, Any], *, on_cpu: bool, prefix_caching: bool, speculates: bool = False
+) -> str | None:
     """Return which property prevents this model from being served, and the fix; None if none is known.
 
-    `config` is the content of `config.json`, or vLLM's version of it.
+    `config` is the content of `config.json`, or vLLM's version of it. `speculates`: whether engines that exchange KV
+    draft tokens.
     """
     text = _text(config)
     if config.get("is_encoder_decoder"):
@@ -47,6 +50,11 @@ def why_unsupported(config: Mapping[str, Any], *, on_cpu: bool, prefix_caching: 
     if any(sizes) and keeps_every_token(config):
         named = " and ".join(str(size) for size in sorted(filter(None, {*sizes, text.get("head_dim")})))
         return f"its layers have heads of different sizes ({named}), and so blocks of different sizes"
+    if speculates and keeps_states(config):
+        return (
+            "its layers keep recurrent states, of which vLLM has a copy for each drafted token, while a transfer "
+            "brings one: leave out speculative_config, or serve it in mode colocated"
+        )
     return _why_not_on_cpu(text, prefix_caching=prefix_caching) if on_cpu and keeps_states(config) else None
 
 

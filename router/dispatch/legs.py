@@ -14,7 +14,7 @@ from functools import partial
 
 import msgspec
 
-from ridgeline.contracts.errors import HandoffLost, WorkerLost
+from ridgeline.contracts.errors import EngineError, HandoffLost, WorkerLost
 from ridgeline.contracts.handoff import KvHandoff
 from ridgeline.contracts.tasks import GenerateTask, TokenDelta
 from ridgeline.router.dispatch.request import RequestProgress
@@ -33,6 +33,10 @@ LEAST_FETCH_S = 1.0
 """The least time that a fetch of cached KV gets before the prompt is computed; more if to compute it takes longer."""
 
 
+class CannotContinue(EngineError):
+    """A stream lost its worker, and its sampling state cannot be rebuilt; the message says why."""
+
+
 class Legs:
     """Runs attempts on workers."""
 
@@ -45,7 +49,7 @@ class Legs:
         """Wait for a place and run the attempt there. Cancelling this aborts what runs on workers.
 
         Raises WorkerLost, WorkerDraining, EngineFailed, InvalidTask or TaskRejected, and NoWorker if a pool that it
-        needs stays without a worker.
+        needs stays without a worker. Raises CannotContinue if the worker that is to go on with an answer cannot.
         """
         async with self._place(progress) as place:
             if place.decode_worker is None:
@@ -61,6 +65,7 @@ class Legs:
         async with self._placement.place(progress.demand()) as place:
             timeline.router_queue_s += timeline.clock() - began_s
             timeline.path, timeline.assignment = place.route.path, place.assignment
+            _require_continuable(progress, place.decode_worker or place.prompt_worker)
             workers = (place.prompt_worker, place.decode_worker)
             timeline.placed(*(LegWorker(one.pool, one.worker_id) for one in workers if one is not None))
             progress.assignment = place.assignment
@@ -197,6 +202,16 @@ class Legs:
 
         await leg(send)
         return produced
+
+
+def _require_continuable(progress: RequestProgress, worker: Worker) -> None:
+    """Raise CannotContinue if this worker should repeat an answer's tokens and cannot."""
+    reason = progress.request.sampling.resample_reason
+    if progress.token_ids and reason is not None and not worker.description.repeats_tokens:
+        raise CannotContinue(
+            f"the worker was lost during the stream, and {reason} needs sampling state that {worker.worker_id} cannot "
+            "rebuild: send the request again"
+        )
 
 
 def _prompt_done(place: Place, progress: RequestProgress, delta: TokenDelta) -> None:

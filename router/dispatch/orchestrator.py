@@ -14,7 +14,6 @@ import time
 from ridgeline.contracts.errors import EngineError, EngineFailed, TaskRejected, WorkerDraining, WorkerLost
 from ridgeline.router.dispatch.legs import Legs, ReleaseHandoff
 from ridgeline.router.dispatch.request import Emit, RequestProgress, SequenceRequest
-from ridgeline.router.fleet.fleet import Fleet
 from ridgeline.router.observe.metrics import RequestMetrics
 from ridgeline.router.observe.timeline import Outcome, RequestTimeline
 from ridgeline.router.placement.places import Placement
@@ -41,22 +40,16 @@ class DeadlineExceeded(Exception):
     """The request took longer than its deadline."""
 
 
-class CannotContinue(EngineError):
-    """A stream lost its worker, and its sampling state cannot be rebuilt; the message says why."""
-
-
 class Orchestrator:
     """Runs requests. It keeps no state between them: the placement holds what is outstanding."""
 
     def __init__(
         self,
-        fleet: Fleet,
         placement: Placement,
         settings: RouterSettings,
         metrics: RequestMetrics,
         release_handoff: ReleaseHandoff,
     ) -> None:
-        self._fleet = fleet
         self._settings = settings
         self._metrics = metrics
         self._uncounted = RequestMetrics(None, "uncounted")
@@ -95,7 +88,7 @@ class Orchestrator:
         metrics.in_flight.inc()
         try:
             async with asyncio.timeout(limit_s):
-                await self._until_answered(request, progress)
+                await self._until_answered(progress)
             outcome = "finished"
         except asyncio.CancelledError:
             # The client may have read the last token, and gone, before this task was woken after it.
@@ -116,7 +109,7 @@ class Orchestrator:
             else:
                 logger.debug(outcome, extra=timeline.ids)
 
-    async def _until_answered(self, request: SequenceRequest, progress: RequestProgress) -> None:
+    async def _until_answered(self, progress: RequestProgress) -> None:
         """Make attempts until the answer is complete; each continues where the last one ended (request migration)."""
         fruitless, losses = 0, 0
         while True:
@@ -131,18 +124,7 @@ class Orchestrator:
                     losses += isinstance(error, LOSSES)
                 if fruitless > MAX_FRUITLESS_RETRIES or losses >= MAX_LOSSES:
                     raise
-                self._check_continuable(request, progress, error)
                 progress.metrics.retries.labels(progress.state, CAUSES[type(error)]).inc()
                 progress.migrate(str(error))
             # A worker that failed is not tried again before it has reported to be well, see `Worker.load`.
             await asyncio.sleep(RETRY_PAUSE_S * fruitless)
-
-    def _check_continuable(self, request: SequenceRequest, progress: RequestProgress, error: Exception) -> None:
-        reason = request.sampling.resample_reason
-        if not progress.token_ids or reason is None:
-            return
-        if not all(worker.description.repeats_tokens for worker in self._fleet.answering()):
-            raise CannotContinue(
-                f"the worker was lost during the stream ({error}), and {reason} needs sampling state that the workers "
-                "cannot rebuild: send the request again"
-            ) from error

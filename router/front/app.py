@@ -12,7 +12,7 @@ from fastapi import APIRouter
 from starlette.datastructures import State
 from starlette.requests import Request
 from starlette.responses import Response
-from vllm.config import LoRAConfig, VllmConfig
+from vllm.config import LoRAConfig, SpeculativeConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers import app as vllm_app
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -153,13 +153,25 @@ def server_args(settings: RouterSettings) -> Namespace:
     return args
 
 
-def frontend_config(args: Namespace) -> VllmConfig:
-    """Build a configuration for rendering and sampling parameters only, as vLLM's own GPU-less render server does."""
+def frontend_config(args: Namespace, *, speculates: bool) -> VllmConfig:
+    """Build a configuration for rendering and sampling parameters only, as vLLM's own GPU-less render server does.
+
+    If engines speculate, vLLM's check refuses here what they would refuse, when a client may have a token already.
+    """
     engine_args = AsyncEngineArgs.from_cli_args(args)
     model_config = engine_args.create_model_config()
     model_config.quantization = None
-    return VllmConfig(
+    config = VllmConfig(
         model_config=model_config,
         lora_config=LoRAConfig(max_lora_rank=args.max_lora_rank) if args.enable_lora else None,
         structured_outputs_config=engine_args.create_structured_outputs_config(),
     )
+    if speculates:
+        config.speculative_config = SpeculativeConfig(
+            method="ngram",
+            num_speculative_tokens=1,
+            prompt_lookup_max=1,
+            target_model_config=model_config,
+            target_parallel_config=config.parallel_config,
+        )
+    return config

@@ -205,11 +205,12 @@ class PoolNow(msgspec.Struct, frozen=True):
     wait_s: float | None
     """Mean wait of the prompts that have left the queue within seconds."""
     decode_step_s: float | None
+    """A decode step, divided by the tokens that a sequence gets of it: more than one with speculation."""
     mixed_step_s: float | None
     kv_blocks: int
     slo_point: SloPoint | None
     alone_step_s: float | None
-    """What a decode step of one sequence takes, by the step-time model."""
+    """What a token of one sequence alone takes, by the step-time model."""
     workers: list[WorkerNow]
     prefix_hit_ratio: float | None = None
 

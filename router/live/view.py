@@ -262,6 +262,7 @@ class LiveView:
         mfu = longest.flops_per_s / peaks[0] if longest and peaks[0] else None
         mbu = longest.bytes_per_s / peaks[1] if longest and peaks[1] else None
         means = {kind.step: kind.seconds for kind in kinds}
+        grown = window.grown_of(row.id for row in rows)
         queue = self._sources.queues().get(pool)
         known = [row for row in rows if row.busy_ratio is not None]
         phase = "prefill" if pool == "prefill" else "decode"
@@ -279,10 +280,10 @@ class LiveView:
             mbu_ratio=mbu,
             busy_ratio=mean(row.busy_ratio for row in known),
             prompt_busy_ratio=mean(row.prompt_busy_ratio for row in known),
-            tokens_per_s=window.grown_of(row.id for row in rows).get(f"tokens_total.{phase}", 0.0) / window.seconds,
+            tokens_per_s=grown.get(f"tokens_total.{phase}", 0.0) / window.seconds,
             waiting_prompts=queue.waiting.prompts if queue else 0,
             wait_s=window.mean_of("stage", "queue") if queue else None,
-            decode_step_s=means.get("decode"),
+            decode_step_s=means["decode"] / made_per_sequence(grown) if "decode" in means else None,
             mixed_step_s=means.get("mixed"),
             kv_blocks=workers[0].description.num_kv_blocks if workers else 0,
             slo_point=point,
@@ -294,6 +295,7 @@ class LiveView:
     def _worker(self, worker: Worker, window: Window) -> WorkerNow:
         state, since_s = self._states.get(worker.worker_id, ("ready", self._clock()))
         status, blocks = worker.status, worker.description.num_kv_blocks
+        per_step = made_per_sequence(window.grown_by(worker.worker_id))
         steps = [
             msgspec.structs.replace(one, trail=list(self._trails.get((worker.worker_id, one.step), ())))
             for one in window.steps(worker.worker_id)
@@ -316,7 +318,7 @@ class LiveView:
             waiting=sample.waiting if sample else None,
             kv_used_ratio=min(1.0, held / blocks) if status and blocks else None,
             kv_pinned_ratio=status.counters.get("pinned_blocks", 0.0) / blocks if status and blocks else None,
-            decode_step_s=next((one.seconds for one in steps if one.step == "decode"), None),
+            decode_step_s=next((one.seconds / per_step for one in steps if one.step == "decode"), None),
             steps=steps,
             restarts=sum(count for key, count in self._sources.fleet.restarts.items() if key[1] == worker.worker_id),
             why=_why(worker) if state == "lost" else self._sources.fleet.away.get(worker.worker_id),
@@ -332,7 +334,7 @@ class LiveView:
         context_tokens = sum(worker.outstanding.context_tokens for worker in workers) / running
         counted, most = window.grown_of(row.worker_id for row in workers), min(row.max_num_seqs for row in workers)
         point = None if limit_s is None else slo_point(model, limit_s, context_tokens, most, counted)
-        return point, model.decode_s(1, context_tokens)
+        return point, model.decode_s(1, context_tokens) / model.made_per_sequence
 
     def _receivers(self, window: Window) -> int:
         exchanging = exchanging_pools(self._sources.fleet.mode)
@@ -467,15 +469,16 @@ def _requests(recent: Recent) -> list[RequestNow]:
 def slo_point(
     model: StepModel, limit_s: float, context_tokens: float, most: int, counted: Mapping[str, float]
 ) -> SloPoint | None:
-    """Return the largest batch whose step takes no longer than the SLO on TPOT; None if one sequence takes longer.
+    """Return the largest batch that keeps the SLO on TPOT; None if one sequence takes longer.
 
     `context_tokens` are those of one sequence. Its intensity follows from what decode steps have `counted`: weights
     are moved once a step, KV and FLOPs grow with the batch.
     """
-    batch = 0
-    while batch < most and model.decode_s(batch + 1, (batch + 1) * context_tokens) <= limit_s:
+    batch, step_limit_s = 0, limit_s * model.made_per_sequence
+    while batch < most and model.decode_s(batch + 1, (batch + 1) * context_tokens) <= step_limit_s:
         batch += 1
     tokens, steps = counted.get("tokens_total.decode", 0.0), counted.get("steps_total.decode", 0.0)
+    tokens = counted.get("sequence_steps_total") or tokens  # sequences of all steps
     if not batch or not tokens or not steps:
         return None
     if counted.get("steps_total.mixed"):
@@ -485,6 +488,12 @@ def slo_point(
     flops, moved = batch * counted.get("flops_total.decode", 0.0) / tokens, weights + batch * kv
     step_s = model.decode_s(batch, batch * context_tokens)
     return SloPoint(batch, flops / moved, flops / step_s) if moved else None
+
+
+def made_per_sequence(grown: Mapping[str, float]) -> float:
+    """Return how many tokens a sequence got of each step that it decoded in: above 1 with speculation."""
+    sequence_steps = grown.get("sequence_steps_total", 0.0)
+    return 1.0 + grown.get("accepted_tokens_total", 0.0) / sequence_steps if sequence_steps else 1.0
 
 
 def _source_of(hardware: PoolHardware) -> str:

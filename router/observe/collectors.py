@@ -39,8 +39,15 @@ _WORKER_COUNTERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "steps_total": ("ridgeline_steps", "Engine steps, by kind: prefill, decode, mixed", ("step",)),
     "tokens_total": (
         "ridgeline_tokens",
-        "Tokens computed, by the phase their request was in: prefill or decode",
+        "Tokens computed, by the phase their request was in: prefill or decode; without rejected drafts",
         ("phase",),
+    ),
+    "drafted_tokens_total": ("ridgeline_drafted_tokens", "Tokens that speculation has proposed", ()),
+    "accepted_tokens_total": ("ridgeline_accepted_tokens", "Proposed tokens that the model has accepted", ()),
+    "sequence_steps_total": (
+        "ridgeline_sequence_steps",
+        "With speculation: decode steps of sequences, each of which makes one token and those accepted",
+        (),
     ),
     "recompute_total": (
         "ridgeline_recompute",

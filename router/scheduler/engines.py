@@ -33,7 +33,7 @@ class ModelledRequest:
     expected_output_tokens: float = 0.0
     """What a scheduler would expect; 0: it knows."""
     computed_tokens: int = 0
-    made_tokens: int = 0
+    made_tokens: float = 0
     placed_s: float = 0.0
     first_s: float = math.inf
     end_s: float = math.inf
@@ -166,8 +166,9 @@ class ModelledWorker:
             took_s = self._begin_prompts(now_s, sequences, context_tokens)
             self.steps = 1
         elif sequences:
-            self.steps = steps = min([one.output_tokens - one.made_tokens for one in decoding])
-            took_s = steps * self.model.decode_s(sequences, context_tokens + sequences * (steps - 1) / 2)
+            made = self.model.made_per_sequence
+            self.steps = steps = math.ceil(min([one.output_tokens - one.made_tokens for one in decoding]) / made)
+            took_s = steps * self.model.decode_s(sequences, context_tokens + sequences * made * (steps - 1) / 2)
             self.prefilled = None
         else:
             return
@@ -177,7 +178,7 @@ class ModelledWorker:
         self.device.busy.append(self)
         self.takes_s, self.done_s, self.since_s, self.in_run = took_s, 0.0, now_s, sequences
 
-    def _begin_prompts(self, now_s: float, sequences: int, context_tokens: int) -> float:
+    def _begin_prompts(self, now_s: float, sequences: int, context_tokens: float) -> float:
         left, computed, attends = self._prompt_budget(now_s, sequences, context_tokens), 0, 0.0
         self.prefilled = prefilled = []
         for one in self.prompts:
@@ -190,7 +191,7 @@ class ModelledWorker:
             computed += chunk
             if one.computed_tokens == one.prompt_tokens:
                 prefilled.append(one)
-        return self.model.step_s(computed, sequences, context_tokens, attends)
+        return self.model.step_s(computed, sequences * self.model.computed_per_sequence, context_tokens, attends)
 
     def interrupt(self, now_s: float) -> bool:
         """Have a run of decode steps end with the step that it is in; return whether it does."""
@@ -208,9 +209,9 @@ class ModelledWorker:
         """End the run; return the sequences that have their last token."""
         self.device.settle(now_s)
         self.device.busy.remove(self)
-        ended = []
+        ended, made = [], self.steps * self.model.made_per_sequence
         for one in self.decoding[: self.in_run]:
-            one.made_tokens += self.steps
+            one.made_tokens += made
             if one.made_tokens >= one.output_tokens:
                 ended.append(one)
         for one in ended:
@@ -223,24 +224,25 @@ class ModelledWorker:
         """When its run ends if its device goes on as it does."""
         return self.since_s + max(0.0, self.takes_s - self.done_s) * len(self.device.busy)
 
-    def _prompt_budget(self, now_s: float, sequences: int, context_tokens: int) -> int:
+    def _prompt_budget(self, now_s: float, sequences: int, context_tokens: float) -> int:
         """Return how many prompt tokens the step may have, as `ridgeline.engine.step_scheduler` bounds them."""
         free = self.step_tokens - sequences
         if not self.slack:
             return free
         model, allowed_s = self.model, math.inf
-        together_s = model.decode_s(sequences, context_tokens)
+        together_s, per_step = model.decode_s(sequences, context_tokens), model.made_per_sequence
+        joins = DecodeSteps(together_s=together_s, tokens=per_step)
         decoding = set(self.decoding)
         for one in self.decodes_here.values():
             name = str(one.number)
             if one in decoding:
-                bare = DecodeSteps(model.decode_s(1, one.prompt_tokens + one.made_tokens), together_s)
+                bare = DecodeSteps(model.decode_s(1, one.prompt_tokens + one.made_tokens), together_s, per_step)
                 left = one.output_tokens - one.made_tokens
                 step_s = self.slack.allowance_s(name, one.made_tokens, left, now_s, bare)
             elif one.computed_tokens < one.prompt_tokens and one in self.prompts:
                 continue
             else:
-                step_s = self.slack.arrival_s(name, together_s)
+                step_s = self.slack.arrival_s(name, joins)
             allowed_s = min(allowed_s, step_s)
         if allowed_s == math.inf:
             return free

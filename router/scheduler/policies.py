@@ -212,7 +212,7 @@ def predicted(
         assigned,
         request=request,
         ttft_s=source.ttft_s + overhead_s,
-        tpot_s=(source if decode is prompt else _Estimate(request, decode)).step_s,
+        tpot_s=(source if decode is prompt else _Estimate(request, decode)).token_s,
         cached_tokens=prompt.cached_tokens(request),
     )
 
@@ -228,8 +228,9 @@ class _Estimate:
         self.request, self.worker = request, worker
         model = worker.model if worker.turns == 1 else worker.model.times(worker.turns)
         self.model, decodes = model, worker.decodes
-        self.step_before_s = model.decode_s(decodes, worker.context_tokens) if decodes else 0.0
-        self.step_s = model.decode_s(decodes + 1, worker.context_tokens + request.context_tokens)
+        per_step = model.made_per_sequence
+        self.token_before_s = model.decode_s(decodes, worker.context_tokens) / per_step if decodes else 0.0
+        self.token_s = model.decode_s(decodes + 1, worker.context_tokens + request.context_tokens) / per_step
         tokens = request.prompt_tokens - worker.cached_tokens(request)
         attends = tokens * (2 * request.prompt_tokens - tokens) / 2
         self.prompt_s = model.per_prefill_token_s * tokens + model.per_attended_token_s * attends
@@ -240,13 +241,14 @@ class _Estimate:
 
         That is the work ahead of it and its own, in the part of each step that what decodes there leaves to prompts.
         """
-        worker, alone_s = self.worker, self.step_before_s
-        k = self.model.correction(min(tokens, worker.step_tokens) + worker.decodes)
+        worker, per_step = self.worker, self.model.made_per_sequence
+        alone_s = self.token_before_s * per_step
+        k = self.model.correction(min(tokens, worker.step_tokens) + worker.decodes * self.model.computed_per_sequence)
         work_s = k * (worker.turns * worker.prompts_s + self.prompt_s)
         steps = math.ceil((worker.prompt_tokens + tokens) / worker.step_tokens)
         if not alone_s:
             return work_s + steps * k * self.model.base_s
-        slo_s = TPOT_LIMIT_USED * self.request.tpot_slo_s
+        slo_s = TPOT_LIMIT_USED * self.request.tpot_slo_s * per_step
         if slo_s == math.inf:
             return work_s + steps * alone_s
         bare_s = DECODE_STEP_MARGIN * alone_s
@@ -262,12 +264,12 @@ class _Choice:
         self.source, self.sink, self.fits_shape = source, sink, fits_shape
         request, sequences = sink.request, sink.worker.decodes
         tpot_slo_s = request.tpot_slo_s
-        missed = _missed(source.ttft_s / request.ttft_slo_s) + (own := _missed(sink.step_s / tpot_slo_s))
-        delay_s = sequences * (sink.step_s - (sink.step_before_s or sink.step_s)) * request.output_tokens / 2
+        missed = _missed(source.ttft_s / request.ttft_slo_s) + (own := _missed(sink.token_s / tpot_slo_s))
+        delay_s = sequences * (sink.token_s - (sink.token_before_s or sink.token_s)) * request.output_tokens / 2
         if sequences:  # half of their tokens, on average, are still to come
-            missed += sequences / 2 * (own - _missed(sink.step_before_s / tpot_slo_s))
+            missed += sequences / 2 * (own - _missed(sink.token_before_s / tpot_slo_s))
         waits_s = 0.0 if source.worker.takes_prompt else source.ttft_s
-        latency_s = source.ttft_s + (request.output_tokens - 1) * sink.step_s + delay_s + waits_s
+        latency_s = source.ttft_s + (request.output_tokens - 1) * sink.token_s + delay_s + waits_s
         latency_s += source.worker.decodes * source.prompt_s
         self.rank = (not sink.worker.has_room(request), round(missed, 1), not fits_shape, latency_s)
 

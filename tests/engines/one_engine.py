@@ -14,6 +14,7 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "TORCH_COMPILE_DISABLE": "1",
     "OMP_NUM_THREADS": "1",
+    "NUMBA_NUM_THREADS": "1",
 }
 RESULT = "RESULT "
 STEP_TOKENS = 256
@@ -33,12 +35,14 @@ LENGTHS = (40, 100, 200, 300, 600)
 """Below and above the models' window, in one step and in several."""
 MATRIX_LENGTHS = (1, 2, 3, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 200, 255, 256, 257, 500, 768)
 NUM_OUTPUT_TOKENS = 6
+DRAFTED_LENGTHS = (1, 31, 32, 33, 100, 255, 257, 600)
+DRAFTED_OUTPUT_TOKENS = 40
 
 
 class OneEngine:
     """Runs one answer at a time, to its end."""
 
-    def __init__(self, model_path: Path, *, plain: bool = False) -> None:
+    def __init__(self, model_path: Path, speculation: dict[str, Any] | None = None, *, plain: bool = False) -> None:
         """`plain`: as vLLM makes it, without anything of Ridgeline's."""
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -55,19 +59,29 @@ class OneEngine:
             "enable_prefix_caching": False,
             "skip_tokenizer_init": True,
         }
-        ours = {} if plain else _engine_args(engine_config("decode"))
+        if speculation:
+            own["scheduler_cls"] = "ridgeline.engine.step_scheduler.BoundedScheduler"  # it counts drafts
+        config = replace(engine_config("decode"), passed={"speculative_config": speculation} if speculation else {})
+        ours = {} if plain else _engine_args(config)
         self._engine = LLMEngine.from_engine_args(EngineArgs(**{**ours, "enforce_eager": True, **own}))
         self._ids = count()
         self._answers: dict[str, list[int]] = {}
         self._told: dict[str, dict[str, Any]] = {}
         self._events: list[Any] = []
         if not plain:
-            self._keep_events(self._engine.engine_core.engine_core.scheduler.connector.scheduler)
+            self._side = self._engine.engine_core.engine_core.scheduler.connector.scheduler
+            self._keep_events(self._side)
 
     def _keep_events(self, side: Any) -> None:
         """They travel with statistics, which nobody reads here."""
         take = side.take_events
         side.take_events = lambda: self._events.extend(take()) or []
+
+    @property
+    def drafts(self) -> tuple[float, float]:
+        """Tokens drafted and accepted until now."""
+        counted = self._side.counters
+        return counted.get("drafted_tokens_total", 0.0), counted.get("accepted_tokens_total", 0.0)
 
     def whole(self, prompt: list[int], wish: Any) -> list[int]:
         """The answer without any hand-off."""
@@ -164,6 +178,28 @@ def compare(model_path: Path, lengths: Sequence[int], *, with_plain: bool) -> li
     return [dict(zip(names, column, strict=True)) for column in columns]
 
 
+def answer_with(model_path: Path, method: str) -> dict[str, Any]:
+    """What an engine answers that drafts by this method, or by none: whole, split, followed; and its drafts in each.
+
+    The draft model is the model itself, so that what it drafts is right as long as its own KV is.
+    """
+    from vllm.sampling_params import SamplingParams
+
+    wish = SamplingParams(temperature=0.0, max_tokens=DRAFTED_OUTPUT_TOKENS, ignore_eos=True)
+    draw = random.Random(7)
+    prompts = [([draw.randrange(3, 500) for _ in range(20)] * 40)[:length] for length in DRAFTED_LENGTHS]
+    own = {"ngram": {"prompt_lookup_max": 3, "prompt_lookup_min": 1}, "draft_model": {"model": str(model_path)}}
+    config = None if method == "none" else {"method": method, "num_speculative_tokens": 3, **own[method]}
+    told: dict[str, Any] = {}
+    with closing(OneEngine(model_path, config)) as engine:
+        for way in ("whole", "split", "followed"):
+            before = engine.drafts
+            found = [getattr(engine, way)(prompt, wish) for prompt in prompts]
+            told[way] = found if way == "whole" else [token_ids for token_ids, _ in found]
+            told[f"{way} drafts"] = [after - had for after, had in zip(engine.drafts, before, strict=True)]
+    return told
+
+
 def _clean_up() -> None:
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
@@ -173,15 +209,23 @@ def _clean_up() -> None:
 
 
 def main(directory: Path, families: list[str], *, matrix: bool, vocabulary_tokens: int) -> None:
-    """One line for each family: its answers, or the sentence with which it was refused."""
+    """One line for each family: its answers, or the sentence with which it was refused.
+
+    As `llama+ngram` those with drafts, by this method; vLLM makes no second engine in a process that has drafted.
+    """
     from tests.support.model_families import make_family
 
     for family in families:
         line: dict[str, Any] = {"family": family}
         try:
-            model = make_family(family, directory / family, vocabulary_tokens)
+            name, _, method = family.partition("+")
+            model = make_family(name, directory / name, vocabulary_tokens)
             line["dtype"] = _dtype(model)
-            line["answers"] = compare(model, MATRIX_LENGTHS if matrix else LENGTHS, with_plain=matrix)
+            line["answers"] = (
+                answer_with(model, method)
+                if method
+                else compare(model, MATRIX_LENGTHS if matrix else LENGTHS, with_plain=matrix)
+            )
         except Exception as error:  # noqa: BLE001 - the test judges it
             line["refused"] = f"{type(error).__name__}: {error}"
         _clean_up()

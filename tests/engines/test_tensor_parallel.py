@@ -282,7 +282,7 @@ async def routed(split: Split, prefill_ranks: int, decode_ranks: int) -> AsyncIt
         background.create_task(releaser.run())
         await fleet.connect(addresses, background)  # type: ignore[arg-type]
         placement = own_placement(ClusterState(fleet, split.settings), fleet, split.settings)
-        yield Orchestrator(fleet, placement, split.settings, metrics, releaser.release), metrics, fleet
+        yield Orchestrator(placement, split.settings, metrics, releaser.release), metrics, fleet
     finally:
         await background.end()
         for worker in fleet.workers:

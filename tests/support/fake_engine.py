@@ -26,10 +26,9 @@ from ridgeline.contracts.handoff import KvHandoff, KvLayout
 from ridgeline.contracts.tasks import Adapter, GenerateTask, TokenDelta
 from ridgeline.contracts.vocabulary import Pool
 from ridgeline.contracts.workers import StepModel
-from ridgeline.engine.activity import Doing
 from ridgeline.engine.connector.events import TransferEvents
 from ridgeline.engine.request import sampling
-from ridgeline.engine.stall import StallWatch
+from ridgeline.engine.stall import Doing, StallWatch
 from ridgeline.kv_transfer.service import PairedTransport
 
 

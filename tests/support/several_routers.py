@@ -39,7 +39,6 @@ class OneRouter:
         self.admission.state = "open"
         self.decisions.attach(self.admission)
         self.orchestrator = Orchestrator(
-            self.fleet,
             self.decisions.placement,
             settings,
             self.metrics,

@@ -20,9 +20,10 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output.utils import strip_speculative_padding
 
 from ridgeline.contracts.workers import StepModel
 from ridgeline.kv_transfer.options import TransferOptions
@@ -66,8 +67,10 @@ CONNECTOR = KVTransferConfig(
 class Stepping:
     """One scheduler and the requests that were given to it."""
 
-    def __init__(self, scheduler: Any, clock: SimpleNamespace, machine: StepModel) -> None:
+    def __init__(self, scheduler: Any, clock: SimpleNamespace, machine: StepModel, accepted: int = 0) -> None:
         self.scheduler = scheduler
+        self.accepted = accepted
+        """Of the drafts of a sequence in a step; the rest is rejected."""
         self.machine = machine
         self.tokens: dict[str, list[float]] = {}
         """When each token of a request came."""
@@ -125,28 +128,32 @@ class Stepping:
         for name in names:
             request = self.scheduler.requests.get(name)
             done = request is not None and request.num_computed_tokens >= request.num_tokens
-            sampled.append([7] if done else [])
-            if done:
-                self.tokens[name].append(self.now_s)
+            drafts = strip_speculative_padding(scheduled.scheduled_spec_decode_tokens.get(name, []))
+            made = [7] * (1 + min(self.accepted, len(drafts))) if done else []
+            sampled.append(made)
+            self.tokens[name] += [self.now_s] * len(made)
         output = ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: index for index, name in enumerate(names)},
             sampled_token_ids=sampled,
         )
         self.scheduler.update_from_output(scheduled, output)
+        if drafted := self.scheduler.num_spec_tokens:
+            decoding = [name for name, made in zip(names, sampled, strict=True) if made]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(decoding, [[7] * drafted for _ in decoding]))
         self.steps.append(dict(scheduled.num_scheduled_tokens))
         return self.steps[-1]
 
     def _step_s(self, scheduled: Any) -> float:
-        prefill = sequences = context = 0
+        prefill = decode = context = 0
         attended = 0.0
         for name, tokens in scheduled.num_scheduled_tokens.items():
             before = self.scheduler.requests[name].num_computed_tokens - tokens
-            if tokens == 1:
-                sequences, context = sequences + 1, context + before
+            if tokens <= 1 + self.scheduler.num_spec_tokens:
+                decode, context = decode + tokens, context + before
             else:
                 prefill, attended = prefill + tokens, attended + tokens * (before + tokens / 2)
-        return self.machine.step_s(prefill, sequences, context, attended) if prefill + sequences else 0.0
+        return self.machine.step_s(prefill, decode, context, attended) if prefill + decode else 0.0
 
     def run(self, most_steps: int = 2000) -> None:
         """Run until nothing is left."""
@@ -167,10 +174,12 @@ def make(
     max_num_seqs: int = 16,
     machine: StepModel = MACHINE,
     hands_over: bool = False,
+    drafted: int = 0,
+    accepted: int = 0,
 ) -> Stepping:
     """Make a scheduler whose clock stands still but for its steps; `directory` gets the shape of a model.
 
-    With `hands_over` it has our connector's scheduler side.
+    With `hands_over` it has our connector's scheduler side. Of `drafted` tokens a step `accepted` ones are.
     """
     (directory / "config.json").write_text(json.dumps(SHAPE))
     init_none_hash(sha256)
@@ -185,6 +194,7 @@ def make(
         enable_prefix_caching=True,
         kv_cache_memory_bytes=1 << 20,
         kv_transfer_config=CONNECTOR if hands_over else None,
+        speculative_config={"method": "ngram", "num_speculative_tokens": drafted} if drafted else None,
     ).create_engine_config()
     config.cache_config.num_gpu_blocks = num_blocks
     spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=16, dtype=torch.float32)
@@ -195,4 +205,4 @@ def make(
     clock.monotonic = lambda: clock.now_s
     patch.setattr("ridgeline.engine.step_scheduler.time", clock)
     scheduler = scheduler_class(config, cache, StructuredOutputManager(config), block_size=BLOCK_TOKENS, log_stats=True)
-    return Stepping(scheduler, clock, machine)
+    return Stepping(scheduler, clock, machine, accepted)

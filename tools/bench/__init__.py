@@ -2,4 +2,5 @@
 
 decision_cost.py    measures what a decision of mode adaptive costs the router
 modes.py            measures the modes of a running server with the client of `vllm bench serve`
+speculation.py      measures TPOT and intensity with and without drafts
 """

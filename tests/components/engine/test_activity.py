@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from ridgeline.engine.activity import Activity, glance
+from ridgeline.engine.stall import Activity, glance
 from tests.support.patience import PATIENCE_S
 
 COMPUTES = "print(1, flush=True)\nwhile True: pass"

@@ -39,6 +39,22 @@ def test_a_handed_over_answer_is_that_of_the_engine_alone(tmp_path: Path, subtes
             right(line)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "method"), [("llama", "ngram"), ("llama", "draft_model"), ("gemma3", "ngram")])
+def test_speculation_changes_no_token_of_a_handed_over_answer(tmp_path: Path, family: str, method: str):
+    told = {}
+    for name in (f"{family}+none", f"{family}+{method}"):
+        told[name] = in_one_engine(tmp_path, name, options=())[name]
+        assert "refused" not in told[name], told[name]["refused"]
+    plain, drafts = (line["answers"] for line in told.values())
+    for way in ("whole", "split", "followed"):
+        assert drafts[way] == plain["whole"], way
+        drafted, accepted = drafts[f"{way} drafts"]
+        assert 0 < accepted <= drafted, way
+        # The draft is the model itself: it is right about all, unless a part of its own KV is not there.
+        assert method == "ngram" or accepted > 0.9 * drafted, (way, drafted, accepted)
+
+
 @pytest.mark.long  # once in some fifty runs vLLM's answer without any hand-off is another one: gpt_oss on CPUs
 def test_gpt_oss_is_handed_over_too(tmp_path: Path):
     right(in_one_engine(tmp_path, "gpt_oss", options=())["gpt_oss"])

@@ -85,6 +85,9 @@ def parser() -> Any:
     return make_arg_parser(FlexibleArgumentParser())
 
 
+DRAFT = "{method: draft_model, model: small, num_speculative_tokens: 2}"
+
+
 def problems_of(**overrides: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         load_config(None, {name.replace("__", "."): value for name, value in overrides.items()})
@@ -172,6 +175,23 @@ def test_what_vllms_parser_refuses_is_an_error_and_does_not_end_the_process():
         pytest.param(
             {"pools.decode.engine_args.kv_cache_dtype": "fp8"}, "engine_args.kv_cache_dtype", id="the model's"
         ),
+        pytest.param({"engine_args.speculative_config": "{method: eagle3}"}, "hidden states", id="reads hidden states"),
+        pytest.param({"engine_args.speculative_config": "{method: ngram}"}, "num_speculative_tokens", id="no tokens"),
+        pytest.param(
+            {"engine_args.speculative_config": "{method: draft_model, num_speculative_tokens: 2}"},
+            "model",
+            id="no model",
+        ),
+        pytest.param(
+            {"engine_args.speculative_config": "{method: ngram, rejection_sample_method: x}"},
+            "rejection_sample_method",
+            id="accepts other tokens",
+        ),
+        pytest.param(
+            {"pools.decode.engine_args.speculative_config": DRAFT},
+            "engine_args.speculative_config instead",
+            id="a draft with KV",
+        ),
         pytest.param({"server_args.port": "80"}, "server.port", id="a setting of the server's"),
         pytest.param({"server_args.middleware": "[x.y]"}, "server_args.middleware", id="refused of the server"),
         pytest.param({"server_args.ssl_keyfile": "k.pem"}, "TLS", id="TLS"),
@@ -195,7 +215,7 @@ def test_the_part_of_a_gpu_that_must_be_free_may_stand_beside_the_size_of_the_ca
 
 
 def test_what_breaks_the_split_is_refused_by_name_whatever_its_value():
-    for name in ("distributed_executor_backend", "scheduler_cls", "worker_cls", "speculative_config"):
+    for name in ("distributed_executor_backend", "scheduler_cls", "worker_cls", "spec_model"):
         assert f"engine_args.{name} cannot be passed on, since" in only_problem_of(**{f"engine_args.{name}": "null"})
 
 

@@ -280,6 +280,38 @@ def test_sequences_without_a_limit_do_not_bound_and_the_tightest_limit_counts(ma
     assert engine.times_s[-1] <= 0.1
 
 
+def test_a_step_with_drafts_is_measured_by_its_tokens_and_counted_by_those_that_were_accepted(make: Make):
+    engine = warmed(make(hands_over=True, drafted=3, accepted=1))
+    model = engine.scheduler._step_fit.model
+    assert model.computed_per_sequence == pytest.approx(4.0, rel=0.1)
+    assert model.made_per_sequence == pytest.approx(2.0, rel=0.1)
+    assert model.decode_s(3, 1000) == pytest.approx(MACHINE.step_s(0, 12, 1000, 0), rel=0.1)
+    before = engine.scheduler.connector.scheduler.counters
+    engine.add("counted", 40, 41)
+    engine.run()
+    after = engine.scheduler.connector.scheduler.counters
+    grown = {name: after[name] - before[name] for name in before}
+    assert (grown["tokens_total.prefill"], grown["sequence_steps_total"]) == (40, 20)
+    assert (grown["drafted_tokens_total"], grown["accepted_tokens_total"]) == (60, 20)
+    assert grown["tokens_total.decode"] == 40
+
+
+@pytest.mark.parametrize("accepted", [0, 3])
+def test_accepted_drafts_let_longer_chunks_through_and_keep_the_limit(make: Make, accepted: int):
+    engine = warmed(make(drafted=3, accepted=accepted))
+    limit_s = 2.0 * MACHINE.step_s(0, 4, 300, 0)
+    engine.add("limited", 250, 400, **{TPOT_LIMIT: limit_s})
+    for _ in range(4):
+        engine.step()
+    engine.add("long", 1000, 1)
+    steps = 0
+    while not engine.tokens["long"]:
+        engine.step()
+        steps += 1
+    assert mean_tpot(engine, "limited") <= limit_s
+    assert steps <= 12 if accepted else steps > 30
+
+
 def test_of_target_and_limit_the_smaller_one_counts(make: Make):
     engine = warmed(make())
     engine.scheduler.step_target_s = 0.09

@@ -90,3 +90,21 @@ def test_table_rows_agree_with_themselves(batch, context):
     assert row.arithmetic_intensity == pytest.approx(row.flops / row.bytes)
     assert row.tokens_per_s * row.floor_ms == pytest.approx(1e3 * row.new_tokens)
     assert (row.bound == "compute") == (row.arithmetic_intensity >= H100.ridge)
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "drafted", "tokens"), [(0.8, 4, 3.3616), (0.0, 4, 1.0), (1.0, 4, 5.0), (0.5, 0, 1.0)]
+)
+def test_a_step_makes_one_token_and_the_drafted_ones_up_to_the_first_that_is_rejected(acceptance, drafted, tokens):
+    assert analysis.tokens_per_step(acceptance, drafted) == pytest.approx(tokens)
+
+
+def test_drafts_multiply_the_intensity_of_a_small_batch_and_the_rate_by_what_is_accepted():
+    shape = load_model_shape("llama-3.1-8b")
+    sizes = {"prefill_tokens": (), "decode_batches": (1,), "decode_context_tokens": 2048}
+    (plain,) = roofline_table(shape, H100, **sizes)
+    (drafts,) = roofline_table(shape, H100, **sizes, drafted_tokens=4, acceptance=0.8)
+    assert (plain.new_tokens, drafts.new_tokens) == (1, 5)
+    assert drafts.arithmetic_intensity == pytest.approx(5 * plain.arithmetic_intensity, rel=0.01)
+    assert drafts.bytes == pytest.approx(plain.bytes, rel=0.01)
+    assert drafts.tokens_per_s == pytest.approx(3.3616 * plain.tokens_per_s, rel=0.01)

@@ -22,11 +22,12 @@ def accountant(clock):
     return StepAccountant(SMOLLM2, clock)
 
 
-def scheduled(new=None, running=None):
+def scheduled(new=None, running=None, drafts=None):
     """vLLM's SchedulerOutput: {request: (new tokens, tokens already computed)} of first and of later steps."""
     new, running = new or {}, running or {}
     tokens = {name: count for name, (count, _) in {**new, **running}.items()}
     return SimpleNamespace(
+        scheduled_spec_decode_tokens=drafts or {},
         total_num_scheduled_tokens=sum(tokens.values()),
         num_scheduled_tokens=tokens,
         scheduled_new_reqs=[SimpleNamespace(req_id=name, num_computed_tokens=done) for name, (_, done) in new.items()],
@@ -66,6 +67,21 @@ def test_every_chunk_of_a_prompt_is_prefill_and_only_the_last_one_samples(accoun
     both = SMOLLM2.step([(64, 0)], 0) + SMOLLM2.step([(36, 64)], 1)
     assert accountant.counters["flops_total.prefill"] == both.flops
     assert kinds(accountant) == {"prefill": 2}
+
+
+def test_a_step_with_drafts_moves_weights_and_kv_once_and_counts_the_tokens_that_were_accepted(accountant):
+    accountant.expect("a", 10, 0)
+    accountant.expect("b", 10, 0)
+    drafts = {"a": [7, 8, 9]}
+    step(accountant, running={"a": (4, 10), "b": (1, 20)}, drafts=drafts)
+    accountant.verified(sequences=2, drafted=3, accepted=2)
+    cost = SMOLLM2.step([(4, 10), (1, 20)], 5)
+    counted = accountant.counters
+    assert counted["flops_total.decode"] == cost.flops
+    assert counted["bytes_total.decode.weights"] == SMOLLM2.step([(1, 10)], 1).weight_bytes
+    assert counted["tokens_total.decode"] == 4
+    names = ("drafted_tokens_total", "accepted_tokens_total", "sequence_steps_total")
+    assert [counted[name] for name in names] == [3, 2, 2]
 
 
 @pytest.mark.parametrize(("prompt", "computed"), [(71, 70), (70, 69)], ids=["continue", "resample"])

@@ -6,12 +6,13 @@ Which models are: `test_transferable_models.py`.
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import MistralConfig, PretrainedConfig
+from transformers import LlamaConfig, MistralConfig, PretrainedConfig
 
 from ridgeline.contracts.vocabulary import Pool
 from ridgeline.engine import vllm_engine
@@ -36,11 +37,17 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return configs
 
 
-def start(directory: Path, model: PretrainedConfig, architecture: str, pool: Pool = "decode") -> None:
+def start(
+    directory: Path, model: PretrainedConfig, architecture: str, pool: Pool = "decode", draft: Path | None = None
+) -> None:
     model.architectures = [architecture]
     model.save_pretrained(directory)
     changed = {"model_path": str(directory), "dtype": "float32", "kv_cache_bytes_per_rank": 1 << 24}
     changed["hands_over"] = pool != "colocated"
+    if draft is not None:
+        changed["passed"] = {
+            "speculative_config": {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 2}
+        }
     VllmEngine(dataclasses.replace(engine_config(pool), **changed)).start()
 
 
@@ -50,3 +57,13 @@ def test_a_property_that_cannot_be_served_is_refused_before_anything_is_loaded(t
     assert loaded == []
     start(tmp_path, MistralConfig(**SMALL, **HEADS, sliding_window=128), "MistralForCausalLM")
     assert len(loaded) == 1
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_a_draft_model_is_refused_if_its_kv_blocks_have_another_size(tmp_path: Path, loaded: list[Any], kv_heads: int):
+    draft = LlamaConfig(**SMALL, **{**HEADS, "num_key_value_heads": kv_heads}, architectures=["LlamaForCausalLM"])
+    draft.save_pretrained(tmp_path / "draft")
+    refused = pytest.raises(UnsupportedModel) if kv_heads == 1 else nullcontext()
+    with refused:
+        start(tmp_path / "model", LlamaConfig(**SMALL, **HEADS), "LlamaForCausalLM", draft=tmp_path / "draft")
+    assert len(loaded) == kv_heads - 1

@@ -43,6 +43,7 @@ FULL = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=16, dtype=torc
 GROUPS = CacheGroups(KVCacheConfig(100, [], [KVCacheGroupSpec(["layer"], FULL)]))
 NO_CACHED = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
 IDLE = SimpleNamespace(
+    scheduled_spec_decode_tokens={},
     total_num_scheduled_tokens=0,
     num_scheduled_tokens={},
     scheduled_new_reqs=[],
@@ -221,6 +222,7 @@ def test_each_decision_is_told_once(side):
 
 def test_a_step_without_tokens_is_told_to_be_idle(side):
     busy = SimpleNamespace(
+        scheduled_spec_decode_tokens={},
         total_num_scheduled_tokens=1,
         num_scheduled_tokens={"r": 1},
         scheduled_new_reqs=[],
@@ -532,6 +534,7 @@ def test_counters_of_both_sides_are_joined():
 def a_step(new=(), cached=(), preempted=None):
     """`new`: (request id, block ids, tokens); `cached`: (request id, new block ids, computed before, tokens)."""
     return SimpleNamespace(
+        scheduled_spec_decode_tokens={},
         total_num_scheduled_tokens=sum(each[-1] for each in (*new, *cached)),
         num_scheduled_tokens={each[0]: each[-1] for each in (*new, *cached)},
         scheduled_new_reqs=[

@@ -60,7 +60,9 @@ def test_a_decode_step_of_an_fp8_model_moves_half_the_weights():
 
     def bytes_of(scheme: dict[str, Any] | None) -> float:
         config: Any = SimpleNamespace(
-            model_config=model(scheme, **sizes), parallel_config=SimpleNamespace(tensor_parallel_size=1)
+            model_config=model(scheme, **sizes),
+            parallel_config=SimpleNamespace(tensor_parallel_size=1),
+            num_speculative_tokens=0,
         )
         cost = step_cost_model(config, plain(torch.bfloat16))
         assert cost is not None

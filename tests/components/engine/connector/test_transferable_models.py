@@ -36,6 +36,12 @@ MAMBA = ("JambaConfig", "MambaConfig", "FalconMambaConfig")
 
 
 @pytest.mark.parametrize("name", [*EVERY_TOKEN, *WINDOWS, *STATES])
+def test_speculation_is_refused_with_recurrent_states_only(name: str):
+    refused = why_unsupported(values(name), on_cpu=False, prefix_caching=True, speculates=True)
+    assert (refused is not None) == (name in STATES)
+
+
+@pytest.mark.parametrize("name", [*EVERY_TOKEN, *WINDOWS, *STATES])
 def test_models_with_any_kinds_of_layers_are_served(name: str):
     assert reason(name) is None
     assert keeps_every_token(values(name)) is (name in EVERY_TOKEN)

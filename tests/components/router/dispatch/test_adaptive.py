@@ -68,7 +68,7 @@ class Serving:
         self.registry = CollectorRegistry()
         self.placement = placement = own_placement(self.state, fleet, settings)
         self.metrics = RequestMetrics(self.registry)
-        self.orchestrator = Orchestrator(fleet, placement, settings, self.metrics, lambda handoff, after_s: None)
+        self.orchestrator = Orchestrator(placement, settings, self.metrics, lambda handoff, after_s: None)
         self.number = 0
 
     def engine_of(self, worker):

@@ -150,7 +150,7 @@ async def workers() -> AsyncIterator[tuple[Workers, Fleet, Orchestrator]]:
     fleet = Fleet("router")
     metrics = RequestMetrics(running.registry)
     placement = own_placement(ClusterState(fleet, SETTINGS), fleet, SETTINGS)
-    orchestrator = Orchestrator(fleet, placement, SETTINGS, metrics, running.release)
+    orchestrator = Orchestrator(placement, SETTINGS, metrics, running.release)
 
     try:
         async with asyncio.TaskGroup() as group:

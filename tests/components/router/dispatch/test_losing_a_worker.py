@@ -125,7 +125,7 @@ async def measure(questions: Counter[str], clock: Clock = time.process_time) -> 
         async with a_fleet(await scene.start()) as fleet:
             metrics = RequestMetrics(CollectorRegistry())
             placement = own_placement(ClusterState(fleet, settings), fleet, settings)
-            orchestrator = Orchestrator(fleet, placement, settings, metrics, lambda *_: None)
+            orchestrator = Orchestrator(placement, settings, metrics, lambda *_: None)
             scene.begin(orchestrator, DECODE_WORKERS * STREAMS_EACH)
             await eventually(lambda: {len(engine.running) for engine in scene.decode_engines()} == {STREAMS_EACH}, 30)
             lost = scene.on("decode-0")

@@ -53,7 +53,7 @@ class Serving:
         self.modes = OwnModes(fleet, state.mode_changed)
         self.metrics = RequestMetrics(CollectorRegistry())
         placement = own_placement(state, fleet, settings)
-        self.orchestrator = Orchestrator(fleet, placement, settings, self.metrics, lambda handoff, after_s: None)
+        self.orchestrator = Orchestrator(placement, settings, self.metrics, lambda handoff, after_s: None)
         self.number = 0
 
     def ask(self, tokens=5):

@@ -65,7 +65,7 @@ async def orchestrator(prefill: LeaseEngine, decode: LeaseEngine) -> AsyncIterat
             await fleet.connect(addresses, group)
             state = ClusterState(fleet, settings)
             placement = own_placement(state, fleet, settings)
-            yield Orchestrator(fleet, placement, settings, RequestMetrics(CollectorRegistry()), releaser.release)
+            yield Orchestrator(placement, settings, RequestMetrics(CollectorRegistry()), releaser.release)
             raise Done
     except* Done:
         pass

@@ -13,11 +13,10 @@ from ridgeline.contracts.handoff import TransferResult
 from ridgeline.contracts.tasks import TokenDelta
 from ridgeline.contracts.workers import WorkerStatus
 from ridgeline.engine.request import sampling
-from ridgeline.router.dispatch.legs import ABORT_FIRST_S
+from ridgeline.router.dispatch.legs import ABORT_FIRST_S, CannotContinue
 from ridgeline.router.dispatch.orchestrator import (
     MAX_FRUITLESS_RETRIES,
     MAX_LOSSES,
-    CannotContinue,
     DeadlineExceeded,
     Orchestrator,
 )
@@ -102,7 +101,7 @@ class Bench:
         self.state = ClusterState(self.fleet, self.settings)
         self.queues = self.state.queues
         placement = own_placement(self.state, self.fleet, self.settings)
-        self.orchestrator = Orchestrator(self.fleet, placement, self.settings, metrics, self.release)
+        self.orchestrator = Orchestrator(placement, self.settings, metrics, self.release)
 
     def release(self, handoff, after_s):
         self.released.append(handoff)
@@ -524,6 +523,28 @@ async def test_a_stream_that_its_workers_cannot_repeat_ends_with_a_sentence_that
     with pytest.raises(CannotContinue, match="presence_penalty"):
         await bench.run(presence_penalty=0.5)
     assert bench.tokens == [2]
+    bench.assert_idle()
+
+
+async def test_an_answer_is_repeated_by_no_worker_that_cannot_even_if_its_pool_was_away_when_it_was_lost():
+    bench = split(prefill=[msgspec.structs.replace(FIRST, token_ids=[])])
+    worker, client = bench.fleet.get("decode-0"), bench.client("decode")
+    worker.description = msgspec.structs.replace(worker.description, repeats_tokens=False)
+    run_task = client.run_task
+
+    async def dies_and_is_back(task, on_delta):
+        client.script = [SECOND, WorkerLost("killed")] if len(client.tasks) == 0 else [LAST]
+        try:
+            await run_task(task, on_delta)
+        except WorkerLost:
+            client.connected = False  # for a moment the prefill worker answers, which could repeat
+            asyncio.get_running_loop().call_soon(setattr, client, "connected", True)
+            raise
+
+    client.run_task = dies_and_is_back
+    with pytest.raises(CannotContinue):
+        await bench.run(presence_penalty=0.5)
+    assert (len(client.tasks), bench.tokens) == (1, [2])
     bench.assert_idle()
 
 

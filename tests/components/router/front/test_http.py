@@ -143,6 +143,16 @@ async def test_what_can_never_be_served_is_a_bad_request_in_a_stream_too_and_hol
         assert (status, retry_after, named in text) == (400, None, True), text
 
 
+@pytest.mark.parametrize("field", [{"min_p": 0.1}, {"logit_bias": {"3": 1.0}}], ids=["min_p", "logit_bias"])
+async def test_what_engines_that_speculate_refuse_is_a_bad_request_before_one_is_asked(model, field):
+    async with serving(model, speculates=True) as (http, _, prefill, decode):
+        answer = await http.post("/v1/completions", json=body(**field))
+        assert answer.status_code == 400, answer.text
+        assert "speculative decoding" in answer.json()["error"]["message"]
+        assert not prefill.calls
+        assert not decode.calls
+
+
 async def test_log_probabilities_of_an_answer_count_where_they_are_written_in_one_piece(served, accepted_are):
     stepper = asyncio.create_task(stepping(served[1]))
     for fields in ({"logprobs": 9}, {"prompt_logprobs": 3}, {"prompt_logprobs": -1, "n": 2}):

@@ -32,7 +32,7 @@ def any_load(draw: random.Random) -> StepLoad:
 
 
 def line(load: StepLoad, model: StepModel = TRUE) -> float:
-    return model.step_s(load.prefill_tokens, load.sequences, load.context_tokens, load.attended)
+    return model.step_s(load.prefill_tokens, load.decode_tokens, load.context_tokens, load.attended)
 
 
 def fitted(
@@ -69,7 +69,7 @@ def test_the_error_is_that_of_predictions_made_before_the_step_was_known():
 
 def staircase(load: StepLoad) -> float:
     """CUDA graphs: a step is padded to a power of two."""
-    tokens = load.prefill_tokens + load.sequences
+    tokens = load.prefill_tokens + load.decode_tokens
     return 0.008 + 0.00004 * (1 << (tokens - 1).bit_length())
 
 

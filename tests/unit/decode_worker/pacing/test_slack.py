@@ -84,7 +84,7 @@ def test_a_sequence_whose_limit_no_step_can_keep_lets_long_steps_through(slack, 
     together_s = max(1.1 * LIMIT_S, alone_s)
     bare = DecodeSteps(alone_s, together_s)
     assert slack.allowance_s("a", 1, LEFT, 10.0, bare) == LOST_LIMITS * together_s
-    assert slack.arrival_s("a", together_s) == MOST_LIMITS * together_s
+    assert slack.arrival_s("a", bare) == MOST_LIMITS * together_s
 
 
 def test_a_sequence_asks_for_its_limit_again_once_the_load_lets_it_be_kept(slack):

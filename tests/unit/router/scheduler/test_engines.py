@@ -1,8 +1,10 @@
 """Modelled engines: every token is made, runs of steps take what their steps would, devices are shared."""
 
+import msgspec
 import pytest
 
-from ridgeline.router.scheduler.policies import Colocated, Disaggregated
+from ridgeline.router.scheduler.features import Assignment
+from ridgeline.router.scheduler.policies import Colocated, Disaggregated, predicted
 from ridgeline.router.scheduler.simulation import Simulation
 from tests.unit.router.scheduler.samples import BF16, fleet, poisson
 
@@ -23,6 +25,19 @@ def test_a_request_alone_takes_its_prompt_and_its_steps():
     assert request.ttft_s == pytest.approx(BF16.step_s(100, 0, 0, 100 * 100 / 2))
     steps = [BF16.decode_s(1, 100 + made) for made in range(1, 11)]
     assert request.tpot_s * 10 == pytest.approx(sum(steps))
+
+
+def test_with_speculation_a_step_computes_and_makes_several_tokens_of_a_sequence():
+    drafts = msgspec.structs.replace(BF16, computed_per_sequence=4.0, made_per_sequence=2.5)
+    (request,) = poisson(1.0, 1, prompt_tokens=100, output_tokens=11)
+    workers = fleet(1, drafts)
+    served(Colocated(), [request], workers)
+    step_s = BF16.step_s(0, 4, 100, 0)
+    assert drafts.decode_s(1, 100) == pytest.approx(step_s)
+    assert request.tpot_s * 10 == pytest.approx(4 * step_s, rel=0.01)  # 10 tokens in 4 steps
+    assigned = predicted(Assignment("w0", "w0", ""), request.features(0.0), *fleet(1) * 2, overhead_s=0.0)
+    faster = predicted(Assignment("w0", "w0", ""), request.features(0.0), *workers * 2, overhead_s=0.0)
+    assert faster.tpot_s == pytest.approx(assigned.tpot_s * step_s / BF16.decode_s(1, 100) / 2.5, rel=0.01)
 
 
 def test_a_long_prompt_is_computed_in_chunks_of_a_step():
