@@ -17,7 +17,7 @@ from ridgeline.contracts.log_lines import LoggingConfig, ProcessLogging
 from ridgeline.contracts.rpc.tls import TlsFiles
 from ridgeline.contracts.section import GIB, MIB, Bytes, Resources, Section
 from ridgeline.contracts.vocabulary import Mode, Pool
-from ridgeline.engine import passed_args
+from ridgeline.engine import passed_args, speculation
 from ridgeline.kv_transfer.names import AUTO, LONGEST_FETCH_DEADLINE_S, MAX_GROUPS, TransportName
 from ridgeline.router.settings import RouterConfig, ServerConfig, without_port
 
@@ -604,6 +604,11 @@ def _passed_conflicts(config: RidgelineConfig) -> Iterator[str]:
     for name, pool in config.active_pools().items():
         section = config.section_of(name)
         yield from passed_args.engine_problems(f"{section}.engine_args", pool.engine_args, one_pool=True)
+        if config.engine_args.get("enable_lora") and speculation.speculates(config.args_of(name)):
+            yield (
+                f"{section}: adapters together with speculation have not run: leave out engine_args.enable_lora or "
+                f"{speculation.ARGUMENT}."
+            )
         # On GPUs vLLM's check at start heeds it.
         sized = pool.kv_cache_memory_bytes is not None and not pool.gpus_per_worker
         if sized and "gpu_memory_utilization" in config.args_of(name):

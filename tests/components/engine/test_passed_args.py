@@ -175,6 +175,14 @@ def test_what_vllms_parser_refuses_is_an_error_and_does_not_end_the_process():
         pytest.param(
             {"pools.decode.engine_args.kv_cache_dtype": "fp8"}, "engine_args.kv_cache_dtype", id="the model's"
         ),
+        pytest.param(
+            {
+                "engine_args.enable_lora": "true",
+                "pools.decode.engine_args.speculative_config": "{method: ngram, num_speculative_tokens: 2}",
+            },
+            "pools.decode: adapters together with speculation have not run",
+            id="drafts beside adapters",
+        ),
         pytest.param({"engine_args.speculative_config": "{method: eagle3}"}, "hidden states", id="reads hidden states"),
         pytest.param({"engine_args.speculative_config": "{method: ngram}"}, "num_speculative_tokens", id="no tokens"),
         pytest.param(
