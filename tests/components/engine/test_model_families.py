@@ -40,7 +40,14 @@ def test_a_handed_over_answer_is_that_of_the_engine_alone(tmp_path: Path, subtes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "method"), [("llama", "ngram"), ("llama", "draft_model"), ("gemma3", "ngram")])
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [
+        ("llama", "draft_model"),
+        pytest.param("llama", "ngram", marks=pytest.mark.long),
+        pytest.param("gemma3", "ngram", marks=pytest.mark.long),
+    ],
+)
 def test_speculation_changes_no_token_of_a_handed_over_answer(tmp_path: Path, family: str, method: str):
     told = {}
     for name in (f"{family}+none", f"{family}+{method}"):
