@@ -17,7 +17,7 @@ import torch
 from vllm.sampling_params import SamplingParams
 
 from ridgeline.contracts.handoff import KvHandoff, KvLayout, TransferResult
-from ridgeline.contracts.tasks import TokenDelta
+from ridgeline.contracts.tasks import Adapter, TokenDelta
 from ridgeline.contracts.vocabulary import Pool
 from ridgeline.engine.connector.events import TransferEvent, TransferEvents
 from ridgeline.engine.connector.scheduler_side import FETCH, FIRST_TOKEN_FOLLOWS, PUBLISH, REUSE
@@ -131,7 +131,9 @@ class LeaseEngine:
             handoff=self._handoff(handoff_id, prompt, complete=True),
         )
 
-    async def offer(self, handoff_id: str, token_ids: list[int], cache_salt: str | None = None) -> KvHandoff | None:
+    async def offer(
+        self, handoff_id: str, token_ids: list[int], cache_salt: str | None = None, adapter: Adapter | None = None
+    ) -> KvHandoff | None:
         """Offer the whole blocks of a prompt, also if nobody waits for that any more; now and then it has none."""
         cached = token_ids[: len(token_ids) // 32 * 32] if self._rng.random() < 0.8 else []
         try:

@@ -76,7 +76,7 @@ async def test_prefill_gets_what_the_decode_worker_still_has_and_both_are_counte
         one.decode.cached_tokens = 96
         one.fetched(FETCHED)
         await one.turn()
-        assert one.decode.asked == [(TURN, None)]
+        assert one.decode.asked == [(TURN, None, None)]
         assert (one.transfer["handoff"]["num_tokens"], one.transfer["reuses_cached_kv"]) == (96, True)
         assert one.counted() == {" ok": 1, "tokens prefill": 32}
         assert one.released == []
@@ -159,7 +159,7 @@ async def test_a_turn_at_one_router_fetches_what_a_turn_at_another_has_left():
                 request = SequenceRequest(router.name, list(prompt), sampling_of(params), reasoning_ended=True)
                 await router.orchestrator.run(request, lambda delta, sent=sent: sent.extend(delta.token_ids))
                 assert sent == expected(tokens, prompt)
-    assert decode.asked == [(TURN, None)]
+    assert decode.asked == [(TURN, None, None)]
     assert prefill.calls[-1].transfer["handoff"]["num_tokens"] == 96
 
 
