@@ -49,8 +49,10 @@ async def test_eight_turns_are_the_models_and_each_later_one_is_fetched(
 ):
     await engines.cold()
     await steps_are_known(engines, text)
-    before, answers, prompt = await engines.metrics(), [], text[:FIRST_TOKENS]
+    answers, prompt = [], text[:FIRST_TOKENS]
     for turn in range(TURNS):
+        if turn == 1:  # the first one may be asked for in vain: the router remembers the prompts of other tests
+            before = await engines.metrics()
         answer = await engines.tokens(prompt, ANSWER_TOKENS)
         answers.append((prompt, answer))
         prompt = prompt + answer + text[1_000 + turn * QUESTION_TOKENS :][:QUESTION_TOKENS]
