@@ -49,12 +49,10 @@ async def streamed(engines: Engines, prompt: list[int], began: asyncio.Event, **
     return token_ids
 
 
-async def test_drafts_change_no_token_and_an_answer_goes_on_when_its_worker_is_killed(
-    figure: Figure, small_model: dict[str, str]
-):
+async def test_drafts_change_no_token_and_an_answer_goes_on_when_its_worker_is_killed(figure: Figure):
     draw = random.Random(3)
     prompts = [([draw.randrange(300, 2000) for _ in range(16)] * 20)[:length] for length in LENGTHS]
-    settings = {**small_model, "model.dtype": "float32", "pools.decode.engine_args.speculative_config": SPECULATION}
+    settings = {"model.dtype": "float32", "pools.decode.engine_args.speculative_config": SPECULATION}
     async with deployed({**settings, **SHORT_STEPS}) as engines:
         before = await engines.metrics()
         with_drafts = [await engines.tokens(prompt, NUM_TOKENS) for prompt in prompts]
