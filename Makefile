@@ -102,7 +102,7 @@ test-all: starts model ## all of `make test`, and faults, chaos, hostile clients
 	@$(BIN)/pytest -v --durations=40 -m "not long" tests/engines
 
 long: model      ## what asks for milliseconds of a quiet machine, and the longest cases of tests that `make test-all` has shorter ones of (about 15 minutes)
-	@$(BIN)/pytest -v -m long tests/unit tests/components/engine tests/engines tests/hosts
+	@$(BIN)/pytest -v -m long tests/unit tests/components tests/engines tests/hosts
 
 bench-decision: setup ## what a decision costs the router at 32 workers and 2,000 streams, without engines (10 s)
 	@$(BIN)/python -m tools.bench.decision_cost $(BENCH)
