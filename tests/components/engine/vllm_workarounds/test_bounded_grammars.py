@@ -195,9 +195,10 @@ def test_a_token_may_take_two_ordinary_masks_of_this_machine_and_vocabulary(monk
     for _ in range(1000):
         grammar.fill_bitmask(rows, 0)
     assert grammar.why is None
-    slow.takes_s = ALLOWED_S + 0.0041
-    grammar.fill_bitmask(rows, 0)
-    assert "4 ms of CPU time a token, and 50 ms more at once" in (grammar.why or "")
+    slow.takes_s = 0.0141
+    for _ in range(2 + round(ALLOWED_S / 0.006)):
+        grammar.fill_bitmask(rows, 0)
+    assert "4 ms of CPU time a token, and 100 ms more" in (grammar.why or "")
 
 
 def test_an_ordinary_mask_is_timed_in_the_time_of_this_thread(backend):
@@ -250,12 +251,14 @@ def test_a_grammar_may_take_its_time_at_once_and_a_little_at_every_token(monkeyp
         slow.takes_s = PER_TOKEN_S
         grammar.fill_bitmask(rows, 0)
         assert grammar.accept_tokens("r", [5])
-    slow.takes_s = ALLOWED_S * 0.9
-    grammar.fill_bitmask(rows, 0)
+    slow.takes_s = 10.0  # the host took the core: that counts once, and not in full
+    for _ in range(5):
+        grammar.fill_bitmask(rows, 0)
     assert grammar.accept_tokens("r", [5])
     assert rows.tolist() == [[1, 1]]
-    grammar.fill_bitmask(rows, 0)
-    assert "1 ms of CPU time a token, and 50 ms more at once" in (grammar.why or "")
+    for _ in range(7):
+        grammar.fill_bitmask(rows, 0)
+    assert "1 ms of CPU time a token, and 100 ms more" in (grammar.why or "")
     assert rows.tolist() == [[-1, -1]], "any token will do"
     assert not grammar.accept_tokens("r", [5])
 
