@@ -16,10 +16,10 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from ridgeline.router.scheduler.features import HOPELESS_AFTER
+
 T = TypeVar("T")
 
-HOPELESS_AFTER = 4
-"""How often in a row a client's prompts may pass its hopeless ones."""
 UNDATED_AFTER = 3
 """The same for those without a deadline: one less, since a hopeless one goes before them if both are due."""
 

@@ -19,7 +19,7 @@ from ridgeline.router.fleet.request_route import Demand, blocks_needed
 from ridgeline.router.fleet.worker import Worker
 from ridgeline.router.placement.learned import Learned
 from ridgeline.router.scheduler.adaptive import Adaptive
-from ridgeline.router.scheduler.features import Assignment, RequestFeatures
+from ridgeline.router.scheduler.features import WINDOW_STEPS, Assignment, RequestFeatures, window_tokens
 from ridgeline.router.scheduler.policies import by_nearness, by_work, predicted
 
 KEEPER_MAY_RUN, KEEPER_MAY_RUN_MORE = 1.25, 2
@@ -156,7 +156,7 @@ class ByPolicy:
                 view = self._views.get(one)
                 if view is None:
                     view = self._views[one] = WorkerView(one, asked)
-                view.takes_prompt = takes_prompt
+                view.takes_prompt = takes_prompt or view.has_most_of(demand)
                 views.append(view)
         return _able(views, demand)
 
@@ -208,6 +208,12 @@ class WorkerView:
     def prompt_tokens(self) -> int:
         """Prompt tokens sent there whose first token has not come back."""
         return self.worker.outstanding.prompt_tokens
+
+    def has_most_of(self, demand: Demand) -> bool:
+        """Return whether a prompt adds little there, as the other sequences of one prompt do: no short window is for it."""
+        cached_tokens = self.cached_tokens(RequestFeatures(demand.prompt_tokens, 0)) if demand.prefix else 0
+        most_tokens = WINDOW_STEPS * self.step_tokens
+        return 2 * cached_tokens > demand.prompt_tokens and self.worker.outstanding.prompt_tokens < most_tokens
 
     @property
     def running(self) -> int:
@@ -286,6 +292,14 @@ def _able(views: list[WorkerView], demand: Demand) -> list[WorkerView]:
     views = [view for view in views if view.worker.adapters.has_place_for(key)] or views
     most = KEEPER_MAY_RUN * min(view.running for view in views) + KEEPER_MAY_RUN_MORE
     return [view for view in views if view.running <= most and not view.worker.adapters.must_read(key)] or views
+
+
+def short_window(worker: Worker, most_tokens: int) -> int:
+    """Return as few prompt tokens as use a worker's steps well: those that are there cannot go by their SLOs."""
+    model, role = worker.step_model, worker.role
+    if model is None or not model.is_whole or role is None:
+        return most_tokens
+    return min(most_tokens, window_tokens(model, role.max_num_batched_tokens))
 
 
 def any_model(workers: Sequence[Worker]) -> StepModel | None:

@@ -1,7 +1,8 @@
 """The prompts of one pool that wait until a worker has room: fair among clients, and bounded. No asyncio or I/O.
 
 An engine runs prompts in order of arrival, so what was sent there cannot be reordered. A worker therefore gets a prompt
-only while the prompt tokens it still has to compute are below a window; the others wait in a `FairQueue`. A prompt also
+only while the prompt tokens it still has to compute are below a window; the others wait in a `FairQueue`. In mode
+adaptive, which orders prompts by their SLOs, the window is as short as the worker's steps allow. A prompt also
 waits while its client may not have one more sequence decoded (`DecodePlaces`).
 
 **Bound.** In a pool of one worker, with window W, quantum Q and longest prompt L: a short prompt (up to Q tokens) of a
@@ -27,7 +28,7 @@ from ridgeline.router.fleet.request_route import Demand, NoWorker, Route
 from ridgeline.router.flow.client_prompts import Entry
 from ridgeline.router.flow.fair_queue import FairQueue, Waiting
 from ridgeline.router.flow.rates import ServiceRate
-from ridgeline.router.placement.choice import Choice, Chooser
+from ridgeline.router.placement.choice import Choice, Chooser, short_window
 from ridgeline.router.placement.holds import DecodePlaces, Hold
 from ridgeline.router.placement.placement_events import Denied, Granted
 from ridgeline.router.scheduler.features import Assignment
@@ -284,7 +285,10 @@ class PoolQueue:
         return not self._full(worker) and worker.takes_work
 
     def _full(self, worker: Worker) -> bool:
-        return worker.outstanding.prompt_tokens >= self._window_tokens
+        most_tokens = self._window_tokens
+        if self.pool == "adaptive":
+            most_tokens = short_window(worker, most_tokens)
+        return worker.outstanding.prompt_tokens >= most_tokens
 
     def _next(self, may_start: Callable[[str], bool], now_s: float, roomy: Sequence[Worker]) -> ScheduledRequest | None:
         """Return the prompt that is next, after setting aside those before it that reach only full workers."""

@@ -32,9 +32,15 @@ SIMULATED: Final = 50
 MARGIN: Final = 0.03
 """By how much of the requests another policy must be better."""
 FIRST_COMPARISON: Final = 8
-"""Requests before the first comparison; later ones are due after half as many as the policy has served."""
+"""Requests before the first comparison; later ones are due after half as many as the policy has served of this kind."""
 MOST_BETWEEN_COMPARISONS: Final = 15
 """The most requests between two comparisons, for each worker."""
+NEWEST: Final = 4
+"""Traffic has turned once so many requests in a row have lengths that were rare before."""
+RARE: Final = 1.5
+"""Such are so many times as long as, or shorter than, what nine of ten were."""
+BEFORE: Final = 20
+"""The requests before them that count."""
 ERROR: Final = 0.1
 """The standard deviation of a prediction's relative error (as tolerated by `ridgeline.decode_worker.pacing.model`)."""
 HEADROOM_WEIGHT: Final = 1e-3
@@ -72,6 +78,8 @@ class Adaptive:
         self._rebalance = rebalance
         self._always = always
         self._next_comparison = FIRST_COMPARISON
+        self._compared: Sequence[Seen] = ()
+        """The requests of the last comparison."""
         self._serves_since = 0
         """The number of the first request that came after the present policy began to serve."""
         self.name, options = always or (UNTIL_COMPARED, {})
@@ -146,8 +154,15 @@ class Adaptive:
         return phases + ["decode"] * (workers - number)
 
     def is_due(self) -> bool:
-        """Whether so many requests have come since the last comparison that another one may say something else."""
-        return self._always is None and self._traffic.arrived_requests >= self._next_comparison
+        """Whether so many requests have come since the last comparison, or so different ones, that it may not hold."""
+        if self._always is not None:
+            return False
+        arrived, latest = self._traffic.arrived_requests, self._traffic.latest
+        if arrived >= self._next_comparison:
+            return True
+        if not self._compared or arrived <= self._compared[-1].number + NEWEST:
+            return False
+        return _turned([latest[-number] for number in range(1, NEWEST + 1)], self._compared[-BEFORE:])
 
     def compare(self) -> Iterator[None]:
         """Compare the policies, and serve by the best one from then on; yields now and then."""
@@ -158,12 +173,14 @@ class Adaptive:
             return
         if self._traffic.listeners:
             self._traffic.tell(Compared(self._traffic.clock(), fleet, self._serves_since))
-        most, half = MOST_BETWEEN_COMPARISONS * len(fleet.workers), (arrived - self._serves_since) // 2
-        self._next_comparison = arrived + max(FIRST_COMPARISON, min(most, half))
         workers = fleet.workers[:MOST_MODELLED]
         seen = self._latest(len(fleet.workers), len(workers))
+        self._compared = _since_it_turned(seen)
+        known_since = max(self._serves_since, self._compared[0].number)
+        most, half = MOST_BETWEEN_COMPARISONS * len(fleet.workers), (arrived - known_since) // 2
+        self._next_comparison = arrived + max(FIRST_COMPARISON, min(most, half))
         slowdown = yield from self._slowdown(fleet, workers, seen)
-        requests = _requests(seen, SIMULATED * len(workers))
+        requests = _requests(self._compared, SIMULATED * len(workers))
         scores: dict[str, float] = {}
         scale_s = 0.0
         while (name := self._next(len(workers), scores)) is not None:
@@ -248,6 +265,26 @@ def _seen(arrived: Arrived, made_tokens: int, ended: bool, latency_s: float | No
         ended,
         latency_s,
     )
+
+
+def _turned(newest: Sequence[Seen], before: Sequence[Seen]) -> bool:
+    """Return whether all prompts, or all expected answers, are of lengths that were rare before, on one side."""
+    tenth = len(before) // 10
+    for lengths, known in (
+        ([one.sent_tokens for one in newest], sorted(one.sent_tokens for one in before)),
+        ([one.expected_tokens for one in newest], sorted(one.expected_tokens for one in before)),
+    ):
+        if min(lengths) > RARE * known[-1 - tenth] or RARE * max(lengths) < known[tenth]:
+            return True
+    return False
+
+
+def _since_it_turned(seen: Sequence[Seen]) -> Sequence[Seen]:
+    """Return the requests since the traffic turned last; all if it has not."""
+    for first in range(len(seen) - NEWEST, 0, -1):
+        if _turned(seen[first : first + NEWEST], seen[max(0, first - BEFORE) : first]):
+            return seen[first:]
+    return seen
 
 
 def _requests(seen: Sequence[Seen], at_least: int = 0) -> list[Callable[[], ModelledRequest]]:

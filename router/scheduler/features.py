@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from functools import lru_cache
+from typing import Final, Protocol
 
 import msgspec
 
-from ridgeline.contracts.workers import StepModel
+from ridgeline.contracts.workers import SHORTEST_STEP_S, StepModel
+
+WINDOW_STEPS: Final = 2
+"""So many steps' worth of prompt tokens are sent to a worker at a time: beside those of one step, those of the next."""
+RATE_KEPT: Final = 0.8
+"""Steps count as long as is needed to compute prompts at this part of the rate of the longest ones. What a worker has
+can no longer be put behind what is more urgent: with two of the longest steps, in overload all prompts were late."""
+GRAIN_TOKENS: Final = 32
+HOPELESS_AFTER: Final = 4
+"""How often in a row a client's prompts may pass those of its that cannot meet their deadline any more."""
+
+
+@lru_cache(maxsize=1024)
+def window_tokens(model: StepModel, step_tokens: int) -> int:
+    """Return how many prompt tokens a worker has when it gets no more; its steps compute `step_tokens` at most."""
+    least_rate = RATE_KEPT * step_tokens / max(SHORTEST_STEP_S, model.step_s(step_tokens, 0, 0, 0))
+    sizes = range(GRAIN_TOKENS, step_tokens, GRAIN_TOKENS)
+    enough = (tokens for tokens in sizes if tokens >= least_rate * model.step_s(tokens, 0, 0, 0))
+    return WINDOW_STEPS * next(enough, step_tokens)
 
 
 class RequestFeatures(msgspec.Struct, frozen=True, omit_defaults=True):

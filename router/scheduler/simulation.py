@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 
 from ridgeline.router.scheduler.engines import ModelledRequest, ModelledWorker
+from ridgeline.router.scheduler.features import HOPELESS_AFTER
 from ridgeline.router.scheduler.policies import Policy
 
 YIELD_EVENTS = 16
@@ -26,6 +27,7 @@ class Simulation:
         self.now_s = 0.0
         self._handover_s = handover_s
         self._by_deadline = by_deadline
+        self._passed_late = 0
         self._by_id = {worker.worker_id: worker for worker in workers}
         self._waiting: list[ModelledRequest] = []
         self._events: list[tuple[float, int, ModelledWorker | None, int, ModelledRequest | None]] = []
@@ -69,24 +71,34 @@ class Simulation:
     def _at(self, at_s: float, worker: ModelledWorker | None, version: int, request: ModelledRequest | None) -> None:
         heapq.heappush(self._events, (at_s, next(self._numbers), worker, version, request))
 
-    def _next(self) -> ModelledRequest:
+    def _next(self) -> tuple[ModelledRequest, bool]:
+        """Return the prompt that goes next, and whether it passes one that is late."""
         if not self._by_deadline:
-            return self._waiting[0]
-        model, now_s, best, earliest_s = self.workers[0].model, self.now_s, self._waiting[0], math.inf
+            return self._waiting[0], False
+        model, now_s, earliest_s = self.workers[0].model, self.now_s, math.inf
+        timely: ModelledRequest | None = None
+        late: ModelledRequest | None = None
         for one in self._waiting:
             deadline_s = one.arrival_s + one.ttft_slo_s
+            if deadline_s >= earliest_s and late is not None:
+                continue
             tokens = one.prompt_tokens
-            if deadline_s < earliest_s and now_s + model.step_s(tokens, 0, 0, tokens * tokens / 2) <= deadline_s:
-                best, earliest_s = one, deadline_s
-        return best
+            if now_s + model.step_s(tokens, 0, 0, tokens * tokens / 2) > deadline_s:
+                late = late or one
+            elif deadline_s < earliest_s:
+                timely, earliest_s = one, deadline_s
+        if late is not None and self._passed_late >= HOPELESS_AFTER:
+            return late, False
+        return timely or self._waiting[0], timely is not None and late is not None
 
     def _dispatch(self) -> None:
         while self._waiting and any(worker.takes_prompt for worker in self.workers):
-            request = self._next()
+            request, passes_late = self._next()
             chosen = self.policy.assign(request.features(self.now_s), self.workers)
             if chosen is None:
                 return
             self._waiting.remove(request)
+            self._passed_late = self._passed_late + 1 if passes_late else 0
             self._place(request, self._by_id[chosen.prompt_worker], self._by_id[chosen.decode_worker], chosen.paced)
 
     def _place(

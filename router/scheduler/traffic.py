@@ -37,6 +37,11 @@ class Seen:
     ended: bool = False
     latency_s: float | None = None
     """From its arrival to its last token, as its client saw it; None if that is not known."""
+    sent_tokens: int = 0
+    """Of its prompt, those included that a prefix cache has."""
+
+    def __post_init__(self) -> None:
+        self.sent_tokens = self.sent_tokens or self.prompt_tokens
 
 
 class Traffic:

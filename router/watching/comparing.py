@@ -13,7 +13,7 @@ from ridgeline.router.fleet.worker import Worker
 from ridgeline.router.placement.choice import any_model, whole_model
 from ridgeline.router.placement.learned import Learned
 from ridgeline.router.scheduler.adaptive import Adaptive
-from ridgeline.router.scheduler.features import FleetModel, WorkerSpec
+from ridgeline.router.scheduler.features import FleetModel, WorkerSpec, window_tokens
 from ridgeline.router.scheduler.registry import ADAPTIVE
 from ridgeline.router.settings import RouterConfig
 from ridgeline.router.watching.recording import Wanted, recording
@@ -21,8 +21,6 @@ from ridgeline.router.watching.recording import Wanted, recording
 LOOK_EVERY_S = 1.0
 PAUSE_S = 0.002
 """Between two parts of a comparison, which take about half a millisecond each: streams go first."""
-WINDOW_STEPS = 2
-"""Steps' worth of prompt tokens that a worker gets at a time, as `router.prefill_window_tokens` has it by default."""
 logger = logging.getLogger(__name__)
 
 
@@ -34,7 +32,7 @@ class Comparing:
         self._traffic = learned.traffic
         chosen = settings.policy
         always = None if chosen.name == ADAPTIVE else (chosen.name, chosen.options)
-        self._model = partial(fleet_model, fleet, learned)
+        self._model = partial(fleet_model, fleet, learned, settings.prefill_window_tokens)
         self.policy = Adaptive(self._model, self._traffic, settings.rebalance, always)
 
     async def run(self) -> None:
@@ -74,25 +72,29 @@ class Comparing:
             logger.info("mode adaptive serves by policy %r now, by %r before (%s)", self.policy.name, before, scores)
 
 
-def fleet_model(fleet: Fleet, learned: Learned) -> FleetModel | None:
-    """Return the model of all workers as they are in mode adaptive; None while the steps of none are known."""
+def fleet_model(fleet: Fleet, learned: Learned, most_tokens: int | None) -> FleetModel | None:
+    """Return the model of all workers as they are in mode adaptive; None while the steps of none are known.
+
+    A worker has `most_tokens` of prompts at most, if that is set (`router.prefill_window_tokens`).
+    """
     there = [worker for worker in fleet.workers if worker.usable and not worker.leaves]
     whole = any_model(there)
     if whole is None:
         return None
-    specs = tuple(_spec(one, whole_model(one, whole), fleet) for one in there)
+    specs = tuple(_spec(one, whole_model(one, whole), fleet, most_tokens) for one in there)
     return FleetModel(specs, _handover_s(there[0], learned), learned.overhead_s)
 
 
-def _spec(worker: Worker, model: StepModel, fleet: Fleet) -> WorkerSpec:
+def _spec(worker: Worker, model: StepModel, fleet: Fleet, most_tokens: int | None) -> WorkerSpec:
     known = worker.description
     role = fleet.roles.role_of(worker.worker_id, known.pool, "adaptive", 0) or worker.role
     step_tokens = role.max_num_batched_tokens if role else known.max_model_len
+    window = window_tokens(model, step_tokens)
     return WorkerSpec(
         worker.worker_id,
         model,
         step_tokens,
-        window_tokens=WINDOW_STEPS * step_tokens,
+        window_tokens=window if most_tokens is None else min(most_tokens, window),
         max_num_seqs=role.max_num_seqs if role else known.max_num_seqs,
         kv_tokens=known.num_kv_blocks * known.max_model_len // known.layout.blocks_of(known.max_model_len),
         device="/".join(worker.device or ()),

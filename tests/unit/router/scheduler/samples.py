@@ -6,7 +6,7 @@ import random
 
 from ridgeline.contracts.workers import StepModel
 from ridgeline.router.scheduler.engines import ModelledRequest, modelled
-from ridgeline.router.scheduler.features import FleetModel, WorkerSpec
+from ridgeline.router.scheduler.features import FleetModel, WorkerSpec, window_tokens
 
 BF16 = StepModel(
     base_s=0.030,
@@ -55,8 +55,9 @@ def poisson(
 
 def fleet_model(workers=2, model=BF16, step_tokens=512, per_device=1, handover_s=0.03, **limits):
     """Workers that are alike, of which every `per_device` take turns on one device."""
+    window = window_tokens(model, step_tokens)
     specs = [
-        WorkerSpec(f"w{number}", model, step_tokens, 2 * step_tokens, device=f"d{number // per_device}", **limits)
+        WorkerSpec(f"w{number}", model, step_tokens, window, device=f"d{number // per_device}", **limits)
         for number in range(workers)
     ]
     return FleetModel(tuple(specs), handover_s)

@@ -4,10 +4,13 @@ import math
 
 import pytest
 
+from ridgeline.router.scheduler.adaptive import _since_it_turned
+from ridgeline.router.scheduler.features import window_tokens
 from ridgeline.router.scheduler.offline_simulation import AdaptiveSimulation
 from ridgeline.router.scheduler.policies import Colocated, Disaggregated
 from ridgeline.router.scheduler.simulation import Simulation
-from tests.unit.router.scheduler.samples import CHEAP_ANSWERS, H100, fleet, fleet_model, poisson
+from ridgeline.router.scheduler.traffic import Seen
+from tests.unit.router.scheduler.samples import BF16, CHEAP_ANSWERS, H100, fleet, fleet_model, poisson
 
 
 def attainment(requests):
@@ -142,3 +145,38 @@ def test_two_workers_that_take_turns_on_a_device_each_go_at_half_of_their_speed(
         Simulation(fleet(per_device=per_device), Colocated(), 0.0).run(requests)
         took_s[per_device] = [one.latency_s for one in requests]
     assert took_s[2] == pytest.approx([2 * one for one in took_s[1]], rel=1e-4)
+
+
+def test_it_compares_anew_within_a_few_requests_of_another_kind():
+    """A burst of 28 was served by what earlier traffic had left, since comparisons were up to 30 requests apart."""
+    names = []
+    for number in (0, 6):
+        requests = poisson(0.5, 121, ttft_slo_s=1.9, tpot_slo_s=0.05)
+        last_s = requests[-1].arrival_s
+        for one in poisson(1.2, number, **CHAT, ttft_slo_s=0.4, tpot_slo_s=0.05):
+            one.number, one.arrival_s = len(requests), one.arrival_s + last_s + 5.0
+            requests.append(one)
+        names.append(adaptive_on(requests).name)
+    assert names == ["1 of 2 for prefill", "colocated"]
+
+
+def test_requests_of_two_kinds_in_turn_are_no_turn():
+    mixed = poisson(0.3, 80, prompt_tokens=64)
+    for one in mixed[::2]:
+        one.prompt_tokens = 1024
+    seen = [Seen(one.number, one.arrival_s, one.prompt_tokens, 1.0, 1.0, 64) for one in mixed]
+    assert len(_since_it_turned(seen)) >= 76
+
+
+@pytest.mark.parametrize(
+    ("model", "step_tokens", "tokens"), [(BF16, 592, 192), (CHEAP_ANSWERS, 592, 960), (H100, 8192, 2240)]
+)
+def test_a_worker_has_as_few_prompts_as_keep_its_rate(model, step_tokens, tokens):
+    assert window_tokens(model, step_tokens) == tokens
+
+
+def test_in_overload_most_prompts_are_in_time():
+    """Of 96 tokens each, 12 waited at the worker whatever their SLO: all were late as long as the overload lasted."""
+    requests = poisson(6.2, 320, prompt_tokens=96, output_tokens=24, ttft_slo_s=0.66, tpot_slo_s=0.067)
+    adaptive_on(requests, step_tokens=592)
+    assert attainment(requests) > 0.6

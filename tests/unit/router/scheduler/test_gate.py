@@ -99,6 +99,8 @@ def attainment(
         engines = fleet(workers, step_tokens=step_tokens)
         for engine in engines:
             engine.model = engine.model.times(speed)
+            if policy is not None:
+                engine.window_tokens = 2 * step_tokens
             engine.noise = NOISE
             engine.draw.seed(f"{engine.worker_id}{seed}")
         requests = requests_of(shape, slos, rate, number, seed)
