@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 import struct
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -162,7 +163,8 @@ class AdapterCopies:
         """Use these no more; remove every copy that no process uses."""
         with self._alone():
             for digest in digests:
-                self._held.pop(digest).close()
+                if (lock := self._held.pop(digest, None)) is not None:
+                    lock.close()
             for folder in self._root.iterdir():
                 if folder.is_dir():
                     self._remove_unused(folder)
@@ -201,8 +203,9 @@ class AdapterCopies:
         """Let one process at a time look at the copies."""
         try:
             self._root.mkdir(mode=0o700, exist_ok=True)
-            if self._root.stat().st_uid != os.getuid():
-                raise AdapterRefused(f"{self._root} belongs to another user: set TMPDIR to a folder of your own")
+            found = self._root.lstat()  # another user's link could lead to a folder of ours, which would be emptied
+            if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+                raise AdapterRefused(f"{self._root} is no folder of this user's: set TMPDIR to another one")
             lock = (self._root / ".lock").open("w")
         except OSError as error:
             raise AdapterRefused(f"{self._root} cannot be written ({error.strerror}): set TMPDIR") from None

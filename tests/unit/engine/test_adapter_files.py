@@ -111,3 +111,21 @@ def test_the_copy_of_a_process_that_was_killed_is_removed_with_the_next_one(tmp_
     other = left.keep(write_adapter(tmp_path / "b", weights=b"1"))
     left.drop(other)
     assert [path.name for path in root.iterdir()] == [".lock"]
+
+
+def test_a_link_that_another_user_has_left_is_not_the_folder_of_copies(tmp_path):
+    precious = tmp_path / "home" / "papers"
+    precious.mkdir(parents=True)
+    (tmp_path / "kept").symlink_to(tmp_path / "home")
+    copies = AdapterCopies(tmp_path / "kept")
+    with pytest.raises(AdapterRefused, match="TMPDIR"):
+        copies.keep(write_adapter(tmp_path / "a"))
+    assert precious.is_dir()
+
+
+def test_a_copy_that_is_not_used_may_be_dropped_again(tmp_path, a_process):
+    copies = a_process()
+    digest = copies.keep(write_adapter(tmp_path / "a"))
+    copies.drop(digest)
+    copies.drop(digest)
+    assert not copies.folder(digest).exists()
