@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 import struct
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -32,6 +33,9 @@ MOST_HEADER_BYTES: Final = 100 << 20
 _LAYER: Final = re.compile(r"\.layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.lora_([AB])\.")
 _FROM_HIDDEN: Final = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _TO_HIDDEN: Final = ("o_proj", "down_proj")
+_TO_KV: Final = ("k_proj", "v_proj")
+_OF_SOME_LAYERS: Final = ("global_", "num_global_", "swa_", "v_head_dim")
+"""How keys of a config.json begin that give some layers heads of their own, or values another width than keys."""
 
 
 def require_fit(folder: Path, max_rank: int, model: Mapping[str, Any]) -> None:
@@ -94,7 +98,7 @@ def _misfit(shapes: Mapping[str, list[int]], model: Mapping[str, Any]) -> str:
 
     vLLM itself ignores layers beyond the model's, and pads what is too narrow.
     """
-    layers, hidden = model.get("num_hidden_layers"), model.get("hidden_size")
+    layers, hidden, kv = model.get("num_hidden_layers"), model.get("hidden_size"), _kv_width(model)
     for name, shape in shapes.items():
         found = _LAYER.search(name)
         if found is None or "vision" in name or "visual" in name:
@@ -107,7 +111,18 @@ def _misfit(shapes: Mapping[str, list[int]], model: Mapping[str, Any]) -> str:
             width = shape[1 if into else 0]
             if width != hidden:
                 return f"its {module} is {width} wide, and this model's hidden size is {hidden}"
+        if kv and half == "B" and module in _TO_KV and shape[0] != kv:
+            return f"its {module} is {shape[0]} wide, and this model's KV heads are {kv} together"
     return ""
+
+
+def _kv_width(model: Mapping[str, Any]) -> int:
+    """Return how wide all KV heads of each layer are together; 0 where layers may differ, or it is not known."""
+    if any(key.startswith(_OF_SOME_LAYERS) for key in model):
+        return 0
+    heads, kv_heads = model.get("num_attention_heads"), model.get("num_key_value_heads")
+    width = model.get("head_dim") or (heads and (model.get("hidden_size") or 0) // heads)
+    return width * kv_heads if isinstance(width, int) and isinstance(kv_heads, int) else 0
 
 
 def digest_of(folder: Path) -> str:
@@ -162,7 +177,8 @@ class AdapterCopies:
         """Use these no more; remove every copy that no process uses."""
         with self._alone():
             for digest in digests:
-                self._held.pop(digest).close()
+                if (lock := self._held.pop(digest, None)) is not None:
+                    lock.close()
             for folder in self._root.iterdir():
                 if folder.is_dir():
                     self._remove_unused(folder)
@@ -201,8 +217,9 @@ class AdapterCopies:
         """Let one process at a time look at the copies."""
         try:
             self._root.mkdir(mode=0o700, exist_ok=True)
-            if self._root.stat().st_uid != os.getuid():
-                raise AdapterRefused(f"{self._root} belongs to another user: set TMPDIR to a folder of your own")
+            found = self._root.lstat()  # another user's link could lead to a folder of ours, which would be emptied
+            if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+                raise AdapterRefused(f"{self._root} is no folder of this user's: set TMPDIR to another one")
             lock = (self._root / ".lock").open("w")
         except OSError as error:
             raise AdapterRefused(f"{self._root} cannot be written ({error.strerror}): set TMPDIR") from None

@@ -302,7 +302,9 @@ def adapter_problems(engine_args: Args, server_args: Args, served_names: Sequenc
         for name in [*needing, *(["server_args.lora_modules"] if modules else [])]:
             yield f"{name} has no effect on engines without LoRA: set engine_args.enable_lora to true, or leave it out."
     most, kept = engine_args.get("max_loras", 1), engine_args.get("max_cpu_loras")
-    if isinstance(kept, int) and isinstance(most, int) and kept < most:
+    if isinstance(most, int) and most < 1:
+        yield f"engine_args.max_loras must be 1 or more, not {most}."
+    elif isinstance(kept, int) and isinstance(most, int) and kept < most:
         yield (
             f"engine_args.max_cpu_loras ({kept}) is less than max_loras ({most}), and a step has only adapters in "
             f"memory: raise it to at least {most}."

@@ -22,6 +22,7 @@ KEYS: Final = {
     ),
 }
 """The methods, and what may be set of each: others of vLLM's keys change which tokens are accepted, or have not run."""
+_COUNTS: Final = ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "draft_tensor_parallel_size")
 
 
 def problems(setting: str, config: Mapping[str, Any] | None, *, one_pool: bool) -> Iterator[str]:
@@ -29,7 +30,7 @@ def problems(setting: str, config: Mapping[str, Any] | None, *, one_pool: bool) 
     if config is None:
         return
     method = config.get("method")
-    if method not in KEYS:
+    if not isinstance(method, str) or method not in KEYS:
         yield (
             f"{setting}.method must be {WITHOUT_KV} or {WITH_KV}, not {method!r}: drafts of EAGLE, MTP and Medusa read "
             "hidden states of the model, which do not travel with its KV, and other methods have not run."
@@ -38,10 +39,14 @@ def problems(setting: str, config: Mapping[str, Any] | None, *, one_pool: bool) 
     for key in config:
         if key not in KEYS[method]:
             yield f"{setting}.{key} cannot be passed on: method {method} takes {', '.join(KEYS[method])}."
-    tokens = config.get("num_speculative_tokens")
-    if not isinstance(tokens, int) or tokens < 1:
-        yield f"{setting}.num_speculative_tokens must be the number of tokens to draft, 1 or more, not {tokens!r}."
-    if method == WITH_KV and not config.get("model"):
+    counts = {name: config.get(name) for name in _COUNTS if name in config or name == "num_speculative_tokens"}
+    wrong = {name: count for name, count in counts.items() if type(count) is not int or count < 1}
+    for name, count in wrong.items():
+        yield f"{setting}.{name} must be a whole number, 1 or more, not {count!r}."
+    shortest, longest = config.get("prompt_lookup_min"), config.get("prompt_lookup_max")
+    if not wrong and shortest and longest and shortest > longest:
+        yield f"{setting}.prompt_lookup_min ({shortest}) must be at most prompt_lookup_max ({longest})."
+    if method == WITH_KV and not (isinstance(model := config.get("model"), str) and model):
         yield f"{setting}.model must name the draft model, a folder or a name on the hub."
     if method == WITH_KV and one_pool:
         yield (

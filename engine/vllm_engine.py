@@ -292,8 +292,12 @@ class VllmEngine:
             raise AdapterRefused("the engines take no adapters: set engine_args.enable_lora to true, and start again")
         if digest and self._copies.folder(digest).is_dir():
             return self._copies.keep(Path(path), digest)
-        folder = Path(get_adapter_absolute_path(path))
-        require_fit(folder, lora.max_lora_rank, self._llm.model_config.hf_text_config.to_dict())
+        try:
+            folder = Path(get_adapter_absolute_path(path))
+            require_fit(folder, lora.max_lora_rank, self._llm.model_config.hf_text_config.to_dict())
+        except OSError as error:  # a path that no folder can have, or the hub is out of reach
+            why = f"{path} is no folder, and cannot be had from the hub ({sentence_of(error)})"
+            raise AdapterRefused(f"{why}: name a folder that is on every node with workers") from error
         return self._copies.keep(folder, digest)
 
     def unload_adapter(self, adapter: Adapter, after_s: float) -> None:

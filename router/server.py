@@ -242,7 +242,7 @@ class Router(RouterControl):
             group.create_task(self._decisions.run(), name="decisions")
             await self.fleet.connect(worker_addresses, group, some=some)
             if isinstance(self._decisions, OwnDecisions):
-                await self._decisions.adapters.load_first(self._settings.lora_modules)
+                await self._decisions.adapters.load_first(self._settings.lora_modules, again=some)
             if self._shared is not None:
                 await self._shared.joined()
             group.create_task(self._releaser.run(), name="handoff-releaser")

@@ -210,14 +210,21 @@ def _server_args(config: RidgelineConfig) -> dict[str, Any]:
 
 
 def _with_whole_paths(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Make paths of plugins and of a draft model absolute, so that they mean the same wherever Ray runs a process."""
+    """Make paths of plugins and of a draft model absolute, so that they mean the same wherever Ray runs a process.
+
+    Raises ModelError.
+    """
     whole: dict[str, Any] = {
         name: str(Path(value).absolute()) if name.endswith("_plugin") and value else value
         for name, value in args.items()
     }
     draft = whole.get(speculation.ARGUMENT) or {}
-    if Path(str(draft.get("model"))).is_dir():
-        whole[speculation.ARGUMENT] = {**draft, "model": str(Path(draft["model"]).absolute())}
+    if name := draft.get("model"):
+        try:
+            path = prepare_model(name)
+        except ModelError as error:
+            raise ModelError(f"{speculation.ARGUMENT}.model: {error}") from None
+        whole[speculation.ARGUMENT] = {**draft, "model": str(path.absolute() if path.is_dir() else path)}
     return whole
 
 

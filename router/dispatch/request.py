@@ -36,6 +36,8 @@ class Sampling:
     """Largest number of tokens in the answer; 0 if not given."""
     resample_reason: str | None
     """Why decode must sample the first token itself; None: it continues from the one that prefill sampled."""
+    reads_cache: bool = True
+    """Whether what a cache has of the prompt is used; not if the client wants the log-probabilities of the prompt."""
 
     @property
     def first_token(self) -> FirstToken:
@@ -179,7 +181,7 @@ class RequestProgress:
             first,
             prompt_tokens=first.prompt_tokens + len(self.token_ids),  # what the client already has counts as prompt
             ttft_limit_s=math.inf if self.token_ids else first.ttft_limit_s,
-            prefix=self._prefix(),
+            prefix=self._prefix() if self.request.sampling.reads_cache or self.token_ids else (),
             waited_s=self.timeline.clock() - self.timeline.arrived_s,
             urgent=first.urgent or self._attempt > 0,  # its client has waited once, and may have half of its answer
         )

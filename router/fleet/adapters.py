@@ -54,11 +54,19 @@ class OwnAdapters(Adapters):
         self._request_timeout_s = request_timeout_s
         self._one_at_a_time = asyncio.Lock()
 
-    async def load_first(self, modules: Sequence[Mapping[str, str]]) -> None:
-        """Load those of the configuration that the workers do not have yet. Raises AdapterRefused."""
+    async def load_first(self, modules: Sequence[Mapping[str, str]], *, again: bool = False) -> None:
+        """Load those of the configuration that the workers do not have yet. Raises AdapterRefused.
+
+        `again`: the router has served before, and had better serve without one that can no longer be loaded.
+        """
         for module in modules:
-            if module["name"] not in self.known:
-                await self.load(module["name"], module["path"], in_place=False)
+            try:
+                if module["name"] not in self.known:
+                    await self.load(module["name"], module["path"], in_place=False)
+            except AdapterRefused as error:
+                if not again:
+                    raise
+                logger.warning("%s", error)
 
     async def load(self, name: str, path: str, *, in_place: bool) -> None:
         """Have all workers take an adapter in; `in_place`: also if its name is known. Raises AdapterRefused."""
@@ -72,8 +80,9 @@ class OwnAdapters(Adapters):
             adapter = await self._load_on(workers, name, path, former)
             self._fleet.offer_adapters({**self.known, name: adapter})
             logger.warning("adapter %s from %s on %d workers", adapter.key, path, len(workers))
-            newcomers = [worker for worker in self._fleet.workers if worker not in workers and worker.client.connected]
-            await asyncio.gather(*map(self._fleet.give_adapters, newcomers), return_exceptions=True)
+            for worker in self._fleet.workers:
+                if worker not in workers:  # it has come meanwhile, or is out of reach
+                    self._fleet.when_connected(worker, self._fleet.give_adapters)
             if former is not None and former.key != adapter.key:
                 await self._unload_on(self._fleet.workers, former, self._request_timeout_s)
 
@@ -113,17 +122,22 @@ class OwnAdapters(Adapters):
         if refused:
             for adapter in found.values():
                 if former is None or adapter.key != former.key:
-                    await self._unload_on(workers, adapter, 0.0)
+                    await self._unload_on(workers, adapter, self._request_timeout_s)  # some may run with it
             raise AdapterRefused(f"the adapter {name} is not loaded. {'. '.join(dict.fromkeys(refused))}")
         return next(iter(found.values()))
 
     async def _unload_on(self, workers: Sequence[Worker], adapter: Adapter, after_s: float) -> None:
-        """Tell these workers; one that does not answer keeps it until it is started again."""
-        asked = [
-            worker.client.unload_adapter(adapter, after_s)
-            for worker in workers
-            if adapter.key in worker.adapters.loaded
-        ]
-        for error in await asyncio.gather(*asked, return_exceptions=True):
-            if isinstance(error, BaseException) and not isinstance(error, WorkerLost):
+        """Tell these workers; one that is out of reach is told when it is back, if the adapter is still not wanted."""
+
+        async def tell(worker: Worker) -> None:
+            if adapter not in self.known.values():
+                worker.adapters.loaded.discard(adapter.key)
+                await worker.client.unload_adapter(adapter, after_s)
+
+        asked = [worker for worker in workers if adapter.key in worker.adapters.loaded]
+        answers = await asyncio.gather(*map(tell, asked), return_exceptions=True)
+        for worker, error in zip(asked, answers, strict=True):
+            if isinstance(error, WorkerLost):
+                self._fleet.when_connected(worker, tell)
+            elif error is not None:
                 raise error

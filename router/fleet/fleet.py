@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 
@@ -189,13 +189,31 @@ class Fleet:
 
     async def give_adapters(self, worker: Worker) -> None:
         """Have a worker take in what it lacks, when it comes. Without an adapter it gets no requests for it."""
-        for adapter in self.adapters.values() if self._leads else ():
+        if not self._leads:
+            return
+        had = worker.adapters.loaded.copy()
+        while lacking := [one for one in self.adapters.values() if one.key not in had]:  # some may come meanwhile
+            adapter = lacking[0]
+            had.add(adapter.key)
             try:
-                if adapter.key not in worker.adapters.loaded:
-                    await worker.client.load_adapter(adapter.name, adapter.path, adapter.digest)
-                    worker.adapters.load(adapter.key)
+                await worker.client.load_adapter(adapter.name, adapter.path, adapter.digest)
+                worker.adapters.load(adapter.key)
             except AdapterRefused as error:
                 logger.warning("%s gets no requests for the adapter %s: %s", worker.title, adapter.name, error)
+
+    def when_connected(self, worker: Worker, act: Callable[[Worker], Awaitable[None]]) -> None:
+        """Do this with a worker once it is connected; its next incarnation learns by itself what there is."""
+
+        async def wait_and_act() -> None:
+            while worker in self.workers:
+                with suppress(WorkerLost):
+                    await worker.client.wait_connected(CONNECT_TIMEOUT_S)
+                    await act(worker)
+                    return
+                await asyncio.sleep(ROLE_LOOK_S)
+
+        assert self._group is not None
+        self._group.create_task(wait_and_act(), name=f"catch-up-{worker.worker_id}")
 
     async def remove(self, worker_id: str) -> None:
         """Forget a worker that has left; does nothing if it is not known."""

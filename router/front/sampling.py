@@ -17,4 +17,5 @@ def sampling_of(params: SamplingParams) -> Sampling:
         encoded=sampling.encode(params),
         max_tokens=params.max_tokens or 0,
         resample_reason=sampling.resample_reason(params),
+        reads_cache=not params.skip_reading_prefix_cache,
     )

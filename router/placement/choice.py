@@ -201,7 +201,7 @@ class WorkerView:
     def __init__(self, worker: Worker, asked: _Asked) -> None:
         self.worker = worker
         self.worker_id = worker.worker_id
-        self.takes_prompt = False
+        self.takes_prompt = True
         self._asked = asked
 
     @property
@@ -282,7 +282,7 @@ def _able(views: list[WorkerView], demand: Demand) -> list[WorkerView]:
     """Return those that the router of the request reaches; if it reaches none, it finds that out itself: all.
 
     Of them, those that have its adapter and a place for it in their steps. One that would have to read the adapter from
-    disk, which holds up its steps, is left out while others have it in memory and are about as busy.
+    disk, which holds up its steps, is left out while others have it in memory, are about as busy and take the prompt.
     """
     if demand.avoided:
         views = [view for view in views if view.worker_id not in demand.avoided] or views
@@ -291,7 +291,8 @@ def _able(views: list[WorkerView], demand: Demand) -> list[WorkerView]:
     views = [view for view in views if key in view.worker.adapters.loaded] or views
     views = [view for view in views if view.worker.adapters.has_place_for(key)] or views
     most = KEEPER_MAY_RUN * min(view.running for view in views) + KEEPER_MAY_RUN_MORE
-    return [view for view in views if view.running <= most and not view.worker.adapters.must_read(key)] or views
+    keepers = [view for view in views if view.running <= most and not view.worker.adapters.must_read(key)]
+    return keepers if any(view.takes_prompt for view in keepers) else views
 
 
 def short_window(worker: Worker, most_tokens: int) -> int:

@@ -122,7 +122,7 @@ class Dispatcher(RouterControl):
         try:
             async with asyncio.TaskGroup() as group:
                 await self.fleet.connect(workers, group, some=some)
-                await self._adapters.load_first(self._settings.lora_modules)
+                await self._adapters.load_first(self._settings.lora_modules, again=some)
                 self._adapters.on_change(self._tell_adapters)
                 group.create_task(self._lag.watch(), name="loop-lag")
                 group.create_task(self._tell_sums(), name="sums")

@@ -185,11 +185,21 @@ def test_what_vllms_parser_refuses_is_an_error_and_does_not_end_the_process():
         ),
         pytest.param({"engine_args.speculative_config": "{method: eagle3}"}, "hidden states", id="reads hidden states"),
         pytest.param({"engine_args.speculative_config": "{method: ngram}"}, "num_speculative_tokens", id="no tokens"),
+        *(
+            pytest.param({"engine_args.speculative_config": f"{{method: ngram, {keys}}}"}, named, id=keys)
+            for keys, named in (
+                ("num_speculative_tokens: true", "num_speculative_tokens"),
+                ("num_speculative_tokens: 2, prompt_lookup_max: 0", "prompt_lookup_max"),
+                ("num_speculative_tokens: 2, prompt_lookup_min: 5, prompt_lookup_max: 3", "prompt_lookup_min"),
+            )
+        ),
+        pytest.param({"engine_args.speculative_config": "{method: [ngram]}"}, "method", id="a list of methods"),
         pytest.param(
             {"engine_args.speculative_config": "{method: draft_model, num_speculative_tokens: 2}"},
             "model",
             id="no model",
         ),
+        pytest.param({"engine_args.enable_lora": "true", "engine_args.max_loras": "0"}, "max_loras", id="no adapters"),
         pytest.param(
             {"engine_args.speculative_config": "{method: ngram, rejection_sample_method: x}"},
             "rejection_sample_method",

@@ -12,7 +12,7 @@ import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from ridgeline.contracts.errors import EngineFailed
+from ridgeline.contracts.errors import AdapterRefused, EngineFailed
 from ridgeline.contracts.rpc.tls import TlsFiles
 from ridgeline.contracts.workers import StepModel
 from ridgeline.engine.connector.messages import STALE_HANDOFFS, STEP_MODEL, TRANSFER_EVENTS
@@ -97,3 +97,13 @@ async def test_a_request_on_an_engine_that_was_ended_is_told_by_what_and_not_sen
         "the engine of decode-0 failed: its engine process was ended by SIGILL "
         "(an instruction that this machine does not allow)"
     )
+
+
+@pytest.mark.parametrize("path", ["x" * 5000, "/" + "x" * 5000])
+async def test_a_path_that_no_folder_can_have_is_an_adapter_that_is_refused(path):
+    engine = VllmEngine(engine_config())
+    model = SimpleNamespace(hf_text_config=SimpleNamespace(to_dict=dict))
+    config = SimpleNamespace(lora_config=SimpleNamespace(max_lora_rank=16))
+    engine._llm = SimpleNamespace(vllm_config=config, model_config=model)
+    with pytest.raises(AdapterRefused):
+        await engine.load_adapter("sql", path)

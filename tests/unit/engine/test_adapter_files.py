@@ -12,7 +12,8 @@ from ridgeline.contracts.errors import AdapterRefused
 from ridgeline.engine.adapter_files import CONFIG, WEIGHTS, AdapterCopies, digest_of, require_fit
 from tests.support.adapter_files import OUT, Q, write_adapter
 
-MODEL = {"num_hidden_layers": 2, "hidden_size": 64}
+MODEL = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+V = Q.replace("q_proj", "v_proj").format(0) + ".lora_B.weight"
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,7 @@ MODEL = {"num_hidden_layers": 2, "hidden_size": 64}
         ({f"{Q.format(2)}.lora_A.weight": [8, 64]}, {"base_model_name_or_path": "org/big"}, ("org/big", "2 layers")),
         ({f"{Q.format(0)}.lora_A.weight": [8, 128]}, {}, ("128", "64")),
         ({f"{OUT.format(0)}.lora_B.weight": [32, 8]}, {}, ("32", "64")),
+        ({V: [16, 8]}, {}, ("v_proj", "16", "32")),
     ],
 )
 def test_an_adapter_that_an_engine_cannot_serve_is_refused_with_what_to_change(tmp_path, shapes, config, named):
@@ -38,6 +40,8 @@ def test_an_adapter_that_an_engine_cannot_serve_is_refused_with_what_to_change(t
 def test_an_adapter_that_fits_is_not_refused(tmp_path):
     inside = {f"{Q.format(7)}.lora_A.weight".replace("layers", "vision_tower.layers"): [8, 99]}
     require_fit(write_adapter(tmp_path / "a", inside), 8, {"text_config": MODEL})
+    require_fit(write_adapter(tmp_path / "c", {V: [32, 8]}), 8, MODEL)
+    require_fit(write_adapter(tmp_path / "d", {V: [16, 8]}), 8, {**MODEL, "num_global_key_value_heads": 1})
     require_fit(write_adapter(tmp_path / "b", {f"{Q.format(9)}.lora_A.weight": [8, 9]}), 8, {})
 
 
@@ -111,3 +115,21 @@ def test_the_copy_of_a_process_that_was_killed_is_removed_with_the_next_one(tmp_
     other = left.keep(write_adapter(tmp_path / "b", weights=b"1"))
     left.drop(other)
     assert [path.name for path in root.iterdir()] == [".lock"]
+
+
+def test_a_link_that_another_user_has_left_is_not_the_folder_of_copies(tmp_path):
+    precious = tmp_path / "home" / "papers"
+    precious.mkdir(parents=True)
+    (tmp_path / "kept").symlink_to(tmp_path / "home")
+    copies = AdapterCopies(tmp_path / "kept")
+    with pytest.raises(AdapterRefused, match="TMPDIR"):
+        copies.keep(write_adapter(tmp_path / "a"))
+    assert precious.is_dir()
+
+
+def test_a_copy_that_is_not_used_may_be_dropped_again(tmp_path, a_process):
+    copies = a_process()
+    digest = copies.keep(write_adapter(tmp_path / "a"))
+    copies.drop(digest)
+    copies.drop(digest)
+    assert not copies.folder(digest).exists()

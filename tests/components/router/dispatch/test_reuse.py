@@ -143,6 +143,15 @@ async def test_an_offer_whose_prefill_fails_is_released():
         await one.step_until(ending)
 
 
+async def test_nobody_is_asked_for_a_prompt_that_is_computed_whole_for_its_log_probabilities():
+    async with turns() as one:
+        one.decode.cached_tokens = 96
+        params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True, prompt_logprobs=1)
+        request = SequenceRequest("scored", list(TURN), sampling_of(params), reasoning_ended=True)
+        await one.step_until(asyncio.create_task(one.orchestrator.run(request, lambda _: False)))
+        assert one.decode.asked == []
+
+
 async def test_a_turn_at_one_router_fetches_what_a_turn_at_another_has_left():
     settings = router_settings(routers=2)
     async with asyncio.timeout(PATIENCE_S), hosts(**LAYOUTS) as started:

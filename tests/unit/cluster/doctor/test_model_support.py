@@ -125,3 +125,18 @@ def test_engines_get_paths_of_adapters_that_mean_the_same_everywhere(tmp_path: P
         {"name": "hub", "path": "org/adapter"},
     )
     assert "lora_modules" not in settings.server_args
+
+
+def test_a_draft_model_is_looked_for_before_anything_starts(tmp_path: Path):
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "config.json").write_text("{}")
+
+    def drafts_with(model: str) -> str:
+        config = f"{{method: draft_model, num_speculative_tokens: 2, model: {model}}}"
+        flags = {"engine_args.speculative_config": config}
+        return str(make_plan(load_config(None, flags).config).engine_args["speculative_config"]["model"])
+
+    assert drafts_with(str(tmp_path / "draft")) == str(tmp_path / "draft")
+    assert drafts_with("org/draft") == "org/draft"
+    with pytest.raises(ModelError, match="speculative_config"):
+        drafts_with(str(tmp_path / "gone"))

@@ -407,3 +407,10 @@ def test_an_adapter_leaves_memory_after_as_many_others_as_there_is_room_for():
         adapters.count(key, -1)
     assert [key for key in "abc" if adapters.must_read(key)] == ["b"]
     assert not adapters.must_read("")
+
+
+def test_no_prompt_waits_for_a_full_worker_only_because_that_one_has_its_adapter_in_memory():
+    fleet = Fleet("colocated", adapted(0, "sql@1"), adapted(1, "sql@1"))
+    fleet.workers[1].adapters.load("sql@1")
+    fleet.prefills(fleet.workers[1], 4000)
+    assert fleet.ids(SQL, fleet.workers[:1]) == ("w0", "w0")
