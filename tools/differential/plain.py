@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -19,6 +18,7 @@ import httpx
 
 from ridgeline.cluster.runtime.actors import engine_environment
 from ridgeline.cluster.runtime.plan import Plan
+from ridgeline.engine.passed_args import words
 from tests.support.free_port import free_port
 
 STARTS_WITHIN_S = 300
@@ -60,7 +60,10 @@ class PlainServer:
 
 
 def arguments(plan: Plan, port: int) -> list[str]:
-    """Return the arguments for one engine like the plan's decode worker, without what Ridgeline adds."""
+    """Return the arguments for one engine like the plan's decode worker, without what Ridgeline adds.
+
+    Arguments of a single pool are left out too: speculation is one.
+    """
     pool, model = plan.config.pools.decode, plan.config.model
     on_cpu = not pool.gpus_per_worker
     options = {
@@ -75,13 +78,14 @@ def arguments(plan: Plan, port: int) -> list[str]:
         "max-num-batched-tokens": pool.max_num_batched_tokens,
         "kv-cache-memory-bytes": pool.kv_cache_memory_bytes,
         "tensor-parallel-size": pool.ranks,
-        "structured-outputs-config": json.dumps({"backend": "guidance", "disable_any_whitespace": True}),
         "distributed-executor-backend": "uni" if on_cpu else None,
         "worker-extension-cls": "tools.differential.worker.PlainWorkerExtension" if on_cpu else None,
     }
-    words = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
+    passed = {**plan.engine_args}
+    if plan.lora_modules:
+        passed["lora_modules"] = [f"{module['name']}={module['path']}" for module in plan.lora_modules]
     eager = ["--enforce-eager"] if on_cpu else []
-    return [*words, *eager, "--disable-log-stats", "--disable-uvicorn-access-log"]
+    return [*words(options), *words(passed), *eager, "--disable-log-stats", "--disable-uvicorn-access-log"]
 
 
 @asynccontextmanager
