@@ -349,6 +349,7 @@ async def test_a_plain_server_that_has_ended_is_told_with_its_exit_code_and_its_
 def test_plain_vllm_gets_the_remedy_for_seeds_when_its_model_is_loaded(monkeypatch: pytest.MonkeyPatch):
     class Runner:
         device = "cpu"
+        lora_config = None
 
         def load_model(self, *, load_dummy_weights: bool = False) -> None:
             self.loaded = True
