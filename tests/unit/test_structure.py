@@ -19,7 +19,7 @@ MOST_LINES = {
     "cluster": 10_270,
     "contracts": 1_190,
     "decode_worker": 1_640,
-    "engine": 5_690,
+    "engine": 5_720,
     "kv_transfer": 4_420,
     "loadtest": 8_900,
     "prefill_worker": 950,

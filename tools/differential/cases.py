@@ -173,6 +173,9 @@ def _prompt(draw: st.DrawFn, dice: random.Random, material: Material, *, chat: b
 
 def _sampling(draw: st.DrawFn, dice: random.Random, material: Material) -> dict[str, Any]:
     some = [dice.choice(material.book) for _ in range(12)]
+    often, few = (
+        (60, 4) if material.speculates else (8, 40)
+    )  # with a few tokens an answer repeats itself: drafts are right
     fields: dict[str, Any] = {}
     if not material.speculates and _maybe(draw, 45):  # without a seed, no engine draws the same twice
         fields |= {"temperature": draw(st.sampled_from([0.3, 0.8, 1.0, 1.5])), "seed": draw(st.integers(0, 2**31))}
@@ -185,7 +188,7 @@ def _sampling(draw: st.DrawFn, dice: random.Random, material: Material) -> dict[
         (20, "frequency_penalty", st.sampled_from([-1.0, 0.7, 2.0])),
         (20, "repetition_penalty", st.sampled_from([0.8, 1.3])),
         (12, "logit_bias", st.just({str(token): dice.choice([-100, -3, 4, 30]) for token in some[:4]})),
-        (8, "allowed_token_ids", st.just(sorted({dice.randrange(material.vocabulary_tokens) for _ in range(40)}))),
+        (often, "allowed_token_ids", st.just(sorted({dice.randrange(material.vocabulary_tokens) for _ in range(few)}))),
         (12, "bad_words", st.sampled_from([[" the"], ["a", " of", "e"], ["light"]])),
         (6, "repetition_detection", st.just({"max_pattern_size": 3, "min_count": 2})),
     ]
