@@ -83,6 +83,8 @@ class TransferService:
         rank_cache = RankCache(self._pool, self.leases, layout, cache.rank, offers)
         self._source, self._fetcher = make_transport(rank_cache, options)
         self._heartbeats = Heartbeats(self._fetcher)
+        self._dropped: set[str] = set()
+        """Hand-offs whose heartbeats the loop is about to stop: an engine reads `stats` in the same step."""
         self._fetches: dict[str, asyncio.Task[TransferResult]] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._expiry: asyncio.Task[None] | None = None
@@ -127,7 +129,8 @@ class TransferService:
 
     def unwatch(self, handoff: KvHandoff) -> None:
         """Stop heartbeats without releasing: the lease runs out unless it is watched or fetched again."""
-        self._post(lambda: self._heartbeats.stop(handoff))
+        self._dropped.add(handoff.handoff_id)
+        self._post(lambda: self._stop_heartbeats(handoff))
 
     def start_fetch(self, request_id: str, handoff: KvHandoff, targets: Targets) -> None:
         """Start pulling blocks of the hand-off into the targets.
@@ -147,6 +150,7 @@ class TransferService:
 
     def release(self, handoff: KvHandoff) -> None:
         """Stop heartbeats and tell the source that the blocks are not needed; retried in the background."""
+        self._dropped.add(handoff.handoff_id)
         self._post(lambda: self._begin_release(handoff))
 
     def poll(self) -> Completed:
@@ -172,7 +176,7 @@ class TransferService:
             pinned_blocks=leases.pinned_blocks,
             expired_leases_total=leases.expired_leases_total,
             active_fetches=active_fetches,
-            watched_handoffs=len(self._heartbeats),
+            watched_handoffs=self._heartbeats.count(besides=self._dropped),
             bytes_sent_total=self._source.bytes_sent_total,
             bytes_received_total=bytes_received_total,
             fetches_total=fetches_total,
@@ -240,7 +244,7 @@ class TransferService:
         result = _result_of(ended)
         self._board.finish(request_id, result)  # first, because a token waits for it
         if result.outcome == "failed" and not handoff.complete:
-            self._heartbeats.stop(handoff)  # the caller may fetch it again when it is complete, or release it
+            self._stop_heartbeats(handoff)  # the caller may fetch it again when it is complete, or release it
         else:
             self._begin_release(handoff)  # even of an unreachable source, which may be back for a retry
 
@@ -250,8 +254,12 @@ class TransferService:
             task.cancel()
 
     def _begin_release(self, handoff: KvHandoff) -> None:
-        self._heartbeats.stop(handoff)
+        self._stop_heartbeats(handoff)
         self._spawn(release_with_retries(self._fetcher.release, handoff))
+
+    def _stop_heartbeats(self, handoff: KvHandoff) -> None:
+        self._heartbeats.stop(handoff)
+        self._dropped.discard(handoff.handoff_id)
 
     async def _expire_forever(self) -> None:
         while True:

@@ -63,7 +63,7 @@ class ModelConfig(Section):
     )
     served_model_name: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = Field(
         default=(),
-        description="model name in requests, or a list of names, the first of which is in answers; null: path",
+        description="model name in requests, or a list of names, the first of which is in answers; empty: path",
     )
     dtype: Dtype = Field(
         default="auto",

@@ -113,7 +113,7 @@ class Plan:
             engine_args=passed_args.for_the_router(self.engine_args),
             server_args=self.server_args,
             lora_modules=self.lora_modules,
-            speculates=any(speculation.speculates(config.args_of(name)) for name in config.all_pools()),
+            speculates=any(speculation.speculates(config.args_of(name)) for name in config.active_pools()),
             stall_timeout_s=config.supervision.stall_timeout_s,
             api_key_hashes=self.keys.clients,
             admin_key_hashes=self.keys.admins,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
 from typing import Final
 
@@ -269,8 +269,9 @@ class Heartbeats:
         self._fetcher = fetcher
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def __len__(self) -> int:
-        return len(self._tasks)
+    def count(self, besides: Set[str]) -> int:
+        """How many are watched besides these; may be called in another thread."""
+        return len(frozenset(self._tasks) - besides)
 
     def watch(self, handoff: KvHandoff) -> None:
         """Start renewing; does nothing if the hand-off is watched already."""

@@ -34,6 +34,7 @@ def test_a_deployment_is_served_from_python_and_ends():
     assert answer.strip()
 
 
+@pytest.mark.long
 def test_all_modes_are_compared_over_rates_and_the_result_is_a_table(tmp_path: Path):
     run = tmp_path / "run"
     trace = ("--trace", "poisson:rate=4,input=64,output=8,n=12,seed=1", "--budget-s", "30", "--settle-s", "0.3")

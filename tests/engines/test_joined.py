@@ -82,6 +82,7 @@ def test_serve_waits_for_the_nodes_that_the_autoscaler_starts_for_it_and_leaves_
         assert head.is_running()
 
 
+@pytest.mark.long
 def test_two_deployments_on_one_ray_have_cores_and_a_name_of_their_own(
     short_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_model: dict[str, str]
 ):

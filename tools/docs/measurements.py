@@ -20,6 +20,7 @@ SECTIONS = (
     "modes.json",
     "h200-2026-11-27.json",
     "h100-2026-11-27.json",
+    "features.json",
     "transfer.json",
     "router.json",
     "faults.json",

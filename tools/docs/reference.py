@@ -57,10 +57,14 @@ def unit(name: str) -> str:
     return UNITS[ending[1]] if ending else ""
 
 
-def default(values: list[Any]) -> str:
-    """Return the default of a setting in each of its sections, or once if they agree."""
-    different = dict.fromkeys(json.dumps(value, default=str) for value in values)
-    return ", ".join(f"`{value}`" for value in different)
+def default(values: dict[str, Any]) -> str:
+    """Return the default of a setting in each of these sections, or once if they agree."""
+    by_value: dict[str, list[str]] = {}
+    for path, value in values.items():
+        by_value.setdefault(json.dumps(value, default=str), []).append(path.rpartition(".")[2])
+    if len(by_value) == 1:
+        return f"`{next(iter(by_value))}`"
+    return "; ".join(f"`{value}` ({', '.join(sections)})" for value, sections in by_value.items())
 
 
 def settings_page() -> str:
@@ -68,9 +72,8 @@ def settings_page() -> str:
     lines = [
         "# Settings",
         "",
-        "Every setting with its type, unit and default, from `cluster/config/models.py`. Where sections share a table, "
-        "several defaults are in the order of the sections. [Configuration](configuration.md) explains what needs more "
-        "than a line.",
+        "Every setting with its type, unit and default, from `cluster/config/models.py`. "
+        "[Configuration](configuration.md) explains what needs more than a line.",
     ]
     alike: dict[type[BaseModel], dict[str, BaseModel]] = {}
     for path, section in sections(RidgelineConfig()):
@@ -78,7 +81,7 @@ def settings_page() -> str:
     for kind, by_path in alike.items():
         rows = [
             f"| `{name}` | {type_name(field.annotation)} | {unit(name)} "
-            f"| {default([getattr(section, name) for section in by_path.values()])} "
+            f"| {default({path: getattr(section, name) for path, section in by_path.items()})} "
             f"| {(field.description or '').replace('|', '&#124;')} |"
             for name, field in kind.model_fields.items()
             if not any(isinstance(getattr(section, name), BaseModel) for section in by_path.values())

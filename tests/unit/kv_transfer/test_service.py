@@ -147,6 +147,18 @@ def test_release_without_a_fetch_frees_the_source_once(pair):
     assert decode.stats().watched_handoffs == 0
 
 
+def test_a_release_counts_at_once_because_no_step_may_follow_it(pair):
+    prefill, _, decode, _ = pair
+    handoff, gate = offer(prefill, "p", [1]), threading.Event()
+    decode.watch(handoff)
+    in_the_end(lambda: decode.stats().watched_handoffs == 1)
+    decode._post(gate.wait)
+    decode.release(handoff)
+    assert decode.stats().watched_handoffs == 0
+    gate.set()
+    assert collect(prefill, lambda sent, _results: sent)[0] == {"p"}
+
+
 def test_a_second_fetch_for_one_request_is_refused(pair):
     prefill, _, decode, _ = pair
     handoff = offer(prefill, "p", [1])

@@ -16,9 +16,10 @@ def test_each_setting_has_a_row_with_a_meaning():
     assert names == {name for kind in kinds for name in kind.model_fields} - (parts - {"adaptive"})
 
 
-def test_defaults_that_differ_between_sections_are_all_shown():
-    assert default([1, 1]) == "`1`"
-    assert default([32, 80, 72]) == "`32`, `80`, `72`"
+def test_defaults_that_differ_between_sections_are_shown_with_them():
+    assert default({"pools.prefill": 1, "pools.decode": 1}) == "`1`"
+    values = {"pools.prefill": 512, "pools.decode": 512, "pools.colocated": 2048}
+    assert default(values) == "`512` (prefill, decode); `2048` (colocated)"
 
 
 def test_types_are_words():

@@ -209,6 +209,20 @@ def test_workers_have_a_role_in_every_mode_and_engines_that_hold_the_larger_limi
             assert (engine.max_num_seqs, engine.max_num_batched_tokens, engine.hands_over) == (90, 900, True)
 
 
+@pytest.mark.parametrize(
+    ("mode", "section", "speculates"),
+    [
+        ("disaggregated", "pools__decode__engine_args", True),
+        ("colocated", "pools__decode__engine_args", False),
+        ("adaptive", "pools__decode__engine_args", False),
+        ("colocated", "engine_args", True),
+    ],
+)
+def test_fields_that_drafts_lack_are_refused_only_where_a_pool_of_this_mode_drafts(planned, mode, section, speculates):
+    drafts = {section: '{"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}'}
+    assert planned(mode=mode, **drafts).router_settings().speculates is speculates
+
+
 def test_a_step_target_is_in_the_role_of_each_mode_and_in_the_engine_until_it_has_one(planned):
     plan = planned(mode="disaggregated", pools__decode__itl_target_ms="90", pools__colocated__itl_target_ms="120")
     assert {
