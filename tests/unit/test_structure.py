@@ -26,7 +26,7 @@ MOST_LINES = {
     "roofline": 1_750,
     "router": 17_050,
     "tests": 59_900,
-    "tools": 6_410,
+    "tools": 6_430,
     "worker_runtime": 1_040,
 }
 """Of Python, by package. A commit that raises one says what the lines are worth; one that deletes lines lowers it."""
