@@ -122,8 +122,8 @@ bench-modes: setup  ## requests in time of a running server's modes at three rat
 chaos: model     ## workers killed, stopped and cut off under load: nothing may be lost (SECONDS=1800 SEED=1)
 	@$(BIN)/python -m tools.chaos.chaos --seconds $(SECONDS) --seed $(SEED)
 
-differential: model  ## 500 random requests, each answered as by plain vLLM on the same cores (CASES=500 SEED=1 ONLY=17 DTYPE=float32)
-	@$(BIN)/python -m tools.differential.run --seed $(SEED) --cases $(or $(CASES),500) --dtype $(or $(DTYPE),auto) $(if $(ONLY),--only $(ONLY))
+differential: model  ## 500 random requests, each answered as by plain vLLM on the same cores (CASES=500 SEED=1 OPTIONS="--family gemma3 --dtype float32"; --help has all options)
+	@$(BIN)/python -m tools.differential.run --seed $(SEED) --cases $(or $(CASES),500) $(OPTIONS)
 
 mode-changes: model ## six changes of mode in three minutes under load: nothing may fail, differ or stay held (SEED=1)
 	@$(BIN)/python -m tools.chaos.chaos --seconds 185 --seed $(SEED) --prefill 1 --decode 1 --faults none --kv-faults none --mode-every-s 30 --out runs/mode-changes

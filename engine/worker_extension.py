@@ -24,9 +24,10 @@ class RidgelineWorkerExtension:
         put_generators_back(self.model_runner)
         keep_rows_apart(self.model_runner)
         if self.model_runner.lora_config is not None:
-            from ridgeline.engine.vllm_workarounds.rows_without_adapter import keep_adapters_apart
+            from ridgeline.engine.vllm_workarounds import rows_without_adapter
 
-            keep_adapters_apart()
+            rows_without_adapter.keep_adapters_apart()
+            rows_without_adapter.give_prompts_their_adapters(self.model_runner)
 
     def ridgeline_describe(self) -> tuple[dict[str, Any], str]:
         """Return the KV layout as plain data, and the address of this rank's blocks."""

@@ -1,7 +1,7 @@
 """Workarounds for vLLM; `README.md` says what each one is for and how to see that it can go.
 
 model_runner.py      makes seeds work with prompts of several steps on CPU, and log-probabilities of chosen ids
-rows_without_adapter.py  keeps LoRA adapters from sequences that have none, on CPUs
+rows_without_adapter.py  keeps LoRA adapters to the rows of their own sequences, on CPUs
 gloo_device.py       keeps the process groups of a lone rank from waking a thread each
 forked.py            has engine processes forked and not started afresh
 core_loop.py         sends statistics before a step, waits for news where vLLM sleeps, and changes the steps' limits

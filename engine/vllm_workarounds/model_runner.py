@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -54,7 +55,7 @@ def keep_rows_apart(runner: Any) -> None:
 
     vLLM's first model runner makes one table of log-probabilities a step. If a request in it names ids
     (`logprob_token_ids`), the table holds only named ids, and requests that asked for the likeliest tokens get token 0
-    at minus infinity.
+    at minus infinity. In a step with drafts it makes none for named ids, and fails if others want the likeliest.
     """
     sampler: Any = getattr(runner, "sampler", None)
     gather_asked = getattr(sampler, "gather_specific_token_logprobs", None)
@@ -69,6 +70,33 @@ def keep_rows_apart(runner: Any) -> None:
         return _by_row(named, sampler.gather_logprobs(logprobs, likeliest, token_ids=sampled), asked)
 
     sampler.gather_specific_token_logprobs = gather
+    if hasattr(runner, "rejection_sampler"):
+        _keep_drafted_rows_apart(runner.rejection_sampler, gather_asked)
+
+
+def _keep_drafted_rows_apart(rejection: Any, gather_asked: Any) -> None:
+    sample, sampler = rejection.forward, rejection.sampler
+    gather_likeliest = sampler.gather_logprobs
+
+    def sample_with_named_rows(drafts: Any, draft_probs: Any, logits: torch.Tensor, sampling: Any) -> Any:
+        asked = sampling.logprob_token_ids
+        if not asked:
+            return sample(drafts, draft_probs, logits, sampling)
+
+        def gather(logprobs: torch.Tensor, likeliest: int, sampled: torch.Tensor) -> LogprobsTensors:
+            each = len(logprobs) // len(drafts.num_draft_tokens)  # a row for each token that a sequence may get
+            rows = {at * each + place: ids for at, ids in asked.items() for place in range(each)}
+            named = gather_asked(logprobs, rows, sampled)
+            return _by_row(named, gather_likeliest(logprobs, likeliest, sampled), rows)
+
+        sampler.gather_logprobs = gather
+        try:
+            unnamed = replace(sampling, logprob_token_ids=None, max_num_logprobs=sampling.max_num_logprobs or 0)
+            return sample(drafts, draft_probs, logits, unnamed)
+        finally:
+            sampler.gather_logprobs = gather_likeliest
+
+    rejection.forward = sample_with_named_rows
 
 
 def _by_row(named: LogprobsTensors, likeliest: LogprobsTensors, asked: dict[int, list[int]]) -> LogprobsTensors:

@@ -19,14 +19,14 @@ MOST_LINES = {
     "cluster": 10_280,
     "contracts": 1_190,
     "decode_worker": 1_640,
-    "engine": 5_680,
+    "engine": 5_738,
     "kv_transfer": 4_421,
     "loadtest": 8_900,
     "prefill_worker": 950,
     "roofline": 1_750,
-    "router": 17_080,
+    "router": 17_112,
     "tests": 59_900,
-    "tools": 6_330,
+    "tools": 6_430,
     "worker_runtime": 1_040,
 }
 """Of Python, by package. A commit that raises one says what the lines are worth; one that deletes lines lowers it."""

@@ -30,6 +30,8 @@ STRUCTURED: dict[str, Any] = {
     "grammar": 'root ::= "yes" | "no" | "maybe " root',
 }
 """No structural tags: plain vLLM has one backend for all requests, and guidance, which is ours, does not read these."""
+NOT_DRAFTED = ("min_p", "logit_bias")
+"""Refused beside speculation, as vLLM does not apply them to drafts."""
 
 
 class _SeedAlone(HypothesisProvider):
@@ -56,6 +58,10 @@ class Material:
     step_tokens: int
     """A prompt longer than this takes several prefill steps."""
     longest_tokens: int
+    adapters: tuple[str, ...] = ()
+    """Each request asks for the model or for one of these."""
+    speculates: bool = False
+    """Whether all requests are greedy and make longer answers: drafts draw random numbers too."""
 
 
 @dataclass(frozen=True)
@@ -106,10 +112,14 @@ def _maybe(draw: st.DrawFn, percent: int) -> bool:
 @st.composite
 def _requests(draw: st.DrawFn, material: Material) -> tuple[str, dict[str, Any], bool]:
     dice = random.Random(draw(st.integers(0, 2**32)))  # for values in which shrinking and boundaries mean nothing
+    model: dict[str, Any] = {}
+    if material.adapters:
+        model = draw(st.sampled_from([{}, *({"model": name} for name in material.adapters)]))
     if _maybe(draw, 6):
-        return "/generative_scoring", _scoring(draw, dice, material), _maybe(draw, 15)
+        return "/generative_scoring", model | _scoring(draw, dice, material), _maybe(draw, 15)
     chat = _maybe(draw, 30)
-    body: dict[str, Any] = {"max_tokens": draw(st.integers(1, 10)), "return_token_ids": True, "temperature": 0.0}
+    max_tokens = draw(st.integers(1, 40 if material.speculates else 10))
+    body: dict[str, Any] = {**model, "max_tokens": max_tokens, "return_token_ids": True, "temperature": 0.0}
     body |= _prompt(draw, dice, material, chat=chat)
     body |= _sampling(draw, dice, material)
     body |= _ends(draw, dice)
@@ -163,8 +173,11 @@ def _prompt(draw: st.DrawFn, dice: random.Random, material: Material, *, chat: b
 
 def _sampling(draw: st.DrawFn, dice: random.Random, material: Material) -> dict[str, Any]:
     some = [dice.choice(material.book) for _ in range(12)]
+    often, few = (
+        (60, 4) if material.speculates else (8, 40)
+    )  # with a few tokens an answer repeats itself: drafts are right
     fields: dict[str, Any] = {}
-    if _maybe(draw, 45):  # without a seed, no engine draws the same twice
+    if not material.speculates and _maybe(draw, 45):  # without a seed, no engine draws the same twice
         fields |= {"temperature": draw(st.sampled_from([0.3, 0.8, 1.0, 1.5])), "seed": draw(st.integers(0, 2**31))}
         fields |= {"n": draw(st.sampled_from([1, 1, 2, 3]))}
     options: list[tuple[int, str, st.SearchStrategy[Any]]] = [
@@ -175,10 +188,12 @@ def _sampling(draw: st.DrawFn, dice: random.Random, material: Material) -> dict[
         (20, "frequency_penalty", st.sampled_from([-1.0, 0.7, 2.0])),
         (20, "repetition_penalty", st.sampled_from([0.8, 1.3])),
         (12, "logit_bias", st.just({str(token): dice.choice([-100, -3, 4, 30]) for token in some[:4]})),
-        (8, "allowed_token_ids", st.just(sorted({dice.randrange(material.vocabulary_tokens) for _ in range(40)}))),
+        (often, "allowed_token_ids", st.just(sorted({dice.randrange(material.vocabulary_tokens) for _ in range(few)}))),
         (12, "bad_words", st.sampled_from([[" the"], ["a", " of", "e"], ["light"]])),
         (6, "repetition_detection", st.just({"max_pattern_size": 3, "min_count": 2})),
     ]
+    if material.speculates:
+        options = [option for option in options if option[1] not in NOT_DRAFTED]
     return fields | {name: draw(values) for percent, name, values in options if _maybe(draw, percent)}
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
@@ -128,11 +128,11 @@ class Judge:
         plain: httpx.AsyncClient,
         model: str,
         dtype: str,
-        before_each: Callable[[], Awaitable[None]] | None = None,
+        adapted: httpx.AsyncClient | None = None,
     ) -> None:
-        """`before_each` is awaited before each request to either server."""
+        """`adapted` is the plain server for requests that name an adapter as their model."""
         self._split, self._plain, self._model, self._dtype = split, plain, model, dtype
-        self._before_each = before_each
+        self._adapted = adapted or plain
         self._salts = count()
         self.tolerance_nat = 2e-3 + 2 * ties.tie_nat(dtype)
 
@@ -162,9 +162,8 @@ class Judge:
         return verdict
 
     async def _said(self, who: str, case: Case) -> Answer:
-        http = self._split if who == "ours" else self._plain
-        if self._before_each is not None:
-            await self._before_each()
+        plain = self._adapted if "model" in case.body else self._plain
+        http = self._split if who == "ours" else plain
         try:
             answer = await ask(http, case, self._model)
             return await ask(http, case, self._model) if case.again else answer

@@ -6,6 +6,7 @@ import importlib
 import itertools
 import os
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import pytest_asyncio
 
 from tests.support.talking_router import WORDS, TalkingEngine, make_model, talking_router
-from tools.differential.cases import Case, Material, drawn
+from tools.differential.cases import NOT_DRAFTED, Case, Material, drawn
 from tools.differential.compare import Judge
 from tools.differential.plain import PlainServerEnded, serving
 from tools.differential.run import Both, judged
@@ -53,6 +54,14 @@ def test_the_same_seed_draws_the_same_requests_and_no_two_alike(cases: list[Case
     assert not any(
         one.body == other.body and one.again == other.again for one, other in itertools.combinations(cases, 2)
     )
+
+
+def test_requests_draw_an_adapter_or_none_and_those_beside_drafts_are_greedy_without_what_drafts_lack():
+    adapted = drawn(replace(MATERIAL, adapters=("one", "two")), at=3, count=COUNT)
+    assert {case.body.get("model") for case in adapted} == {None, "one", "two"}
+    for case in drawn(replace(MATERIAL, speculates=True), at=3, count=COUNT):
+        assert case.body.get("temperature", 0.0) == 0.0
+        assert case.body.keys().isdisjoint(NOT_DRAFTED)
 
 
 @pytest.mark.slow
@@ -208,6 +217,17 @@ async def test_another_token_is_a_tie_where_plain_vllm_says_it_after_a_nudge_tha
     assert all(body.items() <= asked.items() for asked in plain.asked), "asked with all of the request's own wishes"
 
 
+@pytest.mark.parametrize(("body", "same"), [({"model": "one"}, True), ({}, False)])
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_request_for_an_adapter_is_compared_with_the_plain_server_that_has_adapters(
+    body: dict[str, Any], same: bool
+):
+    ours, alone, adapted = Undecided(-1.0), Undecided(1.0), Undecided(-1.0)
+    judge = Judge(ours, alone, "m", "float32", adapted=adapted)  # type: ignore[arg-type]
+    verdict = await judge.verdict(Case(0, "/v1/completions", {"prompt": [1], **body}, again=False))
+    assert (verdict.difference == "") == same
+
+
 class Listing(Undecided):
     """A server that answers with one token, and lists these as the likeliest ones."""
 
@@ -308,7 +328,7 @@ async def test_a_broken_connection_is_told_with_its_case_and_the_next_case_is_ju
     said: list[str] = []
     checked = SimpleNamespace(check=lambda: None)
     judge = Judge(Failing(1.0), Undecided(1.0), "m", "float32")  # type: ignore[arg-type]
-    servers = Both(None, None, checked, judge)  # type: ignore[arg-type]
+    servers = Both(None, None, [checked], judge)  # type: ignore[arg-type]
     cases = [Case(number, "/v1/completions", {"prompt": [1]}, again=False) for number in (6, 7)]
     first, second = await judged(servers, cases, said.append)
     assert first.difference == "no answer from ours: ReadError connection reset"
@@ -329,6 +349,7 @@ async def test_a_plain_server_that_has_ended_is_told_with_its_exit_code_and_its_
 def test_plain_vllm_gets_the_remedy_for_seeds_when_its_model_is_loaded(monkeypatch: pytest.MonkeyPatch):
     class Runner:
         device = "cpu"
+        lora_config = None
 
         def load_model(self, *, load_dummy_weights: bool = False) -> None:
             self.loaded = True

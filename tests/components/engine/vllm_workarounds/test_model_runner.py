@@ -8,10 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.platforms import current_platform
+from vllm.utils.cpu_triton_utils import _rejection_greedy_sample_kernel_impl
 from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample import sampler as vllm_sampler
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from ridgeline.engine.vllm_workarounds.model_runner import keep_rows_apart, put_generators_back
 from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
@@ -85,11 +89,9 @@ def eager(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(vllm_sampler, "batched_count_greater_than", count)  # else it is compiled, for 20 s
 
 
-def table(asked: dict[int, list[int]] | None, likeliest: int | None) -> LogprobsTensors:
-    sampler = vllm_sampler.Sampler()
-    keep_rows_apart(SimpleNamespace(sampler=sampler, input_batch=SimpleNamespace(max_num_logprobs=likeliest)))
-    zeros = torch.zeros(len(LOGITS))
-    metadata = SamplingMetadata(
+def wishes(asked: dict[int, list[int]] | None, likeliest: int | None, sequences: int = len(LOGITS)) -> SamplingMetadata:
+    zeros = torch.zeros(sequences)
+    return SamplingMetadata(
         temperature=None,
         all_greedy=True,
         all_random=False,
@@ -102,13 +104,18 @@ def table(asked: dict[int, list[int]] | None, likeliest: int | None) -> Logprobs
         frequency_penalties=zeros,
         presence_penalties=zeros,
         repetition_penalties=zeros,
-        output_token_ids=[[] for _ in LOGITS],
+        output_token_ids=[[] for _ in zeros],
         allowed_token_ids_mask=None,
         bad_words_token_ids={},
         logitsprocs=LogitsProcessors(),
         logprob_token_ids=asked,
     )
-    tensors = sampler(LOGITS.clone(), metadata).logprobs_tensors
+
+
+def table(asked: dict[int, list[int]] | None, likeliest: int | None) -> LogprobsTensors:
+    sampler = vllm_sampler.Sampler()
+    keep_rows_apart(SimpleNamespace(sampler=sampler, input_batch=SimpleNamespace(max_num_logprobs=likeliest)))
+    tensors = sampler(LOGITS.clone(), wishes(asked, likeliest)).logprobs_tensors
     assert tensors is not None
     return tensors
 
@@ -129,3 +136,53 @@ def test_who_asks_for_the_likeliest_tokens_gets_them_beside_one_that_names_ids(i
 def test_without_named_ids_nothing_changes():
     assert table(None, LIKELIEST).logprobs.shape == (3, LIKELIEST + 1)
     assert table({1: [4]}, None).logprobs.shape == (3, 2)
+
+
+DRAFTED = torch.randn(4, VOCABULARY, generator=torch.Generator().manual_seed(5))
+"""Two sequences with a draft each, which the first one's row takes and the second one's does not."""
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch):
+    """As vLLM chooses for an engine's process: its kernel in C++ in place of the one for GPUs."""
+    if not current_platform.is_cpu():
+        pytest.skip("needs vLLM's build for CPUs")
+    current_platform.import_kernels()
+    kernel = _rejection_greedy_sample_kernel_impl
+    monkeypatch.setattr(kernel, "register_warmup", lambda **_: None, raising=False)
+    monkeypatch.setattr(rejection_sampler, "_rejection_greedy_sample", kernel)
+
+
+def drafted_table(asked: dict[int, list[int]] | None, likeliest: int | None, *, mended: bool) -> LogprobsTensors | None:
+    rejection = rejection_sampler.RejectionSampler(vllm_sampler.Sampler())
+    batch = SimpleNamespace(max_num_logprobs=likeliest)
+    if mended:
+        keep_rows_apart(SimpleNamespace(sampler=rejection.sampler, rejection_sampler=rejection, input_batch=batch))
+    best = DRAFTED.argmax(-1)
+    drafts = SpecDecodeMetadata.make_dummy([[int(best[0])], [int(best[2] + 1) % VOCABULARY]], torch.device("cpu"))
+    drafts.target_logits_indices, drafts.bonus_logits_indices = torch.tensor([0, 2]), torch.tensor([1, 3])
+    tensors: LogprobsTensors | None = rejection(
+        drafts, None, DRAFTED.clone(), wishes(asked, likeliest, sequences=2)
+    ).logprobs_tensors
+    return tensors
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_vllm_makes_no_rows_of_named_ids_for_drafts_and_fails_beside_one_who_asks_for_the_likeliest():
+    assert drafted_table({1: [8, 1]}, None, mended=False) is None
+    with pytest.raises(RuntimeError):
+        drafted_table({1: [8, 1]}, LIKELIEST, mended=False)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("likeliest", [LIKELIEST, None])
+def test_drafted_tokens_have_the_named_ids_and_others_the_likeliest(likeliest: int | None):
+    got = drafted_table({1: [8, 1]}, likeliest, mended=True)
+    logprobs = DRAFTED.log_softmax(-1)
+    assert got is not None
+    assert got.logprob_token_ids[2].tolist() == [int(DRAFTED[2].argmax()), 8, 1]
+    assert torch.allclose(got.logprobs[2, 1:], logprobs[2, [8, 1]])
+    for row in (0, 1) if likeliest else ():
+        best = logprobs[row].topk(LIKELIEST)
+        assert got.logprob_token_ids[row, 1:].tolist() == best.indices.tolist()
+        assert torch.allclose(got.logprobs[row, 1:], best.values)
