@@ -24,7 +24,12 @@ import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
+from vllm.v1.core.kv_cache_utils import (
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_cache_hit_alignment_tokens,
+    resolve_kv_cache_block_sizes,
+)
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import (
@@ -158,6 +163,7 @@ class HashingEngine:
             config.cache_config.mamba_block_size = config.cache_config.block_size
         block_tokens, hash_tokens = resolve_kv_cache_block_sizes(self._cache, config)
         self._cache.hash_block_size = hash_tokens
+        self.hit_tokens = resolve_cache_hit_alignment_tokens(self._cache, config, block_tokens, hash_tokens)
         self._hasher = get_request_block_hasher(hash_tokens, sha256)
         self.scheduler: Any = (BoundedScheduler if hands_over else Scheduler)(
             config,
@@ -171,6 +177,22 @@ class HashingEngine:
     def close(self) -> None:
         if self._worker is not None:
             self._worker.shutdown()
+
+    @property
+    def groups(self) -> CacheGroups:
+        """The groups of layers of its cache."""
+        return CacheGroups(self._cache)
+
+    @property
+    def blocks_used(self) -> int:
+        """Blocks that its sequences hold, without the null block."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
+
+    def cached_tokens(self, prompt: Sequence[int]) -> int:
+        """Return what the prefix cache would give this prompt, by vLLM's own lookup."""
+        request = Request("lookup", list(prompt), SamplingParams(max_tokens=1), None, block_hasher=self._hasher)
+        return int(self.scheduler.kv_cache_manager.get_computed_blocks(request)[1])
 
     @property
     def bytes_received(self) -> int:
