@@ -25,12 +25,18 @@ def _dense(
     }
 
 
-def _windows(dense: dict[str, Any], family: str, tokens: int) -> dict[str, Any]:
-    return dense | {"model_type": family, "sliding_window": tokens}
-
-
 def _mixture(dense: dict[str, Any], experts: int, per_token: int, expert_mlp: int) -> dict[str, Any]:
     return dense | {"num_experts": experts, "num_experts_per_tok": per_token, "moe_intermediate_size": expert_mlp}
+
+
+def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    dense = _dense(layers, 2880, 64, 8, 2880, 201088, head_dim=64)
+    return _mixture(dense, experts, 4, 2880) | {"model_type": "gpt_oss", "sliding_window": 128}
+
+
+def _gemma_3(layers: int, hidden: int, heads: int, mlp: int, head_dim: int) -> dict[str, Any]:
+    dense = _dense(layers, hidden, heads, heads // 2, mlp, 262208, head_dim, tied=True)
+    return dense | {"model_type": "gemma3_text", "sliding_window": 1024}
 
 
 def _latent(
@@ -89,9 +95,7 @@ KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = {
     "qwen3-30b-a3b": _mixture(_dense(48, 2048, 32, 4, 6144, 151936, head_dim=128), 128, 8, 768),
     "qwen3-235b-a22b": _mixture(_dense(94, 4096, 64, 4, 12288, 151936, head_dim=128), 128, 8, 1536),
     "mixtral-8x7b": _mixture(_dense(32, 4096, 32, 8, 14336, 32000), 8, 2, 14336),
-    "gpt-oss-120b": _windows(
-        _mixture(_dense(36, 2880, 64, 8, 2880, 201088, head_dim=64), 128, 4, 2880), "gpt_oss", 128
-    ),
+    "gpt-oss-120b": _gpt_oss(36, 128),
     "deepseek-v3": _latent(_dense(61, 7168, 128, 128, 18432, 129280), 256, dense_layers=3),
     "kimi-k2": _latent(_dense(61, 7168, 64, 64, 18432, 163840), 384, dense_layers=1),
     "deepseek-v4-pro": _deepseek_v4(61, 7168, 128, 384, 3072, 1536, 16, first=128),  # deepseek-ai
@@ -106,18 +110,10 @@ KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = {
     "qwen3-4b": _dense(36, 2560, 32, 8, 9728, 151936, head_dim=128, tied=True),  # Qwen
     "qwen3-14b": _dense(40, 5120, 40, 8, 17408, 151936, head_dim=128),  # Qwen
     "qwen3-coder-480b-a35b": _mixture(_dense(62, 6144, 96, 8, 8192, 151936, head_dim=128), 160, 8, 2560),  # Qwen
-    "gpt-oss-20b": _windows(
-        _mixture(_dense(24, 2880, 64, 8, 2880, 201088, head_dim=64), 32, 4, 2880), "gpt_oss", 128
-    ),  # openai
-    "gemma-3-4b": _windows(
-        _dense(34, 2560, 8, 4, 10240, 262208, head_dim=256, tied=True), "gemma3_text", 1024
-    ),  # google
-    "gemma-3-12b": _windows(
-        _dense(48, 3840, 16, 8, 15360, 262208, head_dim=256, tied=True), "gemma3_text", 1024
-    ),  # google
-    "gemma-3-27b": _windows(
-        _dense(62, 5376, 32, 16, 21504, 262208, head_dim=128, tied=True), "gemma3_text", 1024
-    ),  # google
+    "gpt-oss-20b": _gpt_oss(24, 32),  # openai
+    "gemma-3-4b": _gemma_3(34, 2560, 8, 10240, 256),  # google
+    "gemma-3-12b": _gemma_3(48, 3840, 16, 15360, 256),  # google
+    "gemma-3-27b": _gemma_3(62, 5376, 32, 21504, 128),  # google
     "qwen3-next-80b-a3b": _mixture(_dense(48, 2048, 16, 2, 5120, 151936, head_dim=256), 512, 10, 512)
     | {
         "shared_expert_intermediate_size": 512,

@@ -48,6 +48,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from ridgeline.contracts.handoff import new_handoff_id
 from ridgeline.engine.connector.groups import CacheGroups, regions
+from ridgeline.engine.connector.messages import TRANSFER_EVENTS
 from ridgeline.engine.connector.worker_side import WorkerSide
 from ridgeline.engine.step_scheduler import BoundedScheduler
 from ridgeline.engine.vllm_workarounds.core_loop import OFFER
@@ -287,6 +288,8 @@ class HashingEngine:
             kv_connector_output=None if told is None else self._report(told),
         )
         for batch in self.scheduler.update_from_output(scheduled, output).values():
+            told_at_end = getattr(batch.scheduler_stats, "kv_connector_stats", None) or {}
+            self.events += told_at_end.get(TRANSFER_EVENTS, ())
             for one in batch.outputs:
                 self.outputs[one.request_id] += one.new_token_ids
                 if one.finish_reason is not None:
