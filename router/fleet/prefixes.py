@@ -7,7 +7,7 @@ wrong one costs a worse choice of worker, never a wrong answer: engines look for
 reasons are in `docs/decisions/0013-prefix-record-and-nearness.md`.
 
 **Memory.** At most as many blocks for each worker as it has KV blocks, at 220 to 360 bytes each: 12 MB for a worker of
-32,768 blocks.
+32,768 blocks. Where groups of layers share these blocks, the record is shorter.
 """
 
 from __future__ import annotations
