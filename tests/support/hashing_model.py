@@ -108,8 +108,10 @@ class HashingEngine:
         prefix_caching: bool = True,
         step_tokens: int = STEP_TOKENS,
         lease_s: float = 30.0,
+        longest_tokens: int = LONGEST_TOKENS,
     ) -> None:
         self.specs = specs
+        self._longest_tokens = longest_tokens
         self.outputs: dict[str, list[int]] = {}
         self.finished: dict[str, dict[str, Any]] = {}
         self.preempted = 0
@@ -143,13 +145,13 @@ class HashingEngine:
         self.slots[1:] = STALE
 
     def _make_scheduler(self, directory: Path, hands_over: bool, prefix_caching: bool, step_tokens: int) -> None:
-        (directory / "config.json").write_text(json.dumps(SHAPE))
+        (directory / "config.json").write_text(json.dumps({**SHAPE, "max_position_embeddings": self._longest_tokens}))
         init_none_hash(sha256)
         config = EngineArgs(
             model=str(directory),
             skip_tokenizer_init=True,
             dtype="float32",
-            max_model_len=LONGEST_TOKENS,
+            max_model_len=self._longest_tokens,
             block_size=BLOCK_TOKENS,
             max_num_seqs=32,
             max_num_batched_tokens=step_tokens,

@@ -59,10 +59,11 @@ class Pair:
         specs: Sequence[Any],
         transport: str = "shm",
         prefill: dict[str, int] | None = None,
+        alone: dict[str, int] | None = None,
         **decode: Any,
     ) -> None:
         caching = {"prefix_caching": decode.get("prefix_caching", True)}
-        self.alone = HashingEngine(directory, specs, **caching)
+        self.alone = HashingEngine(directory, specs, **caching, **(alone or {}))
         self.prefill = HashingEngine(directory, specs, transport=transport, **caching, **(prefill or {}))
         self.decode = HashingEngine(directory, specs, transport=transport, **decode)
         self.draw = random.Random(5)
@@ -211,6 +212,16 @@ def test_so_it_is_after_a_preemption_on_prefill(pair, case, num_blocks, way):
     assert [engines.prefill.outputs[name] for name in names] == [engines.expected(prompt) for prompt in beside]
     # A leg that had begun to fetch fails, and the next one may come before the hand-off is published again.
     assert engines.decode.recomputes.keys() <= ({"recompute_total.revoked"} if way == "overlapped" else set())
+
+
+@pytest.mark.parametrize("case", ["dense", "gemma3", "hybrid, wide blocks"])
+def test_so_it_is_for_a_prompt_of_32_000_tokens(pair, case):
+    long = {"longest_tokens": 32_768, "num_blocks": 4000, "step_tokens": 2048}
+    engines = pair(case, prefill=long, alone=long, **long)
+    prompt = engines.tokens(32_000)
+    assert engines.handed_over(prompt) == engines.expected(prompt)
+    assert engines.overlapped([9, *prompt]) == engines.expected([9, *prompt])
+    assert engines.decode.recomputes == {}
 
 
 @pytest.mark.parametrize(
