@@ -176,7 +176,8 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
     transfer_addresses: list[str]
     """Addresses at which its KV blocks can be fetched, one for each tensor parallel rank."""
     num_kv_blocks: int
-    block_size: int
+    prefix_block_tokens: int
+    """Tokens by which its prefix cache has hits, in one block of which a recurrent state may fill; 0: it keeps none."""
     max_model_len: int
     max_num_seqs: int
     """Sequences that its engine can run at a time."""
@@ -196,6 +197,17 @@ class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
     """Those that it can be asked for now."""
     device: str = ""
     """Equal for workers of one node that take turns on the same cores or GPUs; empty if not known."""
+
+    @property
+    def most_prefix_blocks(self) -> int:
+        """How many blocks of prompts its prefix cache keeps at most.
+
+        All groups of layers share the pool. What has left a window, and the states at the ends of steps, stay there
+        until room is needed, as the tokens of other layers do.
+        """
+        sizes = [group.block_size for group in self.layout.groups] or [self.layout.block_size]
+        taken = sum(self.prefix_block_tokens / size for size in sizes)
+        return int(self.num_kv_blocks / taken) if taken else 0
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):

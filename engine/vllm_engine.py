@@ -107,6 +107,8 @@ class VllmEngine:
         self.stats = EngineStats(None)
         self.keeps_every_token = True
         """Whether a prompt's last token can be computed again from the prompt's own KV; known once described."""
+        self.prefix_block_tokens = 0
+        """Tokens by which the prefix cache has hits, and 0 without one; known once described."""
         self.adapters: dict[str, Adapter] = {}
         """The LoRA adapters that it can be asked for, by key."""
         self._copies = AdapterCopies()
@@ -183,7 +185,8 @@ class VllmEngine:
         described = await self._llm.collective_rpc("ridgeline_describe")
         layout = msgspec.convert(described[0][0], KvLayout)
         self.keeps_every_token = not layout.groups
-        return layout, [str(address) for _, address in described]
+        self.prefix_block_tokens = int(described[0][2])
+        return layout, [str(address) for _, address, _ in described]
 
     async def pair(self, addresses: list[str], transport: str | None = None) -> dict[str, PairedTransport | str]:
         """Pair with these sources and forget all others.

@@ -18,6 +18,7 @@ class RidgelineWorkerExtension:
     """The methods that vLLM mixes into its worker class (`worker_extension_cls`)."""
 
     model_runner: Any
+    cache_config: Any
 
     def ridgeline_prepare(self) -> None:
         """Install the workarounds in vLLM's model runner; called once, before the first request."""
@@ -29,11 +30,16 @@ class RidgelineWorkerExtension:
             rows_without_adapter.keep_adapters_apart()
             rows_without_adapter.give_prompts_their_adapters(self.model_runner)
 
-    def ridgeline_describe(self) -> tuple[dict[str, Any], str]:
-        """Return the KV layout as plain data, and the address of this rank's blocks."""
+    def ridgeline_describe(self) -> tuple[dict[str, Any], str, int]:
+        """Return the KV layout as plain data, the address of this rank's blocks, and the tokens of a prefix hit."""
         connector = get_kv_transfer_group()
         assert isinstance(connector, RidgelineConnector)
-        return msgspec.to_builtins(connector.worker.layout), connector.worker.endpoint.address
+        return msgspec.to_builtins(connector.worker.layout), connector.worker.endpoint.address, self._hit_tokens
+
+    @property
+    def _hit_tokens(self) -> int:
+        """A multiple of the block size where groups of layers have several; `model.block_size` only proposes that."""
+        return int(self.cache_config.cache_hit_alignment_tokens) if self.cache_config.enable_prefix_caching else 0
 
     def ridgeline_release(self, handoff_ids: list[str]) -> None:
         """Free this rank's blocks of hand-offs that no router will release, even if they are published only later."""

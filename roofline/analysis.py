@@ -48,9 +48,9 @@ def tokens_per_step(acceptance: float, drafted_tokens: int) -> float:
     return sum(acceptance**accepted for accepted in range(drafted_tokens + 1))
 
 
-def sequences_that_fit(free_bytes: float, tokens_per_sequence: int, kv_bytes_per_token: float) -> int:
+def sequences_that_fit(free_bytes: float, kv_bytes_per_sequence: float) -> int:
     """Return how many whole sequences fit by their KV; paging wastes at most one block each (PagedAttention paper)."""
-    return int(free_bytes // (tokens_per_sequence * kv_bytes_per_token))
+    return int(free_bytes // kv_bytes_per_sequence)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def _row(
     made_tokens: float,
 ) -> RooflineRow:
     floor_s = step_floor_s(cost, hardware)
-    memory_bytes = shape.weight_bytes + batch * context_tokens * shape.kv_bytes_per_token
+    memory_bytes = shape.weight_bytes + batch * shape.kv_bytes(context_tokens)
     return RooflineRow(
         phase=phase,
         batch=batch,

@@ -12,6 +12,13 @@ of dimension d (sources: PaLM appendix B for FLOPs, the vLLM and FlashAttention 
     weight bytes     each weight once a step; LM head only when sampling [byte]
     KV read          (p + c) * KV bytes per token, once per request      [byte]
     KV write         c * KV bytes per token                              [byte]
+    state FLOPs      T * L_state * elements * 4 (Mamba 2) or 6 (delta)   [FLOP]  written, read, and read before
+    state bytes      read (unless p is 0) and written once per request   [byte]
+
+In a layer with a window of w tokens the i-th token reads min(i, w) keys, itself included (Mistral 7B paper, section 2).
+So a request reads min(p, w - 1) + c of them. A token adds an outer product to a recurrent state and multiplies that by
+a query (Mamba 2 paper, section 2); the delta rule also multiplies it by the key (Gated DeltaNet paper, section 3).
+Decay and gates are not counted.
 
 Mixture of experts: FLOPs count k experts a token; bytes count the distinct experts T tokens hit, E*(1-(1-k/E)^T).
 MLA (DeepSeek-V2 paper, 2.1): prefill computes 2q(d_nope+d_rope+d_v) per query-key pair on up-projected keys; decode
@@ -21,6 +28,7 @@ recomputation, not model work, and is not counted.
 Not counted: activations (a fused kernel keeps them in cache), embedding rows, FLOPs of norms, sampling.
 """
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -76,7 +84,11 @@ class StepCostModel:
         "_lm_head_bytes",
         "_lm_head_flops",
         "_pair_flops",
+        "_state_bytes",
         "_token_flops",
+        "_window_bytes_per_token",
+        "_window_pair_flops",
+        "_window_tokens",
         "shape",
     )
 
@@ -85,7 +97,9 @@ class StepCostModel:
         routed_params = shape.num_moe_layers * shape.expert_params
         plain, absorbed = _flops_per_query_key_pair(shape)
         self.shape = shape
-        self._token_flops = 2.0 * (shape.always_active_matrix_params + routed_params * shape.experts_per_token)
+        state_flops = float(shape.num_state_layers * shape.state_elements * shape.state_flops_per_element)
+        active_params = shape.always_active_matrix_params + routed_params * shape.experts_per_token
+        self._token_flops = 2.0 * active_params + state_flops
         self._pair_flops = plain
         self._absorbed_pair_flops = absorbed
         self._absorbed_max_new_tokens = absorbed_max_new_tokens
@@ -94,7 +108,12 @@ class StepCostModel:
         self._layer_weight_bytes = (shape.always_active_matrix_params + shape.norm_params) * element_bytes
         self._all_experts_bytes = routed_params * shape.num_experts * element_bytes
         self._expert_miss_probability = 1.0 - shape.experts_per_token / shape.num_experts if shape.num_experts else 0.0
-        self._kv_bytes_per_token = shape.kv_bytes_per_token * _kv_replicas(shape, tensor_parallel_size)
+        replicas = _kv_replicas(shape, tensor_parallel_size)
+        self._kv_bytes_per_token = shape.kv_bytes_per_token * replicas
+        self._window_bytes_per_token = shape.window_bytes_per_token * replicas
+        self._window_pair_flops = plain * shape.num_window_layers / max(1, shape.num_attention_layers)
+        self._window_tokens = shape.window_tokens if shape.num_window_layers else sys.maxsize
+        self._state_bytes = shape.state_bytes
 
     def step(self, segments: Iterable[tuple[int, int]], sampled_tokens: int) -> StepCost:
         """Return the cost of one step over `segments` of (new tokens, tokens already computed), one per request.
@@ -103,10 +122,17 @@ class StepCostModel:
         nothing.
         """
         tokens = context_tokens = doubled_pairs = doubled_absorbed_pairs = 0
-        absorbed_max = self._absorbed_max_new_tokens
+        doubled_unseen_pairs = unread_tokens = states_read = states_written = 0
+        absorbed_max, window = self._absorbed_max_new_tokens, self._window_tokens
         for new, computed in segments:
             tokens += new
             context_tokens += computed + new
+            states_written += 1
+            states_read += computed > 0
+            if computed + new > window:
+                first, last = max(0, computed - window), computed + new - window
+                doubled_unseen_pairs += last * (last + 1) - first * (first + 1)
+                unread_tokens += max(0, computed - window + 1)
             if new <= absorbed_max and computed:
                 doubled_absorbed_pairs += new * (2 * computed + new + 1)
             else:
@@ -121,10 +147,13 @@ class StepCostModel:
         return StepCost(
             self._token_flops * tokens
             + 0.5 * (self._pair_flops * doubled_pairs + self._absorbed_pair_flops * doubled_absorbed_pairs)
+            - 0.5 * self._window_pair_flops * doubled_unseen_pairs
             + self._lm_head_flops * sampled_tokens,
             weight_bytes,
-            self._kv_bytes_per_token * context_tokens,
-            self._kv_bytes_per_token * tokens,
+            self._kv_bytes_per_token * context_tokens
+            - self._window_bytes_per_token * unread_tokens
+            + self._state_bytes * states_read,
+            self._kv_bytes_per_token * tokens + self._state_bytes * states_written,
         )
 
     def prefill(self, prompt_tokens: int, cached_tokens: int = 0) -> StepCost:
@@ -143,7 +172,7 @@ class StepCostModel:
 
 def _flops_per_query_key_pair(shape: ModelShape) -> tuple[float, float]:
     """Return FLOPs over all layers for one query and one key, on plain and on latent ("absorbed") keys."""
-    per_head = 2.0 * shape.num_layers * shape.num_q_heads * shape.kv_states_per_token
+    per_head = 2.0 * shape.num_attention_layers * shape.num_q_heads * shape.kv_states_per_token
     if not shape.is_mla:
         return 2 * per_head * shape.head_dim, 2 * per_head * shape.head_dim
     plain = per_head * (shape.qk_nope_head_dim + shape.qk_rope_head_dim + shape.v_head_dim)

@@ -29,6 +29,16 @@ def _mixture(dense: dict[str, Any], experts: int, per_token: int, expert_mlp: in
     return dense | {"num_experts": experts, "num_experts_per_tok": per_token, "moe_intermediate_size": expert_mlp}
 
 
+def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    dense = _dense(layers, 2880, 64, 8, 2880, 201088, head_dim=64)
+    return _mixture(dense, experts, 4, 2880) | {"model_type": "gpt_oss", "sliding_window": 128}
+
+
+def _gemma_3(layers: int, hidden: int, heads: int, mlp: int, head_dim: int) -> dict[str, Any]:
+    dense = _dense(layers, hidden, heads, heads // 2, mlp, 262208, head_dim, tied=True)
+    return dense | {"model_type": "gemma3_text", "sliding_window": 1024}
+
+
 def _latent(
     dense: dict[str, Any], experts: int, dense_layers: int, q_rank: int = 1536, nope: int = 128, value: int = 128
 ) -> dict[str, Any]:
@@ -85,7 +95,7 @@ KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = {
     "qwen3-30b-a3b": _mixture(_dense(48, 2048, 32, 4, 6144, 151936, head_dim=128), 128, 8, 768),
     "qwen3-235b-a22b": _mixture(_dense(94, 4096, 64, 4, 12288, 151936, head_dim=128), 128, 8, 1536),
     "mixtral-8x7b": _mixture(_dense(32, 4096, 32, 8, 14336, 32000), 8, 2, 14336),
-    "gpt-oss-120b": _mixture(_dense(36, 2880, 64, 8, 2880, 201088, head_dim=64), 128, 4, 2880),
+    "gpt-oss-120b": _gpt_oss(36, 128),
     "deepseek-v3": _latent(_dense(61, 7168, 128, 128, 18432, 129280), 256, dense_layers=3),
     "kimi-k2": _latent(_dense(61, 7168, 64, 64, 18432, 163840), 384, dense_layers=1),
     "deepseek-v4-pro": _deepseek_v4(61, 7168, 128, 384, 3072, 1536, 16, first=128),  # deepseek-ai
@@ -95,15 +105,35 @@ KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = {
     "glm-5": _latent(_dense(78, 6144, 64, 64, 12288, 154880), 256, 3, q_rank=2048, nope=192, value=256),  # zai-org
     "minimax-m2": _mixture(_dense(62, 3072, 48, 8, 1536, 200064, head_dim=128), 256, 8, 1536),  # MiniMaxAI
     "llama-4-scout": _mixture(_dense(48, 5120, 40, 8, 16384, 202048), 16, 1, 8192)
-    | {"n_shared_experts": 1},  # meta-llama
+    | {"n_shared_experts": 1, "model_type": "llama4_text", "attention_chunk_size": 8192},  # meta-llama
     "qwen3-1.7b": _dense(28, 2048, 16, 8, 6144, 151936, head_dim=128, tied=True),  # Qwen
     "qwen3-4b": _dense(36, 2560, 32, 8, 9728, 151936, head_dim=128, tied=True),  # Qwen
     "qwen3-14b": _dense(40, 5120, 40, 8, 17408, 151936, head_dim=128),  # Qwen
     "qwen3-coder-480b-a35b": _mixture(_dense(62, 6144, 96, 8, 8192, 151936, head_dim=128), 160, 8, 2560),  # Qwen
-    "gpt-oss-20b": _mixture(_dense(24, 2880, 64, 8, 2880, 201088, head_dim=64), 32, 4, 2880),  # openai
-    "gemma-3-4b": _dense(34, 2560, 8, 4, 10240, 262208, head_dim=256, tied=True),  # google
-    "gemma-3-12b": _dense(48, 3840, 16, 8, 15360, 262208, head_dim=256, tied=True),  # google
-    "gemma-3-27b": _dense(62, 5376, 32, 16, 21504, 262208, head_dim=128, tied=True),  # google
+    "gpt-oss-20b": _gpt_oss(24, 32),  # openai
+    "gemma-3-4b": _gemma_3(34, 2560, 8, 10240, 256),  # google
+    "gemma-3-12b": _gemma_3(48, 3840, 16, 15360, 256),  # google
+    "gemma-3-27b": _gemma_3(62, 5376, 32, 21504, 128),  # google
+    "qwen3-next-80b-a3b": _mixture(_dense(48, 2048, 16, 2, 5120, 151936, head_dim=256), 512, 10, 512)
+    | {
+        "shared_expert_intermediate_size": 512,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 12,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    },  # Qwen
+    "nemotron-h-8b": _dense(52, 4096, 32, 8, 21504, 131072, head_dim=128)
+    | {
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": "M-M-M-M*-" + "M-M-M-M-M*-" * 3 + "M-M-M-M-M-",
+        "mamba_num_heads": 128,
+        "mamba_head_dim": 64,
+        "n_groups": 8,
+        "ssm_state_size": 128,
+        "conv_kernel": 4,
+    },  # nvidia
     "mistral-small-24b": _dense(40, 5120, 32, 8, 32768, 131072, head_dim=128),  # mistralai
     "mixtral-8x22b": _mixture(_dense(56, 6144, 48, 8, 16384, 32768), 8, 2, 16384),  # mistralai
 }

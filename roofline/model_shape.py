@@ -22,11 +22,14 @@ class ModelShape:
     """Sizes of one model. Counts are exact for Llama-like models; `hf_config` says what is left out.
 
     `num_experts` is 0 for a dense model; `kv_lora_rank` is 0 without multi-head latent attention (MLA).
-    `num_dense_layers` and `num_shared_experts` matter only when `num_experts` is not 0.
+    `num_dense_layers` and `num_shared_experts` matter only when `num_experts` is not 0. A layer may have attention, a
+    recurrent state and an MLP, or only one of them.
     """
 
     name: str
     num_layers: int
+    num_attention_layers: int
+    num_mlp_layers: int
     hidden_size: int
     num_q_heads: int
     num_kv_heads: int
@@ -50,8 +53,25 @@ class ModelShape:
     o_lora_rank: int = 0
     """Rank of each of `o_groups` groups of the output projection; above 0 (DeepSeek-V4) a key is also its value."""
     o_groups: int = 0
+    gates_output: bool = False
+    """Whether a gate as wide as the queries multiplies what attention makes (Qwen 3 Next)."""
     kv_states_per_token: float = 1.0
     """Entries that a token adds to a layer's cache, on average: below 1 where one stands for several tokens."""
+
+    num_window_layers: int = 0
+    """Those of the layers with attention whose tokens read the last `window_tokens` only, their own included."""
+    window_tokens: int = 0
+    num_state_layers: int = 0
+    state_layer_params: int = 0
+    """Matrix weights of one layer with a state: its projections in and out, and its convolution."""
+    state_elements: int = 0
+    """Of one layer's recurrent state."""
+    conv_elements: int = 0
+    """Of its convolution's last inputs, which are kept in the format of KV."""
+    state_bytes_per_element: float = 0.0
+    """0: the format of KV."""
+    state_flops_per_element: int = 0
+    """What one token computes for each element of the state."""
 
     def __post_init__(self) -> None:
         if not self.is_mla and self.num_q_heads % self.num_kv_heads:
@@ -99,12 +119,34 @@ class ModelShape:
     @property
     def kv_bytes_per_token(self) -> float:
         """KV bytes of one token over all layers: 2 * layers * kv_heads * head_dim * bytes (PagedAttention paper)."""
-        return self.num_layers * self.kv_elements_per_token_layer * self.kv_states_per_token * self.kv_bytes_per_element
+        return self.num_attention_layers * self._kv_bytes_per_token_layer
+
+    @property
+    def window_bytes_per_token(self) -> float:
+        """Those of them in layers with a window."""
+        return self.num_window_layers * self._kv_bytes_per_token_layer
+
+    @property
+    def state_bytes(self) -> float:
+        """Bytes of one sequence's recurrent states, as many after one token as after a million."""
+        recurrent = self.state_elements * (self.state_bytes_per_element or self.kv_bytes_per_element)
+        return self.num_state_layers * (recurrent + self.conv_elements * self.kv_bytes_per_element)
+
+    def kv_bytes(self, tokens: int) -> float:
+        """Return the bytes that a sequence of so many tokens keeps: all tokens, those of windows, and states."""
+        left = max(0, tokens - self.window_tokens)
+        return self.kv_bytes_per_token * tokens - self.window_bytes_per_token * left + self.state_bytes
+
+    @property
+    def _kv_bytes_per_token_layer(self) -> float:
+        return self.kv_elements_per_token_layer * self.kv_states_per_token * self.kv_bytes_per_element
 
     @property
     def attention_matrix_params(self) -> int:
         """Weights of one layer's attention projections that take part in matrix products."""
         hidden, heads = self.hidden_size, self.num_q_heads
+        if self.gates_output:
+            return hidden * self.head_dim * (3 * heads + 2 * self.num_kv_heads)
         if self.o_lora_rank:
             width = heads * self.head_dim
             query = (hidden + width) * self.q_lora_rank
@@ -131,18 +173,23 @@ class ModelShape:
     def always_active_matrix_params(self) -> int:
         """Matrix weights that every token passes through in all layers: no routed experts, LM head or norms."""
         per_moe_layer = self.num_shared_experts * self.expert_params + self.hidden_size * self.num_experts
-        num_dense_mlps = self.num_layers - self.num_moe_layers
+        num_dense_mlps = self.num_mlp_layers - self.num_moe_layers
         return (
-            self.num_layers * self.attention_matrix_params
+            self.num_attention_layers * self.attention_matrix_params
+            + self.num_state_layers * self.state_layer_params
             + num_dense_mlps * self.dense_mlp_params
             + self.num_moe_layers * per_moe_layer
         )
 
     @property
     def norm_params(self) -> int:
-        """Norm weights: two norms a layer, a final one, and MLA's two latent norms; read each step, no matrix FLOPs."""
+        """Norm weights: two norms a layer, a final one, and MLA's two latent norms; read each step, no matrix FLOPs.
+
+        A layer that is an MLP alone, or has none, has one norm.
+        """
         latent = self.kv_lora_rank + self.q_lora_rank
-        return (2 * self.num_layers + 1) * self.hidden_size + self.num_layers * latent
+        norms = self.num_layers * (2 if self.num_mlp_layers == self.num_layers else 1)
+        return (norms + 1) * self.hidden_size + self.num_layers * latent
 
     @property
     def lm_head_params(self) -> int:

@@ -67,11 +67,18 @@ def _model_facts(shape: ModelShape) -> list[tuple[str, str]]:
             f", {_quantity(shape.num_active_params, '')} active "
             f"({shape.experts_per_token} of {shape.num_experts} experts a token)"
         )
+    kept = f"{shape.kv_bytes_per_token:,.0f} B per token"
+    if shape.num_window_layers:
+        kept += (
+            f", {shape.num_window_layers} of {shape.num_attention_layers} layers keep {shape.window_tokens:,} tokens"
+        )
+    if shape.num_state_layers:
+        kept += f", and {_quantity(shape.state_bytes, 'B')} of states a sequence"
     return [
         ("model", shape.name),
         ("layers", f"{shape.num_layers} of width {shape.hidden_size}; {attention}"),
         ("size", size),
-        ("KV cache", f"{shape.kv_bytes_per_token:,.0f} B per token"),
+        ("KV cache", kept),
     ]
 
 
@@ -105,7 +112,7 @@ def _memory_fact(shape: ModelShape, memory_bytes: float) -> str:
     free_bytes = memory_bytes - shape.weight_bytes
     if free_bytes <= 0:
         return f"{_quantity(memory_bytes, 'B')}: the weights do not fit on one device"
-    count = sequences_that_fit(free_bytes, DECODE_CONTEXT_TOKENS, shape.kv_bytes_per_token)
+    count = sequences_that_fit(free_bytes, shape.kv_bytes(DECODE_CONTEXT_TOKENS))
     return (
         f"{_quantity(memory_bytes, 'B')}: beside the weights at most {count:,} sequences of "
         f"{DECODE_CONTEXT_TOKENS:,} tokens"

@@ -79,7 +79,7 @@ class OwnDecisions:
     """Those of a router that serves alone."""
 
     def __init__(self, fleet: Fleet, settings: RouterSettings) -> None:
-        learned = Learned(settings.block_size)
+        learned = Learned()
         self.comparing = Comparing(fleet, learned, settings.router)
         self.state = ClusterState(fleet, settings, learned, self.comparing.policy)
         self.placement = own_placement(self.state, fleet, settings)

@@ -319,7 +319,7 @@ class Router(RouterControl):
         return HealthProbe(
             self._orchestrator,
             vocabulary_size=self._client.model_config.get_vocab_size(),
-            prompt_tokens=probe_prompt_tokens(known.block_size, known.max_model_len),
+            prompt_tokens=probe_prompt_tokens(known.layout.block_size, known.max_model_len),
         )
 
     async def use_keys(self, settings: RouterSettings) -> None:

@@ -300,8 +300,6 @@ class RouterSettings:
     """By mode, the role of a worker that comes later, by the pool for which it is started."""
     why_not: Mapping[Mode, str] = field(default_factory=dict)
     """For every other mode, why not."""
-    block_size: int
-    """Tokens in one KV block, by which prefixes are compared."""
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     """Those of the engines' arguments that say what the model is."""
     lora_modules: Sequence[Mapping[str, str]] = ()

@@ -229,7 +229,7 @@ class WorkerHost:
             layout=layout,
             transfer_addresses=transfer_addresses,
             num_kv_blocks=self._engine.num_kv_blocks,
-            block_size=layout.block_size,  # vLLM may have overruled the setting
+            prefix_block_tokens=self._engine.prefix_block_tokens,
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
             repeats_tokens=config.repeats_tokens,

@@ -102,7 +102,6 @@ class Plan:
             dtype=self.dtype,
             max_model_len=config.model.max_model_len,
             mode=config.mode,
-            block_size=config.model.block_size,
             routers=self.routers,
             overlap=config.transfer.overlap,
             reuse_decode_kv=config.transfer.reuse_decode_kv,

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 def step_cost_model(vllm_config: VllmConfig, kv_cache_spec: Any) -> StepCostModel | None:
     """Build the cost model of a step; None, with a warning, for a model whose shape is not supported.
 
-    `kv_cache_spec` is vLLM's description of the only group of layers.
+    `kv_cache_spec` is vLLM's description of a layer that keeps every token, if there is one.
     """
     try:
         shape = _model_shape(vllm_config, kv_cache_spec)

@@ -59,7 +59,7 @@ class Orchestrator:
     @property
     def hashed_block_tokens(self) -> int:
         """Tokens in a block of a prompt that is hashed; 0 if nobody asks for hashes."""
-        return self._settings.block_size if self._settings.router.prefix_routing else 0
+        return self._placement.prefix_block_tokens if self._settings.router.prefix_routing else 0
 
     async def run(self, request: SequenceRequest, emit: Emit) -> None:
         """Serve one sequence; return after its last delta. Cancelling it aborts it on every worker.

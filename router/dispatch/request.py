@@ -127,7 +127,7 @@ class RequestProgress:
         metrics: RequestMetrics,
         hashed_block_tokens: int = 0,
     ) -> None:
-        """`hashed_block_tokens`: tokens in a KV block; 0: nobody asks who has the beginning of the prompt."""
+        """`hashed_block_tokens`: see `Orchestrator`; 0: nobody asks who has the beginning of the prompt."""
         self.request = request
         self.timeline = timeline
         self.metrics = metrics

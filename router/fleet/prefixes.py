@@ -7,7 +7,7 @@ wrong one costs a worse choice of worker, never a wrong answer: engines look for
 reasons are in `docs/decisions/0013-prefix-record-and-nearness.md`.
 
 **Memory.** At most as many blocks for each worker as it has KV blocks, at 220 to 360 bytes each: 12 MB for a worker of
-32,768 blocks.
+32,768 blocks. Where groups of layers share these blocks, the record is shorter.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class _Record:
     """What one incarnation of a worker has computed."""
 
     incarnation: str
+    block_tokens: int
     bit: int
     """Stands for it in what is known of a block; a power of two."""
     blocks: OrderedDict[int, None] = field(default_factory=OrderedDict)
@@ -91,13 +92,11 @@ class PrefixMatch:
     def __init__(
         self,
         hashes: BlockHashes,
-        block_size: int,
         records: Mapping[str, _Record],
         holders: Mapping[int, int],
     ) -> None:
         """`holders` has the bits of all workers that have a block. For `PrefixIndex`."""
         self._hashes = hashes
-        self._block_size_tokens = block_size
         self._records = records
         self._holders = holders
         self._groups: list[tuple[int, int]] = []
@@ -118,17 +117,16 @@ class PrefixMatch:
             return 0
         for bits, blocks in self._groups:
             if bits & record.bit:
-                return self._block_size_tokens * blocks
-        return self._block_size_tokens * _beginning(self._hashes[: self._most_blocks], record.blocks)
+                return record.block_tokens * blocks
+        return record.block_tokens * _beginning(self._hashes[: self._most_blocks], record.blocks)
 
     def cached_tokens_by_worker(self) -> dict[str, tuple[str, int]]:
         """Return, for each worker that has any of the prompt, the incarnation that has it, and how many tokens."""
         while self._look_up_group():
             pass
-        size, groups = self._block_size_tokens, self._groups
         return {
-            worker_id: (record.incarnation, size * blocks)
-            for bits, blocks in groups
+            worker_id: (record.incarnation, record.block_tokens * blocks)
+            for bits, blocks in self._groups
             for worker_id, record in self._records.items()
             if record.bit & bits
         }
@@ -168,8 +166,7 @@ class PrefixMatch:
 class PrefixIndex:
     """The record of all workers. A worker of which nothing is known has 0 tokens of everything."""
 
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
+    def __init__(self) -> None:
         self.expected_tokens_total = 0
         """Tokens that the record promised, of the prompts for which engines have said what they had."""
         self.confirmed_tokens_total = 0
@@ -184,10 +181,12 @@ class PrefixIndex:
 
     def look_up(self, hashes: BlockHashes) -> PrefixMatch:
         """Look a prompt up."""
-        return PrefixMatch(hashes, self.block_size, self._records, self._holders)
+        return PrefixMatch(hashes, self._records, self._holders)
 
-    def computed(self, worker_id: str, incarnation: str, hashes: BlockHashes, kv_blocks: int) -> None:
-        """Record that a worker has a prompt in its KV cache, which has `kv_blocks` blocks.
+    def computed(
+        self, worker_id: str, incarnation: str, hashes: BlockHashes, most_blocks: int, block_tokens: int
+    ) -> None:
+        """Record that a worker has a prompt in its KV cache, which keeps at most so many blocks of so many tokens.
 
         Call it when the first token is there; before that an engine has nothing of it that another prompt could use.
         Another incarnation than the last one begins with nothing.
@@ -196,15 +195,15 @@ class PrefixIndex:
         record = self._records.get(worker_id)
         if record is None or record.incarnation != incarnation:
             self.forget(worker_id)
-            record = self._records[worker_id] = _Record(incarnation, self._free_bit())
+            record = self._records[worker_id] = _Record(incarnation, block_tokens, self._free_bit())
         blocks, holders, bit = record.blocks, self._holders, record.bit
-        for one in reversed(hashes[:kv_blocks]):
+        for one in reversed(hashes[:most_blocks]):
             if one not in blocks:
                 blocks[one] = None
                 holders[one] = holders[one] | bit if one in holders else bit
             else:
                 blocks.move_to_end(one)
-        self._forget_oldest(record, len(blocks) - kv_blocks)
+        self._forget_oldest(record, len(blocks) - most_blocks)
 
     def corrected(self, worker_id: str, hashes: BlockHashes, cached_tokens: int, expected_tokens: int) -> bool:
         """Correct the record by what an engine had of a prompt when it began it; return False if that gives it up.
@@ -224,8 +223,8 @@ class PrefixIndex:
         if record is None or not expected_tokens:
             return True
         confirmed_tokens = min(cached_tokens, expected_tokens)
-        had = confirmed_tokens // self.block_size
-        expected = expected_tokens // self.block_size
+        had = confirmed_tokens // record.block_tokens
+        expected = expected_tokens // record.block_tokens
         if expected == len(hashes) == had + 1:  # all there: the last block is the one computed for the last token
             confirmed_tokens = expected_tokens
             had = expected

@@ -256,7 +256,7 @@ def _look_at(answer: Sequence[Worker], prompt: Sequence[Worker]) -> WorkerTotals
     found = WorkerTotals()
     for worker in answer:
         blocks = worker.description.num_kv_blocks
-        found.block_size, found.groups = worker.description.block_size, worker.description.layout.groups
+        found.block_size, found.groups = worker.description.layout.block_size, worker.description.layout.groups
         found.all_blocks += blocks
         found.largest_blocks = max(found.largest_blocks, blocks)
         if worker.usable:

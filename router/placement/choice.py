@@ -271,7 +271,7 @@ class WorkerView:
         if not prefix:
             return 0
         if prefix[-1] in self.worker.prompts.last_blocks:
-            tokens = len(prefix) * known.block_size
+            tokens = len(prefix) * known.prefix_block_tokens
         else:
             incarnation, tokens = self._asked.cached.get(known.worker_id, ("", 0))
             tokens = tokens if incarnation == known.incarnation else 0

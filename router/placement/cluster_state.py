@@ -81,7 +81,7 @@ class ClusterState:
         `later` calls a function once after so many seconds. `paused`: no prompt starts before `resume`.
         """
         self._fleet = fleet
-        self._learned = learned or Learned(settings.block_size)
+        self._learned = learned or Learned()
         self._min_remote_prefill_tokens = settings.router.min_remote_prefill_tokens
         self._recovery_timeout_s = settings.router.recovery_timeout_s
         self._reuses_decode_kv = settings.reuse_decode_kv

@@ -82,8 +82,8 @@ class _Fetches:
 class Learned:
     """Means over the latest answers, and a record of prompts; one object per placement."""
 
-    def __init__(self, block_size: int) -> None:
-        self.prefixes = PrefixIndex(block_size)
+    def __init__(self) -> None:
+        self.prefixes = PrefixIndex()
         self.traffic = Traffic()
         self._outside_s: deque[float] = deque(maxlen=REMEMBERED)
         self._prompt_tokens = _Mean(UNKNOWN_OUTPUT_TOKENS)
@@ -169,7 +169,8 @@ class Learned:
     def computed(self, worker: WorkerDescription, prefix: BlockHashes) -> None:
         """Record that a worker has these blocks in its KV cache."""
         if prefix:
-            self.prefixes.computed(worker.worker_id, worker.incarnation, prefix, worker.num_kv_blocks)
+            most_blocks, tokens = worker.most_prefix_blocks, worker.prefix_block_tokens
+            self.prefixes.computed(worker.worker_id, worker.incarnation, prefix, most_blocks, tokens)
 
     def had(self, worker: WorkerDescription, prefix: BlockHashes, cached_tokens: int, expected_tokens: int) -> None:
         """Correct the record by what a worker had of a prompt, of which `expected_tokens` were expected."""

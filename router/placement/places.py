@@ -143,6 +143,11 @@ class Placement:
         """Return which way it would go at this moment, as far as this router knows."""
         return self._fleet.route(demand, self._min_remote_prefill_tokens)
 
+    @property
+    def prefix_block_tokens(self) -> int:
+        """Tokens by which prefixes are compared, as the workers say; 0 if none keeps any."""
+        return max((worker.description.prefix_block_tokens for worker in self._fleet.workers), default=0)
+
     @asynccontextmanager
     async def place(self, demand: Demand) -> AsyncIterator[Place]:
         """Wait until the prompt may start, and hold its place while the block runs.

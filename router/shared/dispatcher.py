@@ -74,7 +74,7 @@ class Dispatcher(RouterControl):
             reuses_decode_kv=settings.reuse_decode_kv,
         )
         super().__init__(fleet)
-        learned = Learned(settings.block_size)
+        learned = Learned()
         self._comparing = Comparing(self.fleet, learned, settings.router)
         self._state = ClusterState(self.fleet, settings, learned, self._comparing.policy, paused=True)
         self._modes = OwnModes(self.fleet, self._state.mode_changed)

@@ -106,9 +106,9 @@ async def test_the_bytes_sent_are_the_bytes_received_and_the_blocks_of_the_promp
 ):
     counted, _ = await one_request(engines, text[52_000 : 52_000 + PROMPT_TOKENS])
     prefill, _ = await engines.describe()
-    blocks = ceil(PROMPT_TOKENS / prefill.block_size)
+    blocks = ceil(PROMPT_TOKENS / prefill.layout.block_size)
     expected = blocks * prefill.layout.block_bytes * prefill.layout.num_layers
-    assert expected == blocks * prefill.block_size * shape.kv_bytes_per_token
+    assert expected == blocks * prefill.layout.block_size * shape.kv_bytes_per_token
     transferred = "ridgeline_kv_transfer_bytes_total"
     assert counted.sum(transferred, pool="prefill", direction="sent") == expected
     assert counted.sum(transferred, pool="decode", direction="received") == expected

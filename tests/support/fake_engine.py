@@ -77,6 +77,7 @@ class FakeEngine:
     """Makes one token per `step()` for every running request; with `stepping="auto"` each request runs by itself."""
 
     num_kv_blocks = 100
+    prefix_block_tokens = 32
     keeps_every_token = True
 
     def __init__(self, pool: Pool = "decode", *, stepping: str = "auto") -> None:

@@ -24,7 +24,12 @@ import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
+from vllm.v1.core.kv_cache_utils import (
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_cache_hit_alignment_tokens,
+    resolve_kv_cache_block_sizes,
+)
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import (
@@ -43,6 +48,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from ridgeline.contracts.handoff import new_handoff_id
 from ridgeline.engine.connector.groups import CacheGroups, regions
+from ridgeline.engine.connector.messages import TRANSFER_EVENTS
 from ridgeline.engine.connector.worker_side import WorkerSide
 from ridgeline.engine.step_scheduler import BoundedScheduler
 from ridgeline.engine.vllm_workarounds.core_loop import OFFER
@@ -102,8 +108,10 @@ class HashingEngine:
         prefix_caching: bool = True,
         step_tokens: int = STEP_TOKENS,
         lease_s: float = 30.0,
+        longest_tokens: int = LONGEST_TOKENS,
     ) -> None:
         self.specs = specs
+        self._longest_tokens = longest_tokens
         self.outputs: dict[str, list[int]] = {}
         self.finished: dict[str, dict[str, Any]] = {}
         self.preempted = 0
@@ -137,13 +145,13 @@ class HashingEngine:
         self.slots[1:] = STALE
 
     def _make_scheduler(self, directory: Path, hands_over: bool, prefix_caching: bool, step_tokens: int) -> None:
-        (directory / "config.json").write_text(json.dumps(SHAPE))
+        (directory / "config.json").write_text(json.dumps({**SHAPE, "max_position_embeddings": self._longest_tokens}))
         init_none_hash(sha256)
         config = EngineArgs(
             model=str(directory),
             skip_tokenizer_init=True,
             dtype="float32",
-            max_model_len=LONGEST_TOKENS,
+            max_model_len=self._longest_tokens,
             block_size=BLOCK_TOKENS,
             max_num_seqs=32,
             max_num_batched_tokens=step_tokens,
@@ -158,6 +166,7 @@ class HashingEngine:
             config.cache_config.mamba_block_size = config.cache_config.block_size
         block_tokens, hash_tokens = resolve_kv_cache_block_sizes(self._cache, config)
         self._cache.hash_block_size = hash_tokens
+        self.hit_tokens = resolve_cache_hit_alignment_tokens(self._cache, config, block_tokens, hash_tokens)
         self._hasher = get_request_block_hasher(hash_tokens, sha256)
         self.scheduler: Any = (BoundedScheduler if hands_over else Scheduler)(
             config,
@@ -171,6 +180,22 @@ class HashingEngine:
     def close(self) -> None:
         if self._worker is not None:
             self._worker.shutdown()
+
+    @property
+    def groups(self) -> CacheGroups:
+        """The groups of layers of its cache."""
+        return CacheGroups(self._cache)
+
+    @property
+    def blocks_used(self) -> int:
+        """Blocks that its sequences hold, without the null block."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
+
+    def cached_tokens(self, prompt: Sequence[int]) -> int:
+        """Return what the prefix cache would give this prompt, by vLLM's own lookup."""
+        request = Request("lookup", list(prompt), SamplingParams(max_tokens=1), None, block_hasher=self._hasher)
+        return int(self.scheduler.kv_cache_manager.get_computed_blocks(request)[1])
 
     @property
     def bytes_received(self) -> int:
@@ -265,6 +290,8 @@ class HashingEngine:
             kv_connector_output=None if told is None else self._report(told),
         )
         for batch in self.scheduler.update_from_output(scheduled, output).values():
+            told_at_end = getattr(batch.scheduler_stats, "kv_connector_stats", None) or {}
+            self.events += told_at_end.get(TRANSFER_EVENTS, ())
             for one in batch.outputs:
                 self.outputs[one.request_id] += one.new_token_ids
                 if one.finish_reason is not None:

@@ -43,7 +43,7 @@ def worker_description(**changes: Any) -> WorkerDescription:
         "layout": kv_layout(),
         "transfer_addresses": ["a"],
         "num_kv_blocks": 100,
-        "block_size": 32,
+        "prefix_block_tokens": 32,
         "max_model_len": 4096,
         "max_num_seqs": 256,
     }
@@ -73,7 +73,6 @@ def router_settings(settings: RouterSettings | None = None, **changes: Any) -> R
         overlap=True,
         reuse_decode_kv=True,
         prefill_window_tokens=dict.fromkeys(get_args(Pool), 1024),
-        block_size=32,
         stall_timeout_s=60.0,
     )
     own, router, server, slo = (

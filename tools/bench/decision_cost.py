@@ -50,7 +50,7 @@ FIXED: Final = "mode colocated"
 
 def _worker(number: int) -> Worker:
     """Return a worker of mode adaptive, with a model of its steps."""
-    kv = {"layout": LAYOUT, "num_kv_blocks": KV_BLOCKS, "block_size": BLOCK_TOKENS}
+    kv = {"layout": LAYOUT, "num_kv_blocks": KV_BLOCKS, "prefix_block_tokens": BLOCK_TOKENS}
     worker = lone_worker(f"worker-{number}", "adaptive", max_model_len=8_192, **kv)
     worker.status = WorkerStatus(worker_id=worker.worker_id, kv_blocks_free=90_000, step_model=MODEL)
     return worker
@@ -65,7 +65,7 @@ def _conversation(draw: random.Random, prompt_tokens: int) -> BlockHashes:
 def measure(policy: str, workers: int, streams: int, decisions: int, *, conversations: bool) -> list[float]:
     """Return the microseconds of each decision by a policy, in order of their length."""
     fleet, draw, took_us = [_worker(number) for number in range(workers)], random.Random(1), []
-    learned = Learned(BLOCK_TOKENS)
+    learned = Learned()
     rules: Chooser = ByLoad("colocated", learned)
     if policy != FIXED:
         adaptive = Adaptive(lambda: None, learned.traffic, always=(policy, {}))

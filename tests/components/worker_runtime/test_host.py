@@ -885,7 +885,7 @@ async def test_a_worker_describes_itself_and_its_state():
         assert (description.worker_id, description.incarnation, description.pool) == ("decode-0", "i1", "decode")
         assert (description.rack, description.device) == ("r7", "cores 3")
         assert (description.layout, description.transfer_addresses) == (LAYOUT, ["127.0.0.1:7001"])
-        assert (description.num_kv_blocks, description.block_size) == (100, 32)
+        assert (description.num_kv_blocks, description.prefix_block_tokens) == (100, 32)
         status = await worker.client.status()
         assert (status.running, status.waiting, status.kv_blocks_free, status.kv_blocks_total) == (3, 2, 75, 100)
         assert status.counters == {"steps_total.decode": 5.0}

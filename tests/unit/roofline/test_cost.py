@@ -1,5 +1,6 @@
 """FLOPs and bytes of one step: a step worked out by hand, known intensities, and laws that hold for any batch."""
 
+import dataclasses
 import time
 
 import pytest
@@ -155,3 +156,38 @@ def test_a_step_of_256_requests_takes_no_longer_than_ten_times_adding_up_their_t
         return min(times_s)
 
     assert best_s(lambda: SMOLLM2.step(batch, len(batch))) < 10 * best_s(add_up)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "gemma-3-4b"])
+@given(new=st.integers(1, 3000), computed=st.integers(0, 3000))
+def test_a_window_reads_and_attends_to_what_each_token_sees(name, new, computed):
+    shape = load_model_shape(name)
+    seen = [min(token, shape.window_tokens) for token in range(computed + 1, computed + new + 1)]
+    full = StepCostModel(dataclasses.replace(shape, num_window_layers=0)).step([(new, computed)], 1)
+    cost = StepCostModel(shape).step([(new, computed)], 1)
+    layer_bytes = shape.kv_bytes_per_token / shape.num_attention_layers
+    unread = computed - min(computed, shape.window_tokens - 1)
+    assert full.kv_read_bytes - cost.kv_read_bytes == shape.num_window_layers * layer_bytes * unread
+    unseen = sum(range(computed + 1, computed + new + 1)) - sum(seen)
+    pair_flops = 4 * shape.num_q_heads * shape.head_dim * shape.num_window_layers
+    assert full.flops - cost.flops == pytest.approx(pair_flops * unseen, rel=1e-9, abs=full.flops * 1e-12)
+    assert (cost.weight_bytes, cost.kv_write_bytes) == (full.weight_bytes, full.kv_write_bytes)
+
+
+def test_a_decode_step_of_gemma_3_reads_a_window_in_52_of_62_layers():
+    cost = StepCostModel(load_model_shape("gemma-3-27b")).decode(2, 32_768)
+    assert cost.kv_read_bytes == 2 * 8192 * (10 * 32_768 + 52 * 1024)
+    assert cost.kv_write_bytes == 2 * 8192 * 62
+
+
+def test_a_state_is_read_and_written_once_a_step_whatever_the_context():
+    shape = load_model_shape("nemotron-h-8b")
+    model = StepCostModel(shape)
+    short, long = model.decode(3, 100), model.decode(3, 8_192)
+    assert long.kv_read_bytes - short.kv_read_bytes == 3 * (8_192 - 100) * 16_384
+    assert short.kv_read_bytes == 3 * (100 * 16_384 + shape.state_bytes)
+    assert short.kv_write_bytes == long.kv_write_bytes == 3 * (16_384 + shape.state_bytes)
+    first, second = model.step([(64, 0)], 0), model.step([(64, 64)], 0)
+    assert (first.kv_read_bytes, second.kv_read_bytes) == (64 * 16_384, 128 * 16_384 + shape.state_bytes)
+    without = StepCostModel(dataclasses.replace(shape, state_flops_per_element=0)).step([(64, 0)], 0)
+    assert first.flops - without.flops == 64 * 24 * 4 * 128 * 64 * 128

@@ -90,6 +90,87 @@ def test_ratios_that_do_not_cover_the_layers_are_refused():
         from_config(dict(KNOWN_MODELS["deepseek-v4-pro"], compress_ratios=[4, 128]))
 
 
+GRANITE_4_H = {
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 100_352,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_conv": 4,
+    "layer_types": ["mamba", "mamba", "mamba", "mamba", "mamba", "attention", *["mamba"] * 4] * 4,
+    "num_hidden_layers": 40,
+}
+EXPERTS = {"num_local_experts": 72, "num_experts_per_tok": 10, "intermediate_size": 768}
+STATES = {
+    # What transformers counts, and of that what no product of matrices has: gates' norms, biases of convolutions, and
+    # three numbers a head; per layer with a state, and in Qwen's layers with attention two norms of 256.
+    "qwen3-next-80b-a3b": (KNOWN_MODELS["qwen3-next-80b-a3b"], 79_674_391_296, 36 * (128 + 2 * 32) + 12 * 2 * 256),
+    "nemotron-h-8b": (KNOWN_MODELS["nemotron-h-8b"], 8_100_852_736, 24 * (8192 + 10_240 + 3 * 128)),
+    "granite-4.0-h-small": (
+        GRANITE_4_H | EXPERTS | {"hidden_size": 4096, "shared_intermediate_size": 1536, "mamba_n_heads": 128},
+        32_207_337_984,
+        36 * (8192 + 8448 + 3 * 128),
+    ),
+    "granite-4.0-h-micro": (
+        GRANITE_4_H | {"hidden_size": 2048, "shared_intermediate_size": 8192, "mamba_n_heads": 64},
+        3_191_396_096,
+        36 * (4096 + 4352 + 3 * 64),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_model_with_states_has_as_many_parameters_as_in_transformers(name):
+    config, parameters, not_counted = STATES[name]
+    shared_gates = 48 * 2048 if name.startswith("qwen") else 0
+    assert from_config(config).num_params == parameters - not_counted - shared_gates
+
+
+@pytest.mark.parametrize(
+    ("name", "full", "windows", "window_tokens", "token_bytes"),
+    [
+        ("gemma-3-4b", 5, 29, 1024, 2 * 4 * 256 * 2),
+        ("gemma-3-27b", 10, 52, 1024, 2 * 16 * 128 * 2),
+        ("gpt-oss-20b", 12, 12, 128, 2 * 8 * 64 * 2),
+        ("gpt-oss-120b", 18, 18, 128, 2 * 8 * 64 * 2),
+        ("llama-4-scout", 12, 36, 8192, 2 * 8 * 128 * 2),
+    ],
+)
+def test_layers_with_a_window_keep_the_tokens_in_it(name, full, windows, window_tokens, token_bytes):
+    shape = load_model_shape(name)
+    assert (shape.num_attention_layers, shape.num_window_layers) == (full + windows, windows)
+    assert shape.kv_bytes(100) == (full + windows) * token_bytes * 100 == 100 * shape.kv_bytes_per_token
+    assert shape.kv_bytes(100_000) == token_bytes * (full * 100_000 + windows * window_tokens)
+    listed = dict(KNOWN_MODELS[name], layer_types=["sliding_attention"] * windows + ["full_attention"] * full)
+    assert from_config(listed, name) == shape
+    assert from_config(dict(KNOWN_MODELS[name], model_type="another"), name).num_window_layers == 0, "an upper bound"
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "token_bytes", "state_bytes"),
+    [
+        # 32 heads of 128 x 128, and the last 3 inputs of a convolution of 2 x 16 x 128 + 32 x 128 channels, in 16 bits
+        ("qwen3-next-80b-a3b", 12, 2 * 2 * 256 * 2, 36 * (32 * 128 * 128 + 3 * 8192) * 2),
+        # 128 heads of 64 x 128 in 32 bits, and the last 3 inputs of 128 x 64 + 2 x 8 x 128 channels in 16
+        ("nemotron-h-8b", 4, 2 * 8 * 128 * 2, 24 * (128 * 64 * 128 * 4 + 3 * 10_240 * 2)),
+    ],
+)
+def test_a_state_takes_the_same_after_any_number_of_tokens(name, layers, token_bytes, state_bytes):
+    shape = load_model_shape(name)
+    assert shape.kv_bytes(1) - shape.kv_bytes_per_token == shape.state_bytes == state_bytes
+    assert shape.kv_bytes(8192) == layers * token_bytes * 8192 + state_bytes
+
+
+def test_a_falcon_h1_has_attention_and_a_state_in_each_layer():
+    falcon = {"model_type": "falcon_h1", "mamba_n_heads": 24, "mamba_d_head": 64, "mamba_d_state": 128}
+    sizes = {"hidden_size": 1024, "num_hidden_layers": 36, "intermediate_size": 2048, "vocab_size": 32_784}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": False}
+    shape = from_config(falcon | sizes | heads | {"mamba_n_groups": 1, "mamba_d_conv": 4})
+    assert (shape.num_attention_layers, shape.num_state_layers, shape.num_mlp_layers) == (36, 36, 36)
+    assert shape.num_params == 521_411_104 - 36 * (1792 + 3 * 24)  # those of transformers; there are no gates' norms
+
+
 @pytest.mark.parametrize(
     ("name", "kv_bytes_per_token"),
     [
@@ -161,7 +242,7 @@ def test_layers_without_attention_are_refused():
         from_config(SMOLLM2 | {"layer_types": ["linear_attention", "full_attention"]})
 
 
-@pytest.mark.parametrize("key", ["attn_type_list", "hybrid_override_pattern", "lru_width", "mamba_d_state"])
+@pytest.mark.parametrize("key", ["attn_type_list", "linear_attn_config", "lru_width", "mamba_d_state"])
 def test_recurrent_layers_that_no_list_of_layers_names_are_refused(key):
     with pytest.raises(ModelConfigError, match=f"{key}' is of recurrent layers"):
         from_config(SMOLLM2 | {key: 16})

@@ -53,10 +53,18 @@ ANSWER_TOKENS = 6
 class Pair:
     """A prefill and a decode engine, and one that does all by itself."""
 
-    def __init__(self, directory: Path, specs: Sequence[Any], transport: str = "shm", **decode: Any) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        specs: Sequence[Any],
+        transport: str = "shm",
+        prefill: dict[str, int] | None = None,
+        alone: dict[str, int] | None = None,
+        **decode: Any,
+    ) -> None:
         caching = {"prefix_caching": decode.get("prefix_caching", True)}
-        self.alone = HashingEngine(directory, specs, **caching)
-        self.prefill = HashingEngine(directory, specs, transport=transport, **caching)
+        self.alone = HashingEngine(directory, specs, **caching, **(alone or {}))
+        self.prefill = HashingEngine(directory, specs, transport=transport, **caching, **(prefill or {}))
         self.decode = HashingEngine(directory, specs, transport=transport, **decode)
         self.draw = random.Random(5)
         self.answer_tokens = ANSWER_TOKENS
@@ -186,6 +194,34 @@ def test_so_it_is_after_a_preemption_on_decode(pair, case):
     assert engines.decode.preempted > 0
     assert engines.decode.recomputes == {}
     assert engines.decode.zeroed_under_a_load == 0
+
+
+@pytest.mark.parametrize(("case", "num_blocks"), [("dense", 30), ("gemma3", 60), ("all three", 60)])
+@pytest.mark.parametrize("way", ["handed_over", "overlapped"])
+def test_so_it_is_after_a_preemption_on_prefill(pair, case, num_blocks, way):
+    """Eight answers beside the prompt grow over the end of their first block, and vLLM takes the newest one's."""
+    engines = pair(case, prefill={"num_blocks": num_blocks, "step_tokens": 64})
+    beside = [engines.tokens(28) for _ in range(8)]
+    names = [engines.prefill.add(prompt, 40) for prompt in beside]
+    for _ in range(2):
+        engines.prefill.step()
+    prompt = engines.tokens(600)
+    assert getattr(engines, way)(prompt) == engines.expected(prompt)
+    assert engines.prefill.preempted > 0
+    engines.answer_tokens = 40
+    assert [engines.prefill.outputs[name] for name in names] == [engines.expected(prompt) for prompt in beside]
+    # A leg that had begun to fetch fails, and the next one may come before the hand-off is published again.
+    assert engines.decode.recomputes.keys() <= ({"recompute_total.revoked"} if way == "overlapped" else set())
+
+
+@pytest.mark.parametrize("case", ["dense", "gemma3", "hybrid, wide blocks"])
+def test_so_it_is_for_a_prompt_of_32_000_tokens(pair, case):
+    long = {"longest_tokens": 32_768, "num_blocks": 4000, "step_tokens": 2048}
+    engines = pair(case, prefill=long, alone=long, **long)
+    prompt = engines.tokens(32_000)
+    assert engines.handed_over(prompt) == engines.expected(prompt)
+    assert engines.overlapped([9, *prompt]) == engines.expected([9, *prompt])
+    assert engines.decode.recomputes == {}
 
 
 @pytest.mark.parametrize(

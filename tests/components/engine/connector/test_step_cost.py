@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MLAAttentionSpec
 
 from ridgeline.engine.connector.step_cost import kv_element_bytes, step_cost_model, stored_weight_bytes
+from ridgeline.roofline.model_shape import ModelShape
+from tests.support.model_families import FAMILIES, tiny_config
 
 FP8 = {"quant_method": "fp8"}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
@@ -76,3 +78,28 @@ def test_a_scheme_whose_bytes_are_not_known_costs_the_figures_and_not_the_engine
         model_config=model({"quant_method": "invented"}), parallel_config=SimpleNamespace(tensor_parallel_size=1)
     )
     assert step_cost_model(config, plain(torch.bfloat16)) is None
+
+
+@pytest.mark.parametrize(
+    ("key", "layers"),
+    [  # with attention, of them with a window, and with a state
+        ("llama4", (4, 3, 0)),
+        ("gpt_oss", (4, 2, 0)),
+        ("gemma3", (6, 5, 0)),
+        ("mistral", (3, 3, 0)),
+        ("qwen3_next", (1, 0, 3)),
+        ("qwen3_5", (1, 0, 3)),
+        ("nemotron_h", (1, 0, 2)),
+        ("granite4h", (2, 0, 2)),
+        ("falcon_h1", (4, 0, 4)),
+    ],
+)
+def test_a_family_is_counted_as_transformers_resolves_its_configuration(key: str, layers: tuple[int, int, int]):
+    [family] = [one for one in FAMILIES if one.key == key]
+    config = tiny_config(family, vocab_size=512)
+    shape = ModelShape.from_hf_config(config.to_dict(), weight_bytes_per_param=2, kv_bytes_per_element=2, name=key)
+    assert (shape.num_attention_layers, shape.num_window_layers, shape.num_state_layers) == layers
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    counted = sum(parameter.numel() for parameter in model.parameters())
+    assert shape.num_params == pytest.approx(counted, rel=0.01)  # without norms of heads and gates, and without biases

@@ -37,6 +37,7 @@ class LeaseEngine:
     """The common part: a transfer service, polled as an engine's step loop does, and delays."""
 
     num_kv_blocks = NUM_BLOCKS
+    prefix_block_tokens = LAYOUT.block_size
     adapter_room = (0, 0)
     offered_adapters = ()
 

@@ -60,7 +60,7 @@ class Serving:
             engine._stepping = "manual"
         self.fleet = fleet
         settings = router_settings(**overrides)
-        self.learned = learned = Learned(32)
+        self.learned = learned = Learned()
         self.comparing = Comparing(fleet, learned, settings.router)
         self.policy = self.comparing.policy
         self.state = ClusterState(fleet, settings, learned, self.policy)

@@ -20,9 +20,9 @@ LIVES = "life-1", "life-2"
 
 
 def index_with(*prompts, kv_blocks=100, worker_id="w"):
-    index = PrefixIndex(BLOCK)
+    index = PrefixIndex()
     for prompt in prompts:
-        index.computed(worker_id, "life-1", block_hashes(prompt, BLOCK), kv_blocks)
+        index.computed(worker_id, "life-1", block_hashes(prompt, BLOCK), kv_blocks, BLOCK)
     return index
 
 
@@ -88,7 +88,7 @@ def test_a_worker_has_what_it_has_computed_up_to_the_first_block_that_differs():
 
 def test_a_new_incarnation_has_nothing_of_what_the_last_one_had():
     index = index_with(PROMPT)
-    index.computed("w", "life-2", block_hashes([1] * 8, BLOCK), 100)
+    index.computed("w", "life-2", block_hashes([1] * 8, BLOCK), 100, BLOCK)
     assert (cached(index, PROMPT), cached(index, [1] * 8)) == (0, 8)
     assert index.look_up(block_hashes([1] * 8, BLOCK)).cached_tokens("w", "life-1") == 0
     assert (holders(index, PROMPT), holders(index, [1] * 8)) == ([], [["w"]])
@@ -96,7 +96,7 @@ def test_a_new_incarnation_has_nothing_of_what_the_last_one_had():
 
 def test_a_worker_that_is_forgotten_has_nothing_and_may_be_forgotten_again():
     index = index_with(PROMPT)
-    index.computed("other", "life-1", block_hashes(PROMPT, BLOCK), 100)
+    index.computed("other", "life-1", block_hashes(PROMPT, BLOCK), 100, BLOCK)
     index.forget("w")
     index.forget("w")
     assert (cached(index, PROMPT), cached(index, PROMPT, "other")) == (0, 20)
@@ -104,10 +104,10 @@ def test_a_worker_that_is_forgotten_has_nothing_and_may_be_forgotten_again():
 
 def test_when_caches_are_emptied_no_worker_has_anything():
     index = index_with(PROMPT)
-    index.computed("other", "life-1", block_hashes(PROMPT, BLOCK), 100)
+    index.computed("other", "life-1", block_hashes(PROMPT, BLOCK), 100, BLOCK)
     index.forget_all()
     assert (cached(index, PROMPT), cached(index, PROMPT, "other"), holders(index, PROMPT)) == (0, 0, [])
-    index.computed("other", "life-1", block_hashes(PROMPT, BLOCK), 100)
+    index.computed("other", "life-1", block_hashes(PROMPT, BLOCK), 100, BLOCK)
     assert holders(index, PROMPT) == [["other"]]
 
 
@@ -124,19 +124,19 @@ def test_of_a_prompt_that_is_longer_than_the_cache_the_beginning_is_kept():
 
 
 def test_the_blocks_of_a_forgotten_worker_are_cleared_away_by_and_by_and_never_named():
-    index, blocks = PrefixIndex(BLOCK), 3 * CLEARED_AT_ONCE
+    index, blocks = PrefixIndex(), 3 * CLEARED_AT_ONCE
     old = tuple(range(blocks))
-    index.computed("gone", "life-1", old, blocks)
-    index.computed("w", "life-1", old[:1], blocks)
+    index.computed("gone", "life-1", old, blocks, BLOCK)
+    index.computed("w", "life-1", old[:1], blocks, BLOCK)
     index.forget_all_but(["w"])
     assert index.workers == 1
     left = []
     for number in range(4):
         assert [one for group in index.look_up(old).groups() for one in group] == ["w"]
         left.append(len(index._holders))
-        index.computed("w", "life-1", (-1 - number,), blocks)
+        index.computed("w", "life-1", (-1 - number,), blocks, BLOCK)
     assert left == [blocks, blocks - CLEARED_AT_ONCE + 1, blocks - 2 * CLEARED_AT_ONCE + 2, 4]
-    index.computed("new", "life-1", old[:2], blocks)
+    index.computed("new", "life-1", old[:2], blocks, BLOCK)
     assert list(index.look_up(old).groups()) == [["new"], ["w"]]
 
 
@@ -147,9 +147,9 @@ HASHES = st.lists(st.integers(0, 6), min_size=1, max_size=8, unique=True).map(tu
     prompts=st.lists(st.tuples(st.sampled_from("abc"), HASHES), max_size=12), asked=HASHES, kv_blocks=st.integers(1, 9)
 )
 def test_prompts_with_a_hash_in_common_by_collision_break_nothing(prompts, asked, kv_blocks):
-    index = PrefixIndex(BLOCK)
+    index = PrefixIndex()
     for worker_id, hashes in prompts:
-        index.computed(worker_id, "life-1", hashes, kv_blocks)
+        index.computed(worker_id, "life-1", hashes, kv_blocks, BLOCK)
     found = index.look_up(asked)
     before = [found.cached_tokens(one, "life-1") for one in "abc"]
     named = [one for group in found.groups() for one in group]
@@ -165,7 +165,7 @@ def test_what_an_engine_no_longer_had_is_forgotten_until_it_is_computed_again():
     index, hashes = index_with(PROMPT), block_hashes(PROMPT, BLOCK)
     assert index.corrected("w", hashes, cached_tokens=8, expected_tokens=20)
     assert cached(index, PROMPT) == 8
-    index.computed("w", "life-1", hashes, 100)
+    index.computed("w", "life-1", hashes, 100, BLOCK)
     assert cached(index, PROMPT) == 20
 
 
@@ -173,7 +173,7 @@ def test_for_each_block_that_an_engine_lacks_the_one_used_longest_ago_is_forgott
     old, middle, new = [1] * 20, [2] * 20, [3] * 20
     index = index_with(old, middle, new)
     index.corrected("w", block_hashes(new, BLOCK), cached_tokens=12, expected_tokens=20)
-    index.computed("w", "life-1", block_hashes(new, BLOCK), 100)
+    index.computed("w", "life-1", block_hashes(new, BLOCK), 100, BLOCK)
     assert (cached(index, old), cached(index, middle), cached(index, new)) == (12, 20, 20)
 
 
@@ -186,11 +186,11 @@ def test_an_engine_that_has_a_whole_prompt_says_one_block_less_and_has_lost_noth
 
 def test_two_prompts_that_begin_alike_and_start_together_cost_each_other_nothing():
     first, second = [*PROMPT, *([1] * 8)], [*PROMPT, *([2] * 8)]
-    index = PrefixIndex(BLOCK)
+    index = PrefixIndex()
     for prompt in (first, second):  # when they were sent nothing was known, and neither had the other's KV
         hashes = block_hashes(prompt, BLOCK)
         assert index.corrected("w", hashes, cached_tokens=0, expected_tokens=0)
-        index.computed("w", "life-1", hashes, 100)
+        index.computed("w", "life-1", hashes, 100, BLOCK)
     assert (cached(index, first), cached(index, second)) == (28, 28)
 
 
@@ -202,21 +202,21 @@ def test_more_than_was_expected_is_no_reason_to_forget():
 
 
 def test_a_correction_of_a_worker_that_is_gone_is_heard_by_nobody():
-    assert PrefixIndex(BLOCK).corrected("w", block_hashes(PROMPT, BLOCK), cached_tokens=0, expected_tokens=20)
+    assert PrefixIndex().corrected("w", block_hashes(PROMPT, BLOCK), cached_tokens=0, expected_tokens=20)
 
 
 @pytest.mark.parametrize(("really_tokens", "kept"), [(12, True), (8, False), (0, False)])
 def test_a_record_of_which_less_than_half_is_true_is_given_up_and_begun_again(really_tokens, kept):
-    index, hashes = PrefixIndex(BLOCK), block_hashes(PROMPT, BLOCK)
+    index, hashes = PrefixIndex(), block_hashes(PROMPT, BLOCK)
     answers = []
     for _ in range(JUDGED_PROMPTS):
-        index.computed("w", "life-1", hashes, 100)
+        index.computed("w", "life-1", hashes, 100, BLOCK)
         answers.append(index.corrected("w", hashes, cached_tokens=really_tokens, expected_tokens=20))
     assert answers == [True] * (JUDGED_PROMPTS - 1) + [kept]
     assert index.given_up_total == (not kept)
     if not kept:
         assert cached(index, PROMPT) == 0
-        index.computed("w", "life-1", hashes, 100)
+        index.computed("w", "life-1", hashes, 100, BLOCK)
         assert cached(index, PROMPT) == 20
         assert index.corrected("w", hashes, cached_tokens=0, expected_tokens=20), "it is judged from the beginning"
 
@@ -269,7 +269,7 @@ def check_found(index, hashes, all_have):
 
 @given(steps=STEPS, asked=st.lists(PROMPTS, min_size=1, max_size=4), kv_blocks=st.integers(1, 30))
 def test_what_is_known_is_what_the_rules_say_and_never_more_than_the_cache_holds(steps, asked, kv_blocks):
-    index, naive = PrefixIndex(BLOCK), {}
+    index, naive = PrefixIndex(), {}
 
     def has(worker_id, salt, tokens):
         blocks = naive[worker_id].blocks if worker_id in naive else []
@@ -284,7 +284,7 @@ def test_what_is_known_is_what_the_rules_say_and_never_more_than_the_cache_holds
         salt, tokens = rest[0]
         hashes, all_blocks = block_hashes(tokens, BLOCK, salt), beginnings(salt, tokens)
         if step == "computed":
-            index.computed(worker_id, rest[1], hashes, kv_blocks)
+            index.computed(worker_id, rest[1], hashes, kv_blocks, BLOCK)
             if worker_id not in naive or naive[worker_id].incarnation != rest[1]:
                 naive[worker_id] = NaiveWorker(rest[1])
             worker = naive[worker_id]
@@ -308,11 +308,11 @@ def test_what_is_known_is_what_the_rules_say_and_never_more_than_the_cache_holds
 
 @pytest.mark.parametrize("blocks", [20_000, 22_000])  # a table that is nearly full, and one that has just grown
 def test_a_full_record_takes_the_memory_that_is_stated(blocks):
-    index = PrefixIndex(BLOCK)
+    index = PrefixIndex()
     tracemalloc.start()
     try:
         for number in range(2 * blocks // 100):
-            index.computed("w", "life-1", block_hashes([number] * 100 * BLOCK, BLOCK), blocks)
+            index.computed("w", "life-1", block_hashes([number] * 100 * BLOCK, BLOCK), blocks, BLOCK)
         bytes_each = tracemalloc.get_traced_memory()[0] / index.blocks_of("w")
     finally:
         tracemalloc.stop()

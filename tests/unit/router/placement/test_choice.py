@@ -40,7 +40,7 @@ class Fleet:
 
     def __init__(self, policy, *workers: Worker, min_remote_prefill_tokens: int = 0) -> None:
         self.workers = list(workers) or [a_worker(number) for number in range(2)]
-        self.learned = Learned(32)
+        self.learned = Learned()
         adaptive = Adaptive(lambda: None, self.learned.traffic, always=(policy, {}))
         self.rules = ByPolicy(lambda: self.workers, self.learned, adaptive, min_remote_prefill_tokens)
         self.held = ExitStack()
@@ -187,7 +187,7 @@ class ByLoads:
 
     def __init__(self, pool, number=2, **description) -> None:
         self.workers = [a_worker(n, **description) for n in range(number)]
-        self.learned = Learned(32)
+        self.learned = Learned()
         self.rules = ByLoad(pool, self.learned)
         self.held = ExitStack()
 
@@ -414,3 +414,14 @@ def test_no_prompt_waits_for_a_full_worker_only_because_that_one_has_its_adapter
     fleet.workers[1].adapters.load("sql@1")
     fleet.prefills(fleet.workers[1], 4000)
     assert fleet.ids(SQL, fleet.workers[:1]) == ("w0", "w0")
+
+
+def test_a_worker_has_as_many_tokens_as_its_cache_has_in_a_block_whatever_the_settings_say(by_load):
+    one = by_load("prefill", prefix_block_tokens=160)
+    asked = replace(SHORT, prefix=PREFIX[:3])
+    one.has(1, PREFIX[:2])
+    found = one.rules.best(asked, one.workers)
+    assert (one.workers.index(found.worker), found.cached_tokens) == (1, 2 * 160)
+    one.held.enter_context(one.workers[0].reserve(1, last_block=PREFIX[2]))
+    found = one.rules.best(asked, one.workers)
+    assert (one.workers.index(found.worker), found.cached_tokens) == (0, 3 * 160)

@@ -31,7 +31,7 @@ class Turn:
     """A prompt, a prefill worker that computes it, and two decode workers that may have its beginning."""
 
     def __init__(self, layout=LAYOUT, **model):
-        self.learned = Learned(BLOCK_TOKENS)
+        self.learned = Learned()
         self.prefill, *self.decodes = (
             lone_worker(name, name.split("-")[0], layout=layout, num_kv_blocks=1000)
             for name in ("prefill-0", "decode-0", "decode-1")
