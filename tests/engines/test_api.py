@@ -102,6 +102,7 @@ async def test_a_stop_string_ends_the_answer_before_it(client: AsyncOpenAI, engi
     assert await engines.becomes_idle() == {}, "a stop string must free what the workers still hold"
 
 
+@pytest.mark.proves("stop strings and tokens, `min_tokens`", "disaggregated")
 async def test_a_stop_string_may_lie_across_the_hand_over(client: AsyncOpenAI, engines: Engines, text: list[int]):
     """The first token comes from one worker and the second from the other: text that spans both is still found."""
     prompt = text[30_000:30_040]

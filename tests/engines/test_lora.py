@@ -93,6 +93,9 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
             yield adapted
 
 
+@pytest.mark.proves(
+    ("LoRA adapters from the start", "LoRA adapters at run time"), ("colocated", "adaptive", "disaggregated")
+)
 def test_adapters_and_the_model_answer_side_by_side_in_every_mode_and_a_reload_meets_no_old_kv(adapted: Adapted):
     two = adapted.folder / "two"
     loaded = adapted.operate("/v1/load_lora_adapter", lora_name="two", lora_path=str(two))
@@ -112,6 +115,7 @@ def test_adapters_and_the_model_answer_side_by_side_in_every_mode_and_a_reload_m
     assert (refused.status_code, refused.json()["error"]["type"]) == (404, "NotFoundError")
 
 
+@pytest.mark.proves("LoRA adapters from the start", "after a lost worker")
 @pytest.mark.long
 def test_an_answer_goes_on_with_its_adapter_when_its_worker_is_lost(adapted: Adapted):
     prompt, num_tokens = adapted.prompts(7)[1], 120

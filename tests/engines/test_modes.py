@@ -41,6 +41,7 @@ async def change(engines: Engines, mode: str) -> dict[str, object]:
     return answer
 
 
+@pytest.mark.proves("greedy answers, whole and streamed", ("disaggregated", *CHANGES))
 async def test_the_mode_changes_under_load_and_nothing_fails_and_every_token_is_the_models(
     changing: Engines, text: list[int], figure: Figure
 ):

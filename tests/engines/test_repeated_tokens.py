@@ -32,6 +32,14 @@ STATEFUL: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.proves(
+    (
+        "seeds, `top_p`, `top_k`, `min_p`",
+        "penalties, `logit_bias`, `bad_words`",
+        "JSON schema, regex, grammar, choice",
+    ),
+    "after a lost worker",
+)
 @pytest.mark.parametrize("wish", STATEFUL.values(), ids=STATEFUL)
 async def test_an_answer_goes_on_after_repeated_tokens_as_if_nothing_had_happened(
     engines: Engines, text: list[int], wish: dict[str, Any]

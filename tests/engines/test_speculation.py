@@ -49,6 +49,7 @@ async def streamed(engines: Engines, prompt: list[int], began: asyncio.Event, **
     return token_ids
 
 
+@pytest.mark.proves("drafts by n-grams", ("disaggregated", "after a lost worker"))
 @pytest.mark.long  # a minute and a half; a draft's KV is handed over in tests/components/engine/test_model_families.py
 async def test_drafts_change_no_token_and_an_answer_goes_on_when_its_worker_is_killed(figure: Figure):
     draw = random.Random(3)

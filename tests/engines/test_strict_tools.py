@@ -62,6 +62,7 @@ async def verdict(engines: Engines, seed: int) -> str:
     return "valid"
 
 
+@pytest.mark.proves("forced and strict tools", MODES)
 @pytest.mark.parametrize(
     "tools", [20, pytest.param(strict_tools.TOOLS, marks=pytest.mark.long)], ids=lambda tools: f"{tools} tools"
 )

@@ -76,6 +76,7 @@ MOVED_TOKENS = 100
 """On a fast machine a third of a second, in which two processes that are known by then are killed."""
 
 
+@pytest.mark.proves("greedy answers, whole and streamed", "after a lost worker")
 def test_without_any_decode_worker_a_stream_goes_on_at_once_on_the_prefill_worker(deployed: Deployed, figure: Figure):
     greedy = {**body(MOVED_TOKENS), "temperature": 0}
     whole = httpx.post(f"{deployed.url}/v1/completions", json=greedy, timeout=120).json()["choices"][0]["text"]

@@ -318,6 +318,7 @@ async def cold(split: Split) -> None:
                 await asyncio.sleep(0.05)
 
 
+@pytest.mark.proves(("tensor parallel, equal ranks", "tensor parallel, unequal ranks"), "disaggregated")
 @pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), PAIRS)
 async def test_every_greedy_token_is_one_that_a_whole_engine_could_have_chosen(
     split: Split, prefill_ranks: int, decode_ranks: int, figure: Figure

@@ -60,6 +60,7 @@ async def references(deployment: Engines, text: list[int]) -> References:
     return await answered_by_one(deployment, text, FEW_LENGTHS)
 
 
+@pytest.mark.proves("greedy answers, whole and streamed", "disaggregated")
 @pytest.mark.core
 @pytest.mark.exact
 async def test_greedy_tokens_are_those_of_one_engine_bit_for_bit_on_every_prompt(
@@ -147,6 +148,7 @@ async def decode_steps(engines: Engines) -> float:
     return sum(value for name, value in counters.items() if name.startswith("steps_total."))
 
 
+@pytest.mark.proves("cached prefixes", "disaggregated")
 async def test_a_warm_prefix_cache_gives_the_same_tokens(engines: Engines, text: list[int]):
     prompt = text[25_000:25_150]
     await engines.cold()
@@ -243,6 +245,7 @@ def token_logprobs(choice: dict[str, Any]) -> list[dict[int, float]]:
     ]
 
 
+@pytest.mark.proves("log-probabilities of the answer", "disaggregated")
 @pytest.mark.parametrize("params", [{}, {"presence_penalty": 1.2}], ids=["continue", "resample"])
 async def test_logprobs_are_within_a_hundredth_of_one_engine(
     engines: Engines, text: list[int], params: dict[str, float], figure: Figure
@@ -293,6 +296,7 @@ def assert_near(ours: list[Any], reference: list[PositionLogprobs | None], promp
         assert value == pytest.approx(dict(zip(theirs.token_ids, theirs.logprobs, strict=True))[token], abs=1e-2)
 
 
+@pytest.mark.proves("log-probabilities of the prompt, `echo`", "disaggregated")
 @pytest.mark.parametrize(
     ("how", "wish", "start"),
     [

@@ -73,6 +73,7 @@ def check(choice: str, name: str, arguments: str) -> None:
     assert parsed["city"] in CITIES
 
 
+@pytest.mark.proves("forced and strict tools", "disaggregated")
 @pytest.mark.parametrize("choice", CHOICES)
 async def test_a_tool_is_called_through_the_split_whole_and_streamed_alike(
     client: AsyncOpenAI, engines: Engines, choice: str

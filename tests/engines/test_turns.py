@@ -43,6 +43,7 @@ async def steps_are_known(engines: Engines, text: list[int]) -> None:
             await asyncio.sleep(0.2)
 
 
+@pytest.mark.proves("later turns fetch KV from decode", "disaggregated")
 @pytest.mark.core
 async def test_eight_turns_are_the_models_and_each_later_one_is_fetched(
     engines: Engines, text: list[int], figure: Figure

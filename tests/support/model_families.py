@@ -19,10 +19,13 @@ from ridgeline.cluster.config.loader import load_config
 from ridgeline.cluster.config.models import RidgelineConfig
 from ridgeline.cluster.doctor.facts import read_model_facts
 from ridgeline.cluster.doctor.model_support import model_conflicts
+from ridgeline.engine.connector.transferable_models import why_unsupported
 
 MODELS = Path(__file__).parents[2] / "docs" / "how-to" / "serve.md"
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "families.json"
 FAMILIES_TABLE = re.compile(r"(?<=<!-- families -->\n).*(?=<!-- /families -->)", re.DOTALL)
+RAN_WITH_UNEQUAL_RANKS = "llama"
+"""In `tests/engines/test_tensor_parallel.py`."""
 WINDOW_TOKENS = 128
 SEED = 11
 SIZES: dict[str, Any] = {
@@ -67,6 +70,8 @@ class Family:
     name: str
     config_class: str
     sizes: dict[str, Any] = field(default_factory=dict)
+    not_run: str = ""
+    """Why a tiny one has not run here, although no check refuses it."""
 
 
 class Proof(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -120,6 +125,7 @@ FAMILIES = (
         "MiniMax M2",
         "MiniMaxM2Config",
         {**EXPERTS, "rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
+        not_run="vLLM's build for CPUs chooses experts by softmax alone, and this model has a sigmoid",
     ),
     Family("ernie4_5", "ERNIE 4.5", "Ernie4_5Config"),
     Family("seed_oss", "Seed-OSS", "SeedOssConfig"),
@@ -172,7 +178,13 @@ FAMILIES = (
         },
     ),
     Family("deepseek_mla", "DeepSeek V3 and R1, Kimi K2", "DeepseekV3Config", {**EXPERTS, **MLA, **FIRST_DENSE}),
-    Family("mistral4", "Mistral 4", "Mistral4Config", {**EXPERTS, **MLA, **FIRST_DENSE}),
+    Family(
+        "mistral4",
+        "Mistral 4",
+        "Mistral4Config",
+        {**EXPERTS, **MLA, **FIRST_DENSE},
+        not_run="transformers has no text model of it, of which a tiny one could be made",
+    ),
     Family(
         "deepseek_v32",
         "DeepSeek V3.2",
@@ -187,8 +199,20 @@ FAMILIES = (
         "Qwen3NextConfig",
         {**EXPERTS, **GATED_DELTA, "shared_expert_intermediate_size": 64},
     ),
-    Family("qwen3_5", "Qwen 3.5", "Qwen3_5TextConfig", GATED_DELTA),
-    Family("kimi_linear", "Kimi Linear", "KimiLinearConfig", {**EXPERTS, **MLA}),
+    Family(
+        "qwen3_5",
+        "Qwen 3.5",
+        "Qwen3_5TextConfig",
+        GATED_DELTA,
+        not_run="vLLM's code of it imports torchvision, which the installation for CPUs leaves out",
+    ),
+    Family(
+        "kimi_linear",
+        "Kimi Linear",
+        "KimiLinearConfig",
+        {**EXPERTS, **MLA},
+        not_run="vLLM's build for CPUs fails at its start, where it replaces the Triton kernels of this family",
+    ),
     Family("lfm2", "LFM 2", "Lfm2Config", {"layer_types": ["conv", "full_attention"] * 2}),
     Family(
         "nemotron_h",
@@ -249,51 +273,81 @@ def make_family(key: str, directory: Path, vocabulary_tokens: int = 512, max_pos
     return directory
 
 
-def deployment(directory: Path, mode: str, prefill_ranks: int = 1) -> RidgelineConfig:
-    """Return a deployment of this model; a prefill engine has so many ranks, a decode engine one."""
+def deployment(directory: Path, mode: str, prefill_ranks: int, prefix_caching: bool) -> RidgelineConfig:
+    """Return a deployment of this model on CPUs; a prefill engine has so many ranks, a decode engine one."""
     ranks = {
         "pools.prefill.tensor_parallel_size": str(prefill_ranks),
         "pools.prefill.cores_per_worker": str(prefill_ranks),
+        "engine_args.enable_prefix_caching": str(prefix_caching).lower(),
     }
     return load_config(None, {"model.path": str(directory), "mode": mode, **ranks}).config
 
 
-def verdicts(family: Family) -> list[list[str]]:
-    """Return what stands in the way with equal ranks, with unequal ranks, and in mode colocated; empty: nothing."""
+@dataclass(frozen=True)
+class Verdicts:
+    """What stands in the way of a family on CPUs, a sentence for each reason."""
+
+    colocated: list[str]
+    equal: list[str]
+    unequal: list[str]
+    on_gpus: str | None
+    """Why not even GPUs help."""
+
+
+def verdicts(family: Family, *, prefix_caching: bool = True) -> Verdicts:
+    """Return what the checks before a start say of a tiny model of this family."""
     model = tiny_config(family, vocab_size=64, max_position_embeddings=4096)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         model.save_pretrained(directory)
         facts = read_model_facts(name)
-        asked = (deployment(directory, "disaggregated"), deployment(directory, "disaggregated", 2),
-                 deployment(directory, "colocated"))  # fmt: skip
-        return [[sentence.replace(name, "It") for sentence in model_conflicts(one, facts)] for one in asked]
+        told = (
+            model_conflicts(deployment(directory, mode, ranks, prefix_caching), facts)
+            for mode, ranks in (("colocated", 1), ("disaggregated", 1), ("disaggregated", 2))
+        )
+        whatever = why_unsupported(facts.config, on_cpu=False, prefix_caching=True)
+        return Verdicts(*([one.replace(name, "It") for one in sentences] for sentences in told), whatever)
 
 
 def families_table() -> str:
     """Return the table, and below it each sentence once."""
-    sentences: list[str] = []
+    notes: list[str] = []
     known = proofs()
 
-    def cell(reasons: list[str], equal: int | None, of: int) -> str:
-        sentences.extend(sentence for sentence in reasons if sentence not in sentences)
-        numbers = ", ".join(str(sentences.index(sentence) + 1) for sentence in reasons)
-        ran = "no" if reasons else "yes"
-        if equal is not None:  # also where a note says with which setting
-            ran = f"{equal} of {of}"
-        return f"{ran} ({numbers})" if reasons else ran
+    def noted(said: str, sentences: list[str]) -> str:
+        notes.extend(sentence for sentence in sentences if sentence not in notes)
+        numbers = ", ".join(str(notes.index(sentence) + 1) for sentence in sentences)
+        return f"{said} ({numbers})" if sentences else said
 
     def row(family: Family) -> list[str]:
-        equal, unequal, colocated = verdicts(family)
-        proof = known.get(family.key)
+        found, proof = verdicts(family), known.get(family.key)
         if proof is None or proof.failed:
-            return [cell(colocated, None, 0), cell(equal, None, 0), cell(unequal, None, 0), ""]
+            refused = "no" if found.on_gpus else "not on CPUs"
+            begins = "It cannot be served" if found.on_gpus else "On CPUs it is refused"
+            if not (found.equal or family.not_run):
+                raise ValueError(f"{family.key} has not run and is not refused: run tests.engines.family_matrix")
+            why = [f"It has not run here: {family.not_run}."]
+            cells = [
+                noted(refused, [one.replace("It cannot be served", begins) for one in sentences])
+                if sentences
+                else noted("not run", why)
+                for sentences in (found.colocated, found.equal)
+            ]
+            if found.equal:
+                return [*cells, cells[-1], ""]
+            return [*cells, noted("no", found.unequal) if found.unequal else noted("not run", why), ""]
+        # What is refused with the defaults has run as the refusal says.
+        changed = [
+            one.replace("It cannot be served", "On CPUs it is refused with the defaults, and ran as this says")
+            for one in found.equal
+        ]
+        unequal = verdicts(family, prefix_caching=False).unequal if changed else found.unequal
         served = sum(proof.served.values())
         asked = len(proof.served) and (len(proof.served) - 1) * proof.prompts + 1
         return [
-            cell(colocated, proof.colocated, proof.prompts),
-            cell(equal, proof.handed_over, proof.prompts),
-            cell(unequal, None, 0),
+            noted(f"{proof.colocated} of {proof.prompts}", changed),
+            noted(f"{proof.handed_over} of {proof.prompts}", changed),
+            noted("no", unequal) if unequal else ("yes" if family.key == RAN_WITH_UNEQUAL_RANKS else "not run"),
             f"{served} of {asked}" if asked else "",
         ]
 
@@ -302,7 +356,7 @@ def families_table() -> str:
         "|---|---|---|---|---|\n",
     ]
     lines += [f"| {family.name} | {' | '.join(row(family))} |\n" for family in FAMILIES]
-    return "".join([*lines, "\n", *(f"{number}. {text}\n" for number, text in enumerate(sentences, 1))])
+    return "".join([*lines, "\n", *(f"{number}. {text}\n" for number, text in enumerate(notes, 1))])
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ def right(line: dict[str, Any]) -> None:
     assert len(changed) >= 2, "attention hardly matters in this model: its answers show nothing"
 
 
+@pytest.mark.proves(("sliding windows", "recurrent states", "latent KV (MLA)"), "disaggregated")
 @pytest.mark.slow
 def test_a_handed_over_answer_is_that_of_the_engine_alone(tmp_path: Path, subtests: pytest.Subtests):
     for family, line in in_one_engine(tmp_path, *STEADY, options=()).items():
@@ -43,8 +44,14 @@ def test_a_handed_over_answer_is_that_of_the_engine_alone(tmp_path: Path, subtes
 @pytest.mark.parametrize(
     ("family", "method"),
     [
-        ("llama", "draft_model"),
-        pytest.param("llama", "ngram", marks=pytest.mark.long),
+        pytest.param(
+            *("llama", "draft_model"),
+            marks=pytest.mark.proves("drafts by a small model", ("colocated", "disaggregated")),
+        ),
+        pytest.param(
+            *("llama", "ngram"),
+            marks=[pytest.mark.long, pytest.mark.proves("drafts by n-grams", ("colocated", "disaggregated"))],
+        ),
         pytest.param("gemma3", "ngram", marks=pytest.mark.long),
     ],
 )
@@ -67,8 +74,17 @@ def test_gpt_oss_is_handed_over_too(tmp_path: Path):
     right(in_one_engine(tmp_path, "gpt_oss", options=())["gpt_oss"])
 
 
+EVERYWHERE = ("disaggregated", "colocated", "adaptive", "after a lost worker")
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["gemma3", "granite4h"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param("gemma3", marks=pytest.mark.proves("sliding windows", EVERYWHERE)),
+        pytest.param("granite4h", marks=pytest.mark.proves("recurrent states", EVERYWHERE)),
+    ],
+)
 def test_a_served_answer_is_plain_vllms_in_every_mode_and_after_a_lost_worker(tmp_path: Path, family: str):
     line = in_one_engine(tmp_path, family, options=TO_SERVE)[family]
     prompts = proof_of(line).prompts

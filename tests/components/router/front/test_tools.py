@@ -89,6 +89,7 @@ async def chat(http: Any, **fields: Any) -> tuple[list[Any], dict[str, str], lis
     return choices, told, [call["function"] for part in parts for call in part.get("tool_calls") or []]
 
 
+@pytest.mark.proves("reasoning parsers", "disaggregated")
 @pytest.mark.parametrize("at_a_time", [None, 1, 2, 3, 5, 7])
 async def test_a_call_after_thinking_is_told_apart(served, at_a_time):
     stream = {} if at_a_time is None else {"stream": True, "stream_interval": at_a_time}
