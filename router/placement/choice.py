@@ -210,7 +210,7 @@ class WorkerView:
         return self.worker.outstanding.prompt_tokens
 
     def has_most_of(self, demand: Demand) -> bool:
-        """Return whether a prompt adds little there, as the other sequences of one prompt do: no short window is for it."""
+        """Return whether a prompt adds little there, as other sequences of one prompt do: short windows let it in."""
         cached_tokens = self.cached_tokens(RequestFeatures(demand.prompt_tokens, 0)) if demand.prefix else 0
         most_tokens = WINDOW_STEPS * self.step_tokens
         return 2 * cached_tokens > demand.prompt_tokens and self.worker.outstanding.prompt_tokens < most_tokens
