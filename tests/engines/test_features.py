@@ -1,4 +1,4 @@
-"""Each feature of requests, handed over and not: answers are those of plain vLLM.
+"""Each feature of requests in each mode, and after the decode worker is lost: answers are those of plain vLLM.
 
 One deployment of a small model for all of these tests, and vLLM's own server with the same model.
 """
@@ -14,6 +14,7 @@ from itertools import count
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import pytest_asyncio
 
@@ -21,18 +22,21 @@ from ridgeline.cluster.config.loader import load_config
 from ridgeline.cluster.runtime.plan import make_plan
 from tests.engines.conftest import CONFIG, book, deployed
 from tests.engines.harness import Engines, Figure, Increase
+from tests.engines.serve_process import engines_below
 from tests.engines.test_modes import change
+from tests.support.patience import PATIENCE_S
 from tools.differential.cases import Case
 from tools.differential.compare import Judge
 from tools.differential.plain import plain_vllm
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="session")]
 
-MODES = ("disaggregated", "colocated")
+MODES = ("disaggregated", "colocated", "adaptive")
 POOLS = ("prefill", "decode", "colocated")
 PROMPT_TOKENS = 150
 """Two steps of prefill."""
-SHORT_TOKENS = 8
+SHORT_TOKENS, LONG_TOKENS = 8, 200
+"""Of answers: long ones still run when their worker is lost."""
 MORE_TOKENS = 20
 CITIES = ["Paris", "Rome", "Oslo"]
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -185,6 +189,17 @@ OTHERS: dict[str, tuple[Callable[[Both, int], Any], int]] = {
 """Each with how many sequences it asks for."""
 
 
+def all_at_once(both: Both, tokens: int) -> tuple[dict[str, asyncio.Task[str]], int]:
+    """Ask for every feature; how each answer differs, by name, and how many sequences that are."""
+    answers = {name: asyncio.create_task(differs(both, tokens)) for name, (differs, _) in OTHERS.items()}
+    sequences = sum(count for _, count in OTHERS.values())
+    for feature, bodies in FEATURES.items():
+        for number, body in enumerate(bodies(tokens)):
+            answers[f"{feature}, {number}"] = asyncio.create_task(both.differs(both.case(body, tokens)))
+            sequences += body.get("n", 1)
+    return answers, sequences
+
+
 @pytest.mark.proves(FEATURES, MODES)
 @pytest.mark.proves(OTHERS, MODES)
 @pytest.mark.parametrize("mode", MODES)
@@ -192,17 +207,47 @@ async def test_every_feature_is_answered_as_by_plain_vllm(
     both: Both, mode: str, figure: Figure, subtests: pytest.Subtests
 ):
     await change(both.engines, mode)
-    before, asked = await both.engines.metrics(), 0
-    for feature, bodies in FEATURES.items():
-        for body in bodies(SHORT_TOKENS):
-            asked += body.get("n", 1)
-            with subtests.test(feature):
-                assert await both.differs(both.case(body, SHORT_TOKENS)) == ""
-    for feature, (differs, sequences) in OTHERS.items():
-        asked += sequences
-        with subtests.test(feature):
-            assert await differs(both, SHORT_TOKENS) == ""
+    before = await both.engines.metrics()
+    answers, asked = all_at_once(both, SHORT_TOKENS)
+    differences = dict(zip(answers, await asyncio.gather(*answers.values()), strict=True))
     paths = Increase(before, await both.engines.metrics()).by_label("ridgeline_requests_total", "path")
     figure(f"{mode}: {asked} sequences, by path {paths}")
+    for name, difference in differences.items():
+        with subtests.test(name):
+            assert difference == ""
     assert sum(paths.values()) == asked
-    assert paths.keys() == {mode}
+    assert mode == "adaptive" or paths.keys() == {mode}
+
+
+@pytest.mark.proves("cached prefixes", MODES)
+@pytest.mark.parametrize("mode", MODES)
+async def test_an_answer_on_a_cached_prefix_is_plain_vllms(both: Both, mode: str):
+    await change(both.engines, mode)
+    before = await both.engines.metrics()
+    case = both.case(GREEDY, SHORT_TOKENS)
+    assert await both.differs(Case(case.number, case.path, case.body, again=True)) == ""
+    assert Increase(before, await both.engines.metrics()).sum("ridgeline_prefix_cache_hit_tokens_total") > 0
+
+
+@pytest.mark.proves(FEATURES, "after a lost worker")
+@pytest.mark.proves(OTHERS, "after a lost worker")
+async def test_every_feature_goes_on_as_plain_vllms_answer_when_its_worker_is_killed(
+    both: Both, figure: Figure, subtests: pytest.Subtests
+):
+    """The prefill worker goes on with all of them. The last of these tests: the worker takes a while to return."""
+    await change(both.engines, "disaggregated")
+    before = await both.engines.metrics()
+    answers, asked = all_at_once(both, LONG_TOKENS)
+    worker = both.engines.decode
+    pid = (await worker.describe()).pid
+    async with asyncio.timeout(PATIENCE_S):
+        while (status := await worker.status()).running < asked or status.counters.get("waiting_for_kv"):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    engines_below(psutil.Process(pid))[0].kill()
+    differences = dict(zip(answers, await asyncio.gather(*answers.values()), strict=True))
+    moved = Increase(before, await both.engines.metrics()).by_label("ridgeline_retries_total", "state")
+    figure(f"{asked} sequences, moved in the states {moved}")
+    for name, difference in differences.items():
+        with subtests.test(name):
+            assert difference == ""
+    assert moved == {"decoding": asked}
