@@ -90,7 +90,8 @@ def test_ports_and_channels_are_made_in_one_place():
 
 def test_no_default_listens_on_every_interface():
     everywhere = {"0.0.0.0", "::", "[::]", "*"}
-    other_meaning = {  # every origin, every header, and what stands in the name of a test
+    other_meaning = {  # every origin, every header, and a layer of attention in Nemotron's patterns
+        ("roofline/hf_config.py", "*"),
         ("router/settings.py", "*"),
         ("router/front/middleware/auth.py", "*"),
     }
