@@ -537,6 +537,23 @@ def whatif(
 
 
 @app.command()
+def plan(
+    file: Annotated[Path, typer.Argument(help="a recording, made by `ridgeline record`", exists=True, dir_okay=False)],
+    goal: Annotated[float, typer.Option(help="part of the requests that meet their SLOs", min=0.01, max=1.0)] = 0.95,
+    growth: Annotated[float, typer.Option(help="so many times the recorded rate", min=0.01, max=1000.0)] = 1.0,
+    most: Annotated[int, typer.Option(help="most workers to try", min=1, max=256)] = 32,
+    ttft_ms: Annotated[float | None, typer.Option(help="TTFT SLO of every request", min=0.1)] = None,
+    tpot_ms: Annotated[float | None, typer.Option(help="TPOT SLO of every request", min=0.1)] = None,
+) -> None:
+    """Simulate how many workers, divided how, would have kept the SLOs of recorded requests."""
+    from ridgeline.cluster.commands.whatif import plan as simulate
+
+    ttft_slo_s, tpot_slo_s = (None if value is None else value / 1e3 for value in (ttft_ms, tpot_ms))
+    with failures_told():
+        simulate(file, console, goal=goal, growth=growth, most=most, ttft_slo_s=ttft_slo_s, tpot_slo_s=tpot_slo_s)
+
+
+@app.command()
 def scale(
     workers: Annotated[
         list[str] | None, typer.Argument(help="how many workers a pool shall have: prefill=2 decode=1")

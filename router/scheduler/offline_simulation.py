@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle, islice
+from typing import Final
 
 import msgspec
 
 from ridgeline.contracts.vocabulary import RebalanceMode
 from ridgeline.contracts.workers import StepModel
-from ridgeline.router.scheduler.adaptive import Adaptive
+from ridgeline.router.scheduler.adaptive import ERROR, Adaptive
 from ridgeline.router.scheduler.engines import ModelledRequest, ModelledWorker, modelled
-from ridgeline.router.scheduler.features import FleetModel, WorkerSpec
+from ridgeline.router.scheduler.features import WINDOW_STEPS, FleetModel, WorkerSpec
 from ridgeline.router.scheduler.policies import Policy
 from ridgeline.router.scheduler.recorded_events import (
     AnswerCompleted,
@@ -26,8 +28,12 @@ from ridgeline.router.scheduler.recorded_events import (
     ModeBecame,
     PromptComputed,
 )
+from ridgeline.router.scheduler.registry import ADAPTIVE, division_name, make_policy
 from ridgeline.router.scheduler.simulation import Simulation
 from ridgeline.router.scheduler.traffic import Seen, Traffic
+
+PURE: Final = ("colocated", "disaggregated")
+"""The policies that are modes too: in these, prompts go first come, first served."""
 
 
 class Served(msgspec.Struct, frozen=True):
@@ -133,17 +139,17 @@ def _copy(spec: WorkerSpec, times: int) -> WorkerSpec:
     return msgspec.structs.replace(spec, worker_id=f"{spec.worker_id}+{times}", device=device)
 
 
-def requests_of(served: Sequence[Served], ttft_slo_s: float | None, tpot_slo_s: float | None) -> list[ModelledRequest]:
-    """Return requests to simulate, with these SLOs instead of their own if given."""
+def with_slos(served: Sequence[Served], ttft_slo_s: float | None, tpot_slo_s: float | None) -> list[Served]:
+    """Return the same requests with these SLOs instead of their own, if given."""
+    given = {"ttft_slo_s": ttft_slo_s, "tpot_slo_s": tpot_slo_s}
+    changed = {name: slo_s for name, slo_s in given.items() if slo_s is not None}
+    return [msgspec.structs.replace(one, **changed) for one in served]
+
+
+def requests_of(served: Sequence[Served]) -> list[ModelledRequest]:
+    """Return requests to simulate."""
     return [
-        ModelledRequest(
-            number,
-            one.arrival_s,
-            one.prompt_tokens,
-            one.output_tokens,
-            one.ttft_slo_s if ttft_slo_s is None else ttft_slo_s,
-            one.tpot_slo_s if tpot_slo_s is None else tpot_slo_s,
-        )
+        ModelledRequest(number, one.arrival_s, one.prompt_tokens, one.output_tokens, one.ttft_slo_s, one.tpot_slo_s)
         for number, one in enumerate(served)
     ]
 
@@ -169,6 +175,131 @@ def serve_adaptively(requests: Sequence[ModelledRequest], fleet: FleetModel, mod
     simulation = AdaptiveSimulation(modelled(fleet.workers), fleet, models=models)
     simulation.run(requests)
     return simulation.adaptive
+
+
+class Tried(msgspec.Struct, frozen=True):
+    """What so many workers made of the requests by a policy, with steps as long as modelled, longer and shorter."""
+
+    policy: str
+    workers: int
+    in_time: float
+    """The part of the requests that met both SLOs."""
+    least: float
+    most: float
+    """The same with steps that take twice `ERROR` more or less."""
+    late_first: float
+    """The part that missed the SLO on TTFT."""
+    late_tokens: float
+    """The part that missed the SLO on TPOT."""
+    ttft_s: tuple[float, float]
+    """The median and the 90th percentile, as of TPOT."""
+    tpot_s: tuple[float, float]
+    took_s: float
+    """From the first arrival to the last token."""
+
+
+def grown(served: Sequence[Served], growth: float) -> list[Served]:
+    """Return the same requests at `growth` times the rate."""
+    return [msgspec.structs.replace(one, arrival_s=one.arrival_s / growth) for one in served]
+
+
+def simulated(
+    served: Sequence[Served],
+    fleet: FleetModel,
+    policy: str,
+    models: Models = (),
+    options: Mapping[str, object] | None = None,
+    slower: float = 1.0,
+) -> list[ModelledRequest]:
+    """Serve the requests by a policy, which may be adaptive, with steps that take `slower` times as long.
+
+    Raises ValueError for a policy that is not there or has other options.
+    """
+    requests = requests_of(served)
+    models = [(at_s, [model.times(slower) for model in known]) for at_s, known in models]
+    specs = [
+        msgspec.structs.replace(
+            spec,
+            model=spec.model.times(slower),
+            window_tokens=WINDOW_STEPS * spec.step_tokens if policy in PURE else spec.window_tokens,
+        )
+        for spec in fleet.workers
+    ]
+    fleet = msgspec.structs.replace(fleet, workers=tuple(specs))
+    if policy != ADAPTIVE:
+        serve(requests, fleet, make_policy(policy, options or {}), models=models, by_deadline=policy not in PURE)
+    elif options:
+        raise ValueError(f"{ADAPTIVE} has no options: leave out {', '.join(options)}")
+    else:
+        serve_adaptively(requests, fleet, models)
+    for one in requests:
+        one.first_s += fleet.overhead_s
+        one.end_s += fleet.overhead_s
+    return requests
+
+
+def tried(served: Sequence[Served], fleet: FleetModel, policy: str, models: Models = ()) -> Tried:
+    """Return what a policy makes of the requests. Raises ValueError, see `simulated`."""
+    slower, requests, faster = (
+        simulated(served, fleet, policy, models, slower=1.0 + error) for error in (2 * ERROR, 0.0, -2 * ERROR)
+    )
+    parts = [part_of([one.in_time for one in each]) for each in (slower, requests, faster)]
+    return Tried(
+        policy,
+        len(fleet.workers),
+        parts[1],
+        min(parts),
+        max(parts),
+        part_of([one.ttft_s > one.ttft_slo_s for one in requests]),
+        part_of([one.tpot_s > one.tpot_slo_s for one in requests]),
+        percentiles(one.ttft_s for one in requests),
+        percentiles(one.tpot_s for one in requests if one.output_tokens > 1),
+        max(one.end_s for one in requests),
+    )
+
+
+def fewest_workers(
+    served: Sequence[Served], fleet: FleetModel, goal: float, most: int, models: Models = ()
+) -> list[Tried]:
+    """Return the best policy of each number of workers that was tried; the last has the fewest that keep `goal`.
+
+    They keep it even with steps that take twice `ERROR` longer. Of the last, nobody keeps it if `most` do not. More
+    workers are taken to be no worse than fewer.
+    """
+    found: dict[int, Tried] = {}
+
+    def keeps(workers: int) -> bool:
+        of_them = fleet_of(fleet, workers)
+        options = [tried(served, of_them, name, models) for name in usual_policies(workers)]
+        found[workers] = max(options, key=lambda one: (min(one.least, goal), one.least + one.in_time))
+        return found[workers].least >= goal
+
+    low, high = 0, 1
+    while not keeps(high) and high < most:
+        low, high = high, min(2 * high, most)
+    while high - low > 1 and found[high].least >= goal:
+        middle = (low + high) // 2
+        low, high = (low, middle) if keeps(middle) else (middle, high)
+    return [found[workers] for workers in sorted(found, key=lambda workers: (workers == high, workers))]
+
+
+def usual_policies(workers: int) -> tuple[str, ...]:
+    """Return the policies worth a try: the pure modes, the divisions, and mode adaptive."""
+    divisions = {round(part * workers) for part in (0.25, 0.5, 0.75)} & {*range(1, workers)}
+    return ("colocated", *(division_name(number, workers, slack=False) for number in sorted(divisions)), ADAPTIVE)
+
+
+def percentiles(values: Iterable[float]) -> tuple[float, float]:
+    """Return the median and the 90th percentile, each a value that was seen; nan of nothing."""
+    each = sorted(values)
+    if not each:
+        return math.nan, math.nan
+    return each[math.ceil(0.5 * (len(each) - 1))], each[math.ceil(0.9 * (len(each) - 1))]
+
+
+def part_of(flags: Sequence[bool]) -> float:
+    """Return the part that is true."""
+    return sum(flags) / len(flags)
 
 
 class DriftingSimulation(Simulation):

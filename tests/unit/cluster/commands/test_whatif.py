@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from ridgeline.cluster.commands.whatif import whatif, with_options
+from ridgeline.cluster.commands.whatif import plan, whatif, with_options
 from ridgeline.loadtest.errors import LoadTestError
 from tests.unit.router.scheduler.samples import poisson
 from tests.unit.router.scheduler.test_replay import recording_of
@@ -68,3 +68,44 @@ def test_options_are_read_as_in_the_configuration():
         "mine",
         {"tokens": 256, "part": 0.5, "loud": True, "name": "x"},
     )
+
+
+def planned(file, **options):
+    console = Console(file=io.StringIO(), width=200)
+    plan(file, console, **{"goal": 0.9, "growth": 1.0, "most": 8, **options})
+    return console.file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def busy(tmp_path_factory):
+    path = tmp_path_factory.mktemp("recordings") / "busy.jsonl"
+    path.write_bytes(b"".join(recording_of(poisson(2.0, 60, ttft_slo_s=3.0, tpot_slo_s=0.08))))
+    return path
+
+
+def test_a_plan_names_the_fewest_workers_and_those_that_are_too_few(busy):
+    told = planned(busy)
+    rows = {int(line.split("│")[1]): line.split("│")[2:5] for line in told.splitlines() if "│" in line}
+    best = int(told.partition(" workers keep 90%")[0].rpartition("\n")[2])
+    assert best > 1
+    assert float(rows[best][2].strip().rstrip("%")) >= 90
+    assert float(rows[best - 1][2].strip().rstrip("%")) < 90
+
+
+def test_more_requests_take_more_workers_and_a_number_that_is_not_enough_is_said(busy):
+    assert "2 workers do not keep 90%, and more were not tried (--most)" in planned(busy, growth=8.0, most=2)
+
+
+@pytest.mark.parametrize(
+    ("number", "slos", "says"),
+    [
+        (30, {"ttft_slo_s": 3.0}, "has 30 answers, and a plan takes 50 or more: record for longer"),
+        (60, {}, "no request has an SLO"),
+    ],
+)
+def test_a_plan_without_a_goal_or_with_too_few_requests_is_refused(tmp_path, number, slos, says):
+    file = tmp_path / "few.jsonl"
+    file.write_bytes(b"".join(recording_of(poisson(0.5, number, **slos))))
+    with pytest.raises(LoadTestError) as refused:
+        planned(file)
+    assert says in str(refused.value)
