@@ -33,7 +33,6 @@ def test_an_aws_key_that_is_wrong_is_named_before_anything_is_launched(shell: Op
     assert ec2.instances() == []
 
 
-@pytest.mark.long
 def test_without_rays_token_the_file_that_is_missing_is_named_though_after_the_head_was_launched(
     shell: OperatorsShell, ec2: Ec2
 ):
@@ -47,7 +46,6 @@ def test_without_rays_token_the_file_that_is_missing_is_named_though_after_the_h
     assert len(ec2.running("head")) == 1
 
 
-@pytest.mark.long
 def test_a_head_that_refuses_the_key_is_told_every_few_seconds_and_the_launch_goes_on_once_it_does_not(
     shell: OperatorsShell, ec2: Ec2, figure: Figure
 ):
