@@ -121,18 +121,8 @@ def _plan_table(served: Sequence[Served], found: Sequence[Tried], growth: float)
         "best policy of each number of workers",
         title_justify="left",
     )
-    headings = (
-        "workers",
-        "policy",
-        "in time",
-        "least",
-        "late: TTFT",
-        "TPOT",
-        "TTFT p90",
-        "TPOT p50",
-        "tokens/s a worker",
-    )
-    for heading in (*headings, "tokens/s a stream"):
+    late_and_times = ("late: TTFT", "TPOT", "TTFT p90", "TPOT p50")
+    for heading in ("workers", "policy", "in time", "least", *late_and_times, "tokens/s a worker", "tokens/s a stream"):
         made.add_column(heading, justify="left" if heading == "policy" else "right")
     for one in sorted(found, key=lambda one: one.workers):
         made.add_row(
@@ -161,7 +151,8 @@ def _plan_sentences(known: Recorded, served: Sequence[Served], found: Sequence[T
             f"{best.workers} workers do not keep {goal:.0%}, and more were not tried (--most): {kept}. The SLO on "
             f"{late} is missed most."
         )
-    if len({*known.policies}) == 1:
+    served_by = {*known.policies}
+    if len(served_by) == 1 and served_by <= {*usual_policies(len(known.fleet.workers))}:  # others may have options
         again = simulated(served, known.fleet, known.policies[0], known.models)
         yield (
             f"The simulation of what was recorded: {part_of([one.in_time for one in again]):.1%} in time, seen "

@@ -2,6 +2,7 @@
 
 import io
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -90,6 +91,17 @@ def test_a_plan_names_the_fewest_workers_and_those_that_are_too_few(busy):
     assert best > 1
     assert float(rows[best][2].strip().rstrip("%")) >= 90
     assert float(rows[best - 1][2].strip().rstrip("%")) < 90
+
+
+@pytest.mark.parametrize(("policy", "is_simulated"), [("colocated", True), ("threshold", False)])
+def test_a_plan_says_its_error_on_what_was_recorded_if_the_policy_can_be_made_by_name(tmp_path, policy, is_simulated):
+    file = tmp_path / "one.jsonl"
+    lines = recording_of(poisson(2.0, 60, ttft_slo_s=3.0, tpot_slo_s=0.08))
+    events = [msgspec.json.decode(line) for line in lines]
+    for event in events:
+        event |= {"policy": policy} if "policy" in event else {}
+    file.write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in events))
+    assert ("The simulation of what was recorded" in planned(file)) == is_simulated
 
 
 def test_more_requests_take_more_workers_and_a_number_that_is_not_enough_is_said(busy):
