@@ -1,7 +1,9 @@
-"""Bounds the time that one request's grammar takes of an engine.
+"""Bounds the work that one request's grammar is for an engine.
 
 vLLM masks tokens in the step loop, for all requests one after the other, and nothing in it limits how long a grammar
-may take there. `bound_grammars` is for the engine process, `bound_validation` for any that accepts grammars.
+may take there. `ridgeline.engine.grammars.limits` does, in llguidance's own steps, which are the same on every machine:
+a limit in seconds of CPU ended ordinary grammars where the host was busy. `bound_grammars` is for the engine process,
+`bound_validation` for any that accepts grammars.
 """
 
 from __future__ import annotations
@@ -11,9 +13,7 @@ import json
 import logging
 import os
 import re
-import statistics
 import threading
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -39,19 +39,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ALLOWED_S: Final = 0.1
-"""CPU time that a grammar may take beyond `PER_TOKEN_S`: ten of the slowest masks that `limits` allows."""
-MOST_OF_A_CALL_S: Final = 0.01
-"""No call counts for more, the time of a mask at llguidance's limit. A thread's CPU time includes those when the host
-runs another machine: with four busy processes on two cores, masks of 0.05 ms took up to 5.5 ms, and more in CI."""
-PER_TOKEN_S: Final = 0.001
-"""CPU time that it may take for each token in the long run, at least. JSON schemas take 0.2 ms; masks of expressions
-that are made to be slow take 2 to 200 ms, and growing."""
-ORDINARY: Final = r"[A-Za-z0-9 ,.'-]{1,1000}"
-"""An ordinary expression whose masks walk most of the vocabulary: 0.8 to 1.1 ms with 49,000 tokens, 1.4 to 1.9 ms with
-152,000. `ordinary_mask_s` times it on this machine."""
-ORDINARY_MASKS: Final = 2
-"""A token may take so many ordinary masks: a core that another one slows takes up to 1.6 times as long."""
 CHECKED_BYTES: Final = 8192
 """Longer grammars are compiled in the engine only, which refuses them alike: the router's event loop has no time for
 them. One of this size takes it 15 ms at most."""
@@ -86,28 +73,13 @@ def serialize_in_tag(schema: bool | dict[str, Any], compact: bool = False) -> st
     return json.dumps(closed | {"x-guidance": json_options(compact)})
 
 
-def ordinary_mask_s(tokenizer: Any) -> float:
-    """Return the CPU time of a mask of `ORDINARY` with this vocabulary, on this machine."""
-    grammar = llguidance.grammar_from("regex", ORDINARY)
-    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
-    row = llguidance.torch.allocate_token_bitmask(1, tokenizer.vocab_size)
-    token = tokenizer.tokenize_str("a")[0]
-    times_s = []
-    for _ in range(21):
-        began_s = time.thread_time()
-        llguidance.torch.fill_next_token_bitmask(matcher, row, 0)
-        times_s.append(time.thread_time() - began_s)
-        matcher.consume_token(token)
-    return statistics.median(times_s)
-
-
 def bound_validation() -> None:
     """Have this process check grammars by the same limits as the engine compiles them."""
     backend_guidance.validate_guidance_grammar = _validate
 
 
 def bound_grammars() -> None:
-    """Have this engine meter grammars, and end a request whose grammar takes too long; a second call does nothing."""
+    """Have this engine limit grammars, and end a request whose grammar takes more; a second call does nothing."""
     structured_output.GuidanceBackend = BoundedGuidance
     StructuredOutputManager._create_grammar = _create_grammar
     StructuredOutputManager.accept_tokens = _accept_tokens
@@ -161,9 +133,8 @@ class BoundedGuidance(GuidanceBackend):  # type: ignore[misc]
     """vLLM's, with limits. Choices are one expression, and structural tags are rewritten."""
 
     def __post_init__(self) -> None:
-        """Measure, once an engine, how long an ordinary mask takes."""
+        """Find the tokens of digits."""
         super().__post_init__()
-        self.per_token_s = max(PER_TOKEN_S, ORDINARY_MASKS * ordinary_mask_s(self.ll_tokenizer))
         self.digits = Digits(self.ll_tokenizer)
 
     def compile_grammar(
@@ -196,56 +167,41 @@ class BoundedGuidance(GuidanceBackend):  # type: ignore[misc]
 
 
 @dataclass
-class Metered(StructuredOutputGrammar):  # type: ignore[misc]
-    """A grammar of any backend, and the CPU time that it may still take."""
+class Bounded(StructuredOutputGrammar):  # type: ignore[misc]
+    """A grammar of any backend, which says why it cannot go on."""
 
     grammar: Any
-    per_token_s: float = PER_TOKEN_S
-    left_s: float = ALLOWED_S
     digits: Digits | None = None
     """Where an answer is JSON, of whose numbers it bounds the length."""
-    why: str | None = None
-    """Why the request ends; None as long as it goes on."""
     _runs: list[int] = field(default_factory=list)
     """After each token, how many in a row had digits alone."""
 
+    @property
+    def why(self) -> str | None:
+        """Why the request ends; None as long as it goes on."""
+        matcher = getattr(self.grammar, "ll_matcher", None)
+        if matcher is None or not matcher.is_error():
+            return None
+        line = matcher.get_error().partition("\n")[0].rstrip(".")
+        return (
+            f"structured output: this grammar is too complex, or cannot go on here: {line}. Use fewer "
+            "alternatives or nested repetitions"
+        )
+
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
         """Advance; False ends the request, see `_accept_tokens`."""
-        if self.why is not None:
-            return False
-        began_s = time.thread_time()
-        accepted = bool(self.grammar.accept_tokens(request_id, tokens))
-        self._spend(time.thread_time() - began_s)
         if self.digits is not None:
             for token in tokens:
                 self._runs.append(self._runs[-1] + 1 if self._runs and token in self.digits else token in self.digits)
-        return accepted and self.why is None
+        return bool(self.grammar.accept_tokens(request_id, tokens)) and self.why is None
 
     def fill_bitmask(self, bitmask: torch.Tensor, idx: int) -> None:
         """Fill one row; of a request that ends any token will do."""
-        if self.why is None:
-            began_s = time.thread_time()
-            self.grammar.fill_bitmask(bitmask, idx)
-            if self.digits is not None and self._runs and self._runs[-1] >= MOST_DIGITS:
-                self.digits.forbid(bitmask[idx])
-            self.left_s = min(ALLOWED_S, self.left_s + self.per_token_s)
-            self._spend(time.thread_time() - began_s)
+        self.grammar.fill_bitmask(bitmask, idx)
         if self.why is not None:
             bitmask[idx].fill_(-1)
-
-    def _spend(self, seconds: float) -> None:
-        self.left_s -= min(seconds, MOST_OF_A_CALL_S)
-        if self.left_s < 0:
-            self.why = (
-                f"structured output: this grammar takes too long. It may take {self.per_token_s * 1e3:.2g} ms of CPU "
-                f"time a token, and {ALLOWED_S * 1e3:g} ms more in all: use fewer nested repetitions and alternatives"
-            )
-        elif (matcher := getattr(self.grammar, "ll_matcher", None)) is not None and matcher.is_error():
-            line = matcher.get_error().partition("\n")[0].rstrip(".")
-            self.why = (
-                f"structured output: this grammar is too complex, or cannot go on here: {line}. Use fewer "
-                "alternatives or nested repetitions"
-            )
+        elif self.digits is not None and self._runs and self._runs[-1] >= MOST_DIGITS:
+            self.digits.forbid(bitmask[idx])
 
     def validate_tokens(self, tokens: list[int]) -> list[int]:
         """Pass on."""
@@ -275,14 +231,13 @@ def _create_grammar(manager: Any, request: Any) -> StructuredOutputGrammar:
     if manager._use_async_grammar_compilation:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), COMPILING_NICENESS)
     grammar = _vllm_create(manager, request)
-    per_token_s = getattr(manager.backend, "per_token_s", PER_TOKEN_S)
     is_json = request.structured_output_request.structured_output_key[0] in JSON_KINDS
-    return Metered(grammar, per_token_s, digits=getattr(manager.backend, "digits", None) if is_json else None)
+    return Bounded(grammar, getattr(manager.backend, "digits", None) if is_json else None)
 
 
 def _accept_tokens(manager: Any, request: Any, new_token_ids: list[int]) -> bool:
     """As vLLM's, which ends the request if it is False; its output then says why."""
     accepted: bool = _vllm_accept(manager, request, new_token_ids)
-    if not accepted and isinstance(grammar := request.structured_output_request.grammar, Metered):
+    if not accepted and isinstance(grammar := request.structured_output_request.grammar, Bounded):
         request.stop_reason = grammar.why
     return accepted

@@ -17,7 +17,6 @@ from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
 
 # isort: split
 import llguidance
-import torch
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.structured_output import StructuredOutputManager
@@ -25,7 +24,7 @@ from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions as Kind
 
 from ridgeline.engine.vllm_workarounds import bounded_grammars
-from ridgeline.engine.vllm_workarounds.bounded_grammars import ALLOWED_S, PER_TOKEN_S, BoundedGuidance, Metered
+from ridgeline.engine.vllm_workarounds.bounded_grammars import Bounded, BoundedGuidance
 from tests.support.patterns import PATTERNS
 
 pytestmark = pytest.mark.filterwarnings("ignore:max_rollback_tokens:DeprecationWarning")  # vLLM still gives it
@@ -44,8 +43,8 @@ NEW_TAG = {
 AMBIGUOUS = 'root ::= root root | "a" | "b" | ""'
 
 
-def compiled(backend: BoundedGuidance, kind: Kind, spec: Any) -> Metered:
-    return Metered(backend.compile_grammar(kind, spec if isinstance(spec, str) else json.dumps(spec), {0}))
+def compiled(backend: BoundedGuidance, kind: Kind, spec: Any) -> Bounded:
+    return Bounded(backend.compile_grammar(kind, spec if isinstance(spec, str) else json.dumps(spec), {0}))
 
 
 def allowed(backend: BoundedGuidance, grammar: Any) -> list[int]:
@@ -54,7 +53,7 @@ def allowed(backend: BoundedGuidance, grammar: Any) -> list[int]:
     return [token for token in range(backend.vocab_size) if (int(mask[0][token // 32]) >> (token % 32)) & 1]
 
 
-def written(backend: BoundedGuidance, grammar: Metered, most: int) -> str:
+def written(backend: BoundedGuidance, grammar: Bounded, most: int) -> str:
     """What a model writes that takes any token that is allowed, and ends as late as it can."""
     dice, tokens = random.Random(1), list[int]()
     while len(tokens) < most and not grammar.is_terminated():
@@ -79,11 +78,13 @@ def written(backend: BoundedGuidance, grammar: Metered, most: int) -> str:
 )
 def test_a_grammar_without_end_ends_its_request_with_a_sentence(backend, kind, spec):
     grammar = compiled(backend, kind, spec)
-    written(backend, grammar, 1000)
+    text = written(backend, grammar, 1000)
     assert grammar.why is not None
     assert grammar.why.startswith("structured output: this grammar")
     assert "\n" not in grammar.why
     assert not grammar.accept_tokens("r", [1])
+    again = compiled(backend, kind, spec)
+    assert written(backend, again, 1000) == text, "it ends at the same token, however busy the machine is"
 
 
 @pytest.mark.parametrize(
@@ -171,9 +172,7 @@ def test_a_json_answer_is_on_one_line_whatever_its_schema_says_of_blanks(backend
 def test_a_number_of_a_json_answer_ends_and_a_text_of_digits_does_not(backend):
     digit = backend.tokenizer.encode("7")[0]
     for kind, opening, ends in (("number", "1.", True), ("integer", "1", True), ("string", '"', False)):
-        grammar = Metered(
-            backend.compile_grammar(Kind.JSON, json.dumps({"type": kind}), {0}), PER_TOKEN_S, digits=backend.digits
-        )
+        grammar = Bounded(backend.compile_grammar(Kind.JSON, json.dumps({"type": kind}), {0}), backend.digits)
         grammar.accept_tokens("r", backend.tokenizer.encode(opening))
         for _ in range(2):  # the second time after the first was taken back, as with speculation
             written = next((count for count in range(60) if not takes_next(backend, grammar, digit)), 60)
@@ -182,27 +181,8 @@ def test_a_number_of_a_json_answer_ends_and_a_text_of_digits_does_not(backend):
             grammar.rollback(written)
 
 
-def takes_next(backend: BoundedGuidance, grammar: Metered, token: int) -> bool:
+def takes_next(backend: BoundedGuidance, grammar: Bounded, token: int) -> bool:
     return token in allowed(backend, grammar) and grammar.accept_tokens("r", [token])
-
-
-def test_a_token_may_take_two_ordinary_masks_of_this_machine_and_vocabulary(monkeypatch, backend):
-    monkeypatch.setattr(bounded_grammars, "ordinary_mask_s", lambda tokenizer: 0.002)
-    slower = BoundedGuidance(backend.vllm_config, backend.tokenizer, backend.vocab_size)
-    slow, rows = Slow(monkeypatch), torch.zeros((1, 2), dtype=torch.int32)
-    grammar = Metered(slow, slower.per_token_s)
-    slow.takes_s = 0.0039
-    for _ in range(1000):
-        grammar.fill_bitmask(rows, 0)
-    assert grammar.why is None
-    slow.takes_s = 0.0141
-    for _ in range(2 + round(ALLOWED_S / 0.006)):
-        grammar.fill_bitmask(rows, 0)
-    assert "4 ms of CPU time a token, and 100 ms more" in (grammar.why or "")
-
-
-def test_an_ordinary_mask_is_timed_in_the_time_of_this_thread(backend):
-    assert 0 < bounded_grammars.ordinary_mask_s(backend.ll_tokenizer) < ALLOWED_S
 
 
 def test_text_around_old_structural_tags_is_free(backend):
@@ -226,41 +206,6 @@ def test_choices_allow_the_tokens_that_vllms_own_grammar_of_them_allows(backend,
             ]
             assert ours.accept_tokens("r", [token])
             theirs.consume_token(token)
-
-
-class Slow:
-    """A grammar each of whose masks takes as long as it is told."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now_s = 0.0
-        self.takes_s = 0.0
-        monkeypatch.setattr(bounded_grammars, "time", SimpleNamespace(thread_time=lambda: self.now_s))
-
-    def fill_bitmask(self, bitmask: Any, idx: int) -> None:
-        self.now_s += self.takes_s
-        bitmask[idx].fill_(1)
-
-    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        return True
-
-
-def test_a_grammar_may_take_its_time_at_once_and_a_little_at_every_token(monkeypatch):
-    slow, rows = Slow(monkeypatch), torch.zeros((1, 2), dtype=torch.int32)
-    grammar = Metered(slow)
-    for _ in range(1000):
-        slow.takes_s = PER_TOKEN_S
-        grammar.fill_bitmask(rows, 0)
-        assert grammar.accept_tokens("r", [5])
-    slow.takes_s = 10.0  # the host took the core: that counts once, and not in full
-    for _ in range(5):
-        grammar.fill_bitmask(rows, 0)
-    assert grammar.accept_tokens("r", [5])
-    assert rows.tolist() == [[1, 1]]
-    for _ in range(7):
-        grammar.fill_bitmask(rows, 0)
-    assert "1 ms of CPU time a token, and 100 ms more" in (grammar.why or "")
-    assert rows.tolist() == [[-1, -1]], "any token will do"
-    assert not grammar.accept_tokens("r", [5])
 
 
 def test_the_engine_ends_only_that_request_and_its_output_says_why(monkeypatch, backend):
