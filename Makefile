@@ -94,15 +94,15 @@ starts:
 
 # The tests of the network wait, most of the time: a third process beside the two that compute.
 test-all: starts model ## all of `make test`, and faults, chaos, hostile clients, fuzzing, cut links, lost hosts, both number formats
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint unit clients
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint unit
 	@$(PARTS) -m "not long"
-	@$(BIN)/pytest -q -n 3 --dist loadfile --durations=10 tests/network tests/replay tests/fuzz
+	@$(BIN)/pytest -q -n 3 --dist loadfile --durations=10 -m "not long" tests/network tests/replay tests/fuzz
 	@$(BIN)/pytest -q -s tests/hostile
 	@$(BIN)/pytest -v --durations=10 -m "not long" tests/hosts
 	@$(BIN)/pytest -v --durations=40 -m "not long" tests/engines
 
-long: model      ## what asks for milliseconds of a quiet machine, and the longest cases of tests that `make test-all` has shorter ones of (about 15 minutes)
-	@$(BIN)/pytest -v -m long tests/unit tests/components tests/engines tests/hosts
+long: model clients ## what asks for milliseconds of a quiet machine, and the longest cases of tests that `make test-all` has shorter ones of (about 15 minutes)
+	@$(BIN)/pytest -v -m long tests/unit tests/components tests/network tests/engines tests/hosts
 
 bench-decision: setup ## what a decision costs the router at 32 workers and 2,000 streams, without engines (10 s)
 	@$(BIN)/python -m tools.bench.decision_cost $(BENCH)

@@ -13,6 +13,7 @@ from tests.engines.harness import Engines
 
 pytestmark = [
     pytest.mark.engines,
+    pytest.mark.long,  # their packages take minutes to install and to import
     pytest.mark.exact("float32"),  # they compare answers to one prompt, which in bfloat16 differ at a tie
     pytest.mark.asyncio(loop_scope="session"),
 ]

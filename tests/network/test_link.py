@@ -95,7 +95,7 @@ async def test_a_handoff_of_40_mb_fills_85_percent_of_a_gigabit_link(link, tell)
 
 
 @pytest.mark.parametrize("how", [Link.pull_out, Link.silence])
-@pytest.mark.parametrize("kv_fetch_timeout_s", [4.0, 30.0])
+@pytest.mark.parametrize("kv_fetch_timeout_s", [4.0, pytest.param(30.0, marks=pytest.mark.long)])
 async def test_a_cut_link_fails_the_fetch_in_time_and_once_mended_the_next_one_works(
     link, tell, how, kv_fetch_timeout_s
 ):

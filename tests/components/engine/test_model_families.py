@@ -40,7 +40,7 @@ def test_a_handed_over_answer_is_that_of_the_engine_alone(tmp_path: Path, subtes
             right(line)
 
 
-@pytest.mark.slow
+@pytest.mark.long  # tests/engines/test_speculation.py serves by n-grams
 @pytest.mark.parametrize(
     ("family", "method"),
     [
@@ -49,10 +49,9 @@ def test_a_handed_over_answer_is_that_of_the_engine_alone(tmp_path: Path, subtes
             marks=pytest.mark.proves("drafts by a small model", ("colocated", "disaggregated")),
         ),
         pytest.param(
-            *("llama", "ngram"),
-            marks=[pytest.mark.long, pytest.mark.proves("drafts by n-grams", ("colocated", "disaggregated"))],
+            *("llama", "ngram"), marks=pytest.mark.proves("drafts by n-grams", ("colocated", "disaggregated"))
         ),
-        pytest.param("gemma3", "ngram", marks=pytest.mark.long),
+        ("gemma3", "ngram"),
     ],
 )
 def test_speculation_changes_no_token_of_a_handed_over_answer(tmp_path: Path, family: str, method: str):

@@ -38,7 +38,7 @@ def full_collections():
     return gc.get_stats()[2]["collections"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 async def test_its_objects_are_not_looked_through_while_more_streams_begin(tmp_path, monkeypatch):
     monkeypatch.setattr("ridgeline.router.server.REGISTRY", CollectorRegistry())
     monkeypatch.setattr("ridgeline.router.gc_schedule.FEW_STREAMS", FEW)
