@@ -166,7 +166,7 @@ async def test_a_pool_grows_beside_a_worker_that_is_lost_and_not_while_one_comes
     async with running() as there:
         there.fleet.pool_of["worker-2"] = "prefill"
         getattr(there.fleet, state).add("worker-2")
-        await there.rounds_of(2)
+        await there.rounds_of(1)
         await eventually(lambda: there.fleet.decode == decode)
         assert len(there.scaled) == decode - 1
 
