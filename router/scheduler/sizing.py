@@ -24,6 +24,8 @@ FEWEST_REQUESTS: Final = 20
 """Requests with an SLO; of fewer, a late one is no reason to grow."""
 MOST_ADAPTIVE: Final = 1_000
 """The latest requests that are simulated in mode adaptive, where four policies take up to a second each of overload."""
+HELPS: Final = 0.05
+"""What a worker more has to gain, divided by how many there are."""
 MOST_MORE: Final = 4
 """Workers more than now that are tried at a time."""
 APART_S: Final = 1e5
@@ -79,7 +81,11 @@ class Kept(NamedTuple):
     in_time: float
     """The part that meets all SLOs."""
     headroom: float = 0.0
-    """Tells sizes apart with which hardly a request is in time: how small a part of its SLOs each takes."""
+    """Tells sizes apart with which hardly a request is in time: how small a part of SLOs each takes, in logarithms."""
+
+    def helps(self, before: Kept, number: int) -> bool:
+        """Return whether one worker more, beside so many of its pool, made a difference to speak of."""
+        return max(self.in_time - before.in_time, self.headroom - before.headroom) > HELPS / number
 
 
 def wanted(load: Load, now: Sizes, bounds: Mapping[Pool, Bounds], goal: float) -> Generator[None, None, Wanted]:
@@ -121,17 +127,18 @@ class _Trial:
         """Add one worker after the other where it helps most, until the goal is kept."""
         tried = [(kept, now)]
         while tried[-1][0].in_time < self._goal and len(tried) <= MOST_MORE:
-            sizes, found = tried[-1][1], list[tuple[Kept, Sizes]]()
+            (last, sizes), found = tried[-1], list[tuple[Kept, Sizes]]()
             for pool, number in sizes.items():
                 if pool in bounds and number < bounds[pool].max_workers:
                     larger = {**sizes, pool: number + 1}
-                    found.append(((yield from self.kept(larger)), larger))
+                    kept = yield from self.kept(larger)
+                    found += [(kept, larger)] if kept.helps(last, number) else []
             if not found:
                 break
             tried.append(max(found, key=lambda one: (min(round(one[0].in_time, 2), self._goal), one[0].headroom)))
         if len(tried) == 1:
-            full = " and ".join(f"autoscale.{pool}.max_workers" for pool in now if pool in bounds)
-            return Wanted(now, why=f"the SLOs take more workers than {full} allows")
+            full = " and ".join(f"autoscale.{pool}.max_workers" for pool in now)
+            return Wanted(now, why=f"the SLOs take more workers than {full} allows: raise it where workers are short")
         first = next(pool for pool in now if tried[1][1][pool] > now[pool])
         return Wanted(tried[-1][1], (first, 1), self._why(tried[0], tried[-1]))
 
@@ -223,5 +230,5 @@ def _has_slo(one: Served) -> bool:
 def _kept(served: Sequence[ModelledRequest]) -> Kept:
     if not served:
         return Kept(1.0)
-    parts = [max(one.ttft_s / one.ttft_slo_s, one.tpot_s / one.tpot_slo_s) for one in served]
-    return Kept(part_of([one.in_time for one in served]), -sum(map(math.log1p, parts)) / len(parts))
+    taken = (math.log1p(one.ttft_s / one.ttft_slo_s) + math.log1p(one.tpot_s / one.tpot_slo_s) for one in served)
+    return Kept(part_of([one.in_time for one in served]), -sum(taken) / len(served))

@@ -16,7 +16,7 @@ from ridgeline.contracts.vocabulary import Mode, Pool
 from ridgeline.router.fleet.request_route import pools_of
 from ridgeline.router.front.operations import new_operation
 from ridgeline.router.observe.members import Members
-from ridgeline.router.scheduler.sizing import Load, Wanted, wanted
+from ridgeline.router.scheduler.sizing import Bounds, Load, Wanted, wanted
 
 WINDOW_INTERVALS = 10
 """The requests of so many intervals are simulated."""
@@ -58,14 +58,17 @@ class Autoscaler:
                 load: Load = await self._lead.load(WINDOW_INTERVALS * self._settings.interval_s)
                 if load.mode != mode:
                     mode = load.mode
-                    self._tell_bounds(pools_of(mode), say)
-                if self._is_settled(members, load):
+                    self._tell_bounds(mode, say)
+                if self._bounds(mode) and self._is_settled(members, load):
                     await self._decide(members, load, say)
 
-    def _tell_bounds(self, pools: Sequence[Pool], say: Say) -> None:
-        """Say what may be changed in this mode, which has these pools."""
-        bounds = {pool: at for pool, at in self._settings.bounds().items() if pool in pools}
-        if bounds:
+    def _bounds(self, mode: Mode) -> dict[Pool, Bounds]:
+        return {pool: at for pool, at in self._settings.bounds().items() if pool in pools_of(mode)}
+
+    def _tell_bounds(self, mode: Mode, say: Say) -> None:
+        """Say what may be changed in this mode."""
+        pools = pools_of(mode)
+        if bounds := self._bounds(mode):
             has = (f"{pool} has {at.min_workers} to {at.max_workers} workers" for pool, at in bounds.items())
             say(f"autoscale: {', '.join(has)}")
         else:
@@ -81,7 +84,7 @@ class Autoscaler:
 
     async def _decide(self, members: Members, load: Load, say: Say) -> None:
         """Find how many workers there should be; say it, or in mode act begin the first step."""
-        there, bounds = Counter(one.pool for one in members.workers.values()), self._settings.bounds()
+        there, bounds = Counter(one.pool for one in members.workers.values()), self._bounds(load.mode)
         now = {pool: there[pool] for pool in pools_of(load.mode)}
         found = Wanted(now, why=f"nothing is decided: to simulate takes more than {FOUND_WITHIN_S:.0f} s")
         search = wanted(load, now, bounds, self._settings.goal)

@@ -30,8 +30,8 @@ def load_of(sizes, those, **known):
     )
 
 
-def found(sizes, those, least=1, most=4, **known):
-    search = wanted(load_of(sizes, those, **known), sizes, dict.fromkeys(sizes, Bounds(least, most)), 0.95)
+def found(sizes, those, most=4, bounded=("prefill", "decode", "colocated", "adaptive"), **known):
+    search = wanted(load_of(sizes, those, **known), sizes, dict.fromkeys(bounded, Bounds(1, most)), 0.95)
     while True:
         try:
             next(search)
@@ -54,11 +54,10 @@ ONE_AND_ONE, QUEUE = {"prefill": 1, "decode": 1}, {"waiting_prompts": 120, "wait
         pytest.param({"adaptive": 2}, requests(3.0, for_s=60), {}, ("adaptive", 1), id="too_few_adaptive_ones"),
         pytest.param({"colocated": 1}, requests(6.0), {}, ("colocated", 1), id="far_too_few"),
         pytest.param({"colocated": 4}, requests(6.0), {}, None, id="at_the_upper_bound"),
+        pytest.param(ONE_AND_ONE, requests(2.0), {"bounded": ["decode"]}, None, id="another_pool_would_not_help"),
         pytest.param({"colocated": 1}, requests(1.5, for_s=10), {}, None, id="too_few_requests_to_judge_by"),
         pytest.param({"colocated": 3}, requests(0.3, MIXED), {}, ("colocated", -1), id="too_many"),
-        pytest.param(
-            {"prefill": 3, "decode": 2}, requests(0.3), {}, ("prefill", -1), id="the_pool_that_needs_it_least"
-        ),
+        pytest.param({"prefill": 3, "decode": 2}, requests(0.3), {}, ("decode", -1), id="the_pool_that_needs_it_least"),
         pytest.param({"adaptive": 3}, requests(0.2), {"policy": ("colocated", {})}, ("adaptive", -1), id="own_policy"),
         pytest.param({"adaptive": 3}, requests(0.2), {"may_divide": False}, ("adaptive", -1), id="undivided"),
         pytest.param({"colocated": 3}, requests(0.3), {"is_whole": False}, None, id="watched_too_shortly"),
