@@ -49,7 +49,6 @@ class Traffic:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
-        self.since_s = clock()
         self.latest: deque[Seen] = deque(maxlen=REMEMBERED)
         self.arrived_requests = 0
         self.listeners: list[Listener] = []

@@ -33,7 +33,7 @@ class Comparing:
 
     def __init__(self, fleet: Fleet, learned: Learned, settings: RouterConfig) -> None:
         self._fleet = fleet
-        self._traffic = learned.traffic
+        self._traffic, self._since_s = learned.traffic, learned.traffic.clock()
         chosen = settings.policy
         always = None if chosen.name == ADAPTIVE else (chosen.name, chosen.options)
         self._always, self._divides = always, settings.rebalance == "act"
@@ -81,7 +81,7 @@ class Comparing:
             tuple(one.pool for one in _staying(self._fleet)),
             self._model(mode=mode),
             tuple(requests),
-            is_whole=traffic.since_s <= since_s,
+            is_whole=self._since_s <= since_s,
             waiting_prompts=sum(queue.waiting.prompts for queue in queues.values()),
             waiting_tokens=sum(queue.waiting.tokens for queue in queues.values()),
             policy=self._always,

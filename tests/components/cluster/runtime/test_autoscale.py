@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from ridgeline.cluster.config.autoscale import AutoscaleConfig
+from ridgeline.cluster.runtime.autoscale import loop
 from ridgeline.cluster.runtime.autoscale.loop import Autoscaler
 from ridgeline.cluster.runtime.fleet_operations import OperationRunner, OperationSteps
 from ridgeline.cluster.runtime.handles.actor import ActorGone
@@ -183,6 +184,15 @@ async def test_why_nothing_can_be_done_is_said_once():
     async with running(decode={"min_workers": 1, "max_workers": 1}) as there:
         await there.rounds_of(3)
         assert len([sentence for sentence in there.said if "autoscale.decode.max_workers" in sentence]) == 1
+
+
+async def test_simulations_that_take_too_long_are_given_up_and_that_is_said(monkeypatch):
+    monkeypatch.setattr(loop, "FOUND_WITHIN_S", 0.0)
+    async with running() as there:
+        await there.rounds_of(3)
+        assert len([sentence for sentence in there.said if "to simulate takes more than 0 s" in sentence]) == 1
+        assert there.routers[0].wanted == {"decode": 1}
+        assert there.fleet.log == []
 
 
 async def test_by_default_nobody_is_asked_and_the_others_go_on():
