@@ -6,9 +6,12 @@ from itertools import pairwise
 
 import pytest
 
+from ridgeline.router.scheduler.engines import modelled
 from ridgeline.router.scheduler.offline_simulation import Served
+from ridgeline.router.scheduler.policies import Colocated
+from ridgeline.router.scheduler.simulation import Simulation
 from ridgeline.router.scheduler.sizing import Bounds, Load, wanted
-from tests.unit.router.scheduler.samples import fleet_model
+from tests.unit.router.scheduler.samples import fleet_model, poisson
 
 MINUTE_S, WINDOW_S = 60.0, 600.0
 LONG_PROMPTS, MIXED, LONG_ANSWERS = (512, 4), (512, 64), (32, 128)
@@ -133,3 +136,46 @@ def test_a_load_that_comes_and_goes_every_minute_is_followed_by_no_change_once_t
     there = day([0.2, 1.8] * 20)
     assert {*steps(there)} == {1}, there
     assert len({*there[20:]}) == 1
+
+
+class Elastic(Simulation):
+    """Replicas whose steps take 1.4 times as long as is known, and of which one more comes 45 s after it is wanted."""
+
+    paced = False
+    STARTS_S = 45.0
+
+    def __init__(self, *, sees_queue):
+        self.known = fleet_model(4, step_tokens=2048)
+        super().__init__(modelled(self.known.workers, 1.4), self, 0.03, by_deadline=False)
+        self.sees_queue, self.serve, self.came, self.next_s = sees_queue, 1, [], MINUTE_S
+        self.grew_s = []
+
+    def assign(self, request, workers):
+        return Colocated().assign(request, workers[: self.serve])
+
+    def arrives(self, request):
+        if self.grew_s and self.now_s >= self.grew_s[-1]:
+            self.serve = 1 + len(self.grew_s)
+        if self.now_s >= self.next_s and self.serve == 1 + len(self.grew_s):
+            self.next_s = self.now_s + MINUTE_S
+            waits = [one.prompt_tokens for one in self._waiting] if self.sees_queue else []
+            queue = {"waiting_prompts": len(waits), "waiting_tokens": sum(waits)}
+            if found({"colocated": self.serve}, tuple(self.came), is_whole=False, **queue).change:
+                self.grew_s.append(self.now_s + self.STARTS_S)
+        lengths, slos = (request.prompt_tokens, request.output_tokens), (request.ttft_slo_s, request.tpot_slo_s)
+        self.came.append(Served(request.arrival_s, *lengths, *slos, None, None))
+        super().arrives(request)
+
+
+def test_a_queue_that_the_model_does_not_explain_is_seen_so_that_the_time_to_first_token_comes_down():
+    """dynamo#10528: a planner blind to its queue let the mean TTFT go to 160 s where 3 s were promised."""
+    worlds = {}
+    for sees_queue in (True, False):
+        prompts = poisson(1.5, 900, prompt_tokens=512, output_tokens=8, ttft_slo_s=3.0, tpot_slo_s=0.5, seed=3)
+        worlds[sees_queue] = Elastic(sees_queue=sees_queue), prompts
+        worlds[sees_queue][0].run(prompts)
+    (world, prompts), (blind, _) = worlds[True], worlds[False]
+    assert world.serve == 3
+    assert world.grew_s[-1] < 4 * MINUTE_S < blind.grew_s[-1]
+    late = [one.ttft_s for one in prompts if one.arrival_s > 5 * MINUTE_S]
+    assert sum(late) / len(late) < 3.0
