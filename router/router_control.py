@@ -14,15 +14,19 @@ from ridgeline.contracts.errors import WorkerLost
 from ridgeline.contracts.vocabulary import Pool
 from ridgeline.router.fleet.fleet import Fleet
 from ridgeline.router.fleet.pairing import KvPair
-from ridgeline.router.observe.fleet_use import FleetUse, Members, fleet_use, members
 from ridgeline.router.observe.loop_lag import LoopLag
+from ridgeline.router.observe.members import Members, members
 from ridgeline.router.placement.pool_queue import QueueNow
+from ridgeline.router.scheduler.sizing import Load
+from ridgeline.router.watching.comparing import Comparing
 
 
 class RouterControl(ABC):
     """The part that routers and the dispatcher have in common."""
 
     TITLE: ClassVar[str]
+    comparing: Comparing | None = None
+    """What knows the traffic, where it is decided which worker a prompt gets."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
@@ -79,11 +83,11 @@ class RouterControl(ABC):
         await self.fleet.refresh()
         return members(self.fleet, started_for)
 
-    async def use(self) -> FleetUse:
-        """Return how much of the workers is in use, by all routers; asks them first."""
+    async def load(self, window_s: float) -> Load:
+        """Return the requests of the last so many seconds, and what is known of the workers; asks these first."""
         await self.fleet.refresh()
-        waiting = {pool: queue.waiting.prompts for pool, queue in self.queues.items()}
-        return fleet_use(self.fleet.workers, waiting, self.fleet.mode)
+        assert self.comparing is not None
+        return self.comparing.load(window_s, self.queues)
 
     async def drain_worker(self, worker_id: str, timeout_s: float, incarnation: str) -> None:
         """Have a worker leave, whichever it is or only this incarnation. Raises WorkerLost."""

@@ -42,7 +42,7 @@ from ridgeline.router.idle_times import OUTPUT_TOKENS, measure, too_short
 from ridgeline.router.live.view import LiveView, Sources
 from ridgeline.router.observe.collectors import BuildInfo, WorkerCollector
 from ridgeline.router.observe.ended_requests import EndedRequests
-from ridgeline.router.observe.metrics import LimitedLatency, RequestMetrics, Within
+from ridgeline.router.observe.metrics import RequestMetrics
 from ridgeline.router.observe.tracing import Traces
 from ridgeline.router.placement.pool_queue import QueueCollector, QueueNow
 from ridgeline.router.router_control import RouterControl
@@ -98,6 +98,8 @@ class Router(RouterControl):
         super().__init__(fleet)
         self._shared = SharedDecisions(self.fleet, settings) if shares else None
         self._decisions = self._shared or OwnDecisions(self.fleet, settings)
+        if isinstance(self._decisions, OwnDecisions):
+            self.comparing = self._decisions.comparing
         self._admission = Admission(
             settings, self._decisions.waits, self.fleet, self._metrics, look_every_s=LOOK_EVERY_S
         )
@@ -121,6 +123,7 @@ class Router(RouterControl):
         self.operations = Operations()
         """Operations of operators, for whoever starts and ends workers."""
         self._hardware: dict[Pool, PoolHardware] = {}
+        self._wanted: Mapping[Pool, int] = {}
         REGISTRY.register(
             WorkerCollector(
                 workers=lambda: self.fleet.workers,
@@ -129,6 +132,7 @@ class Router(RouterControl):
                 kv_pairs=lambda: self.fleet.kv_pairs,
                 restarts=lambda: self.fleet.restarts,
                 away=lambda: self.fleet.away,
+                wanted=lambda: self._wanted,
             )
         )
         REGISTRY.register(BuildInfo(VLLM_VERSION, settings.served_names[0]))
@@ -175,9 +179,9 @@ class Router(RouterControl):
         """Look again what can start, now that there are other workers."""
         self._decisions.fleet_changed()
 
-    async def within(self, limits_s: Mapping[LimitedLatency, float]) -> dict[LimitedLatency, Within]:
-        """Return how many of this router's sequences have kept each limit since its start."""
-        return {latency: self._metrics.within(latency, limit_s) for latency, limit_s in limits_s.items()}
+    async def note_wanted(self, workers: Mapping[Pool, int]) -> None:
+        """Note how many workers of each pool autoscaling wants, for the metrics."""
+        self._wanted = workers
 
     async def follow_dispatcher(self, address: str) -> None:
         """Join the dispatcher at this address, where another one has been started."""

@@ -646,7 +646,6 @@ def autoscale_conflicts(config: RidgelineConfig) -> Iterator[str]:
     said = {pool: each for pool, each in autoscale.by_pool().items() if each != PoolBounds()}
     workers = {pool: settings.workers for pool, settings in config.active_pools().items()}
     others = {} if config.fixed_mode else {pool: settings.workers for pool, settings in config.all_pools().items()}
-    yield from _threshold_conflicts(autoscale)
     if not said.keys() & workers.keys():
         pool = next(iter(workers))
         yield (
@@ -662,20 +661,6 @@ def autoscale_conflicts(config: RidgelineConfig) -> Iterator[str]:
             )
         else:
             yield from _bounds_conflicts(pool, each, there, config.sections_of(pool))
-
-
-def _threshold_conflicts(autoscale: AutoscaleConfig) -> Iterator[str]:
-    if autoscale.down_use >= autoscale.up_use:
-        yield (
-            f"autoscale.down_use ({autoscale.down_use:g}) must be below autoscale.up_use ({autoscale.up_use:g}), or a "
-            "pool would grow and shrink by turns: lower down_use, to less than half of up_use if there are few workers."
-        )
-    if autoscale.down_after_s < autoscale.up_after_s:
-        yield (
-            f"autoscale.down_after_s ({autoscale.down_after_s:g}) is shorter than autoscale.up_after_s "
-            f"({autoscale.up_after_s:g}), so that workers would leave sooner than they come: set it to at least "
-            f"{autoscale.up_after_s:g}."
-        )
 
 
 def _bounds_conflicts(pool: Pool, said: PoolBounds, workers: int, sections: tuple[str, ...]) -> Iterator[str]:

@@ -6,5 +6,5 @@ collectors.py      Prometheus series about workers, pools and queues
 ended_requests.py  the latest sequences: stages, hand-off, and the decision that placed each
 tracing.py         their spans, for a collector of OpenTelemetry
 loop_lag.py        the series about delays of the event loop
-fleet_use.py       how much of the workers is in use, for whoever scales the pools
+members.py         which workers there are, for whoever changes how many
 """

@@ -108,6 +108,10 @@ def _gauge(
     return family
 
 
+_WANTED = (
+    "Workers that a pool should have by autoscaling's last simulation of the latest requests; absent before there is "
+    "one, and for pools without bounds"
+)
 _AFFINITY = "1 for each worker of mode adaptive that is kept for one phase, labelled with it; none while all do both"
 
 
@@ -138,6 +142,7 @@ class WorkerCollector(Collector):
         kv_pairs: Callable[[], Iterable[KvPair]],
         restarts: Callable[[], Mapping[tuple[Pool, str, str], int]],
         away: Callable[[], Mapping[str, str]] = dict,
+        wanted: Callable[[], Mapping[Pool, int]] = dict,
     ) -> None:
         self._workers = workers
         self._hardware = hardware
@@ -145,6 +150,7 @@ class WorkerCollector(Collector):
         self._kv_pairs = kv_pairs
         self._restarts = restarts
         self._away = away
+        self._wanted = wanted
 
     def collect(self) -> Iterator[Metric]:
         """Yield every series; called by prometheus-client at each scrape."""
@@ -170,6 +176,7 @@ class WorkerCollector(Collector):
         affinities = [([worker.worker_id, worker.favours], 1) for worker in workers if worker.favours is not None]
         optional += [
             _gauge("ridgeline_worker_role_affinity", _AFFINITY, ["worker", "phase"], affinities),
+            _gauge("ridgeline_wanted_workers", _WANTED, ["pool"], [([pool], n) for pool, n in self._wanted().items()]),
         ]
         yield from (family for family in optional if family.samples)
         yield from _statuses(workers)

@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
@@ -33,19 +31,6 @@ LINK_PEAK_BYTES = 8 << 20
 which may have travelled before, so that the rate is a third too high at most."""
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a series for each series, which nobody asks for
-
-LimitedLatency = Literal["ttft", "tpot"]
-"""A latency for which there may be a limit."""
-
-
-@dataclass(frozen=True)
-class Within:
-    """How many sequences have kept a limit since the router's start."""
-
-    bound_s: float
-    """What was counted by: the highest bound of a bucket that is not above the limit."""
-    within: int
-    counted: int
 
 
 class RequestMetrics:
@@ -261,18 +246,6 @@ class RequestMetrics:
         """Record how many tokens of a prompt a worker of `pool` had in its prefix cache."""
         self.prefix_queries.labels(pool).inc(prompt_tokens)
         self.prefix_hits.labels(pool).inc(cached_tokens)
-
-    def within(self, latency: LimitedLatency, limit_s: float) -> Within:
-        """Count the sequences of all pools that have kept a limit.
-
-        The limit is rounded down to a bound of a bucket; it must not be below the lowest.
-        """
-        series, bounds = {"ttft": (self.ttft, LATENCY_BUCKETS), "tpot": (self.tpot, TOKEN_BUCKETS)}[latency]
-        bound_s = max(bound for bound in bounds if bound <= limit_s)
-        samples = [sample for family in series.collect() for sample in family.samples]
-        within = (one.value for one in samples if "le" in one.labels and float(one.labels["le"]) == bound_s)
-        counted = (one.value for one in samples if one.name.endswith("_count"))
-        return Within(bound_s, int(sum(within)), int(sum(counted)))
 
     def close(self, timeline: RequestTimeline, outcome: Outcome) -> None:
         """Record a sequence that has ended."""

@@ -63,6 +63,7 @@ class Dispatcher(RouterControl):
     """The dispatcher of a deployment. Create it inside a running event loop."""
 
     TITLE = "dispatcher"
+    comparing: Comparing
 
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
@@ -75,8 +76,8 @@ class Dispatcher(RouterControl):
         )
         super().__init__(fleet)
         learned = Learned()
-        self._comparing = Comparing(self.fleet, learned, settings.router)
-        self._state = ClusterState(self.fleet, settings, learned, self._comparing.policy, paused=True)
+        self.comparing = Comparing(self.fleet, learned, settings.router)
+        self._state = ClusterState(self.fleet, settings, learned, self.comparing.policy, paused=True)
         self._modes = OwnModes(self.fleet, self._state.mode_changed)
         self._adapters = OwnAdapters(self.fleet, settings.served_names, settings.router.request_timeout_s)
         self._routers: set[JoinedRouter] = set()
@@ -126,7 +127,7 @@ class Dispatcher(RouterControl):
                 self._adapters.on_change(self._tell_adapters)
                 group.create_task(self._lag.watch(), name="loop-lag")
                 group.create_task(self._tell_sums(), name="sums")
-                group.create_task(self._comparing.run(), name="compare-policies")
+                group.create_task(self.comparing.run(), name="compare-policies")
                 address.set_result(await self._listen(host, port))
                 asyncio.get_running_loop().call_later(ALL_JOIN_WITHIN_S, self._all_have_joined)
                 await self._stop.wait()
@@ -244,7 +245,7 @@ class Dispatcher(RouterControl):
         if wanted is None:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request makes no sense")
             return
-        async for lines in self._comparing.record(wanted):
+        async for lines in self.comparing.record(wanted):
             yield lines
 
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from functools import partial
 
+from ridgeline.contracts.vocabulary import Mode, Pool
 from ridgeline.contracts.workers import StepModel
 from ridgeline.router.fleet.fleet import Fleet
 from ridgeline.router.fleet.worker import Worker
 from ridgeline.router.placement.choice import any_model, whole_model
 from ridgeline.router.placement.learned import Learned
+from ridgeline.router.placement.pool_queue import QueueNow
 from ridgeline.router.scheduler.adaptive import Adaptive
 from ridgeline.router.scheduler.features import FleetModel, WorkerSpec, window_tokens
+from ridgeline.router.scheduler.offline_simulation import Served
 from ridgeline.router.scheduler.registry import ADAPTIVE
+from ridgeline.router.scheduler.sizing import Load
 from ridgeline.router.settings import RouterConfig
 from ridgeline.router.watching.recording import Wanted, recording
 
@@ -29,9 +33,10 @@ class Comparing:
 
     def __init__(self, fleet: Fleet, learned: Learned, settings: RouterConfig) -> None:
         self._fleet = fleet
-        self._traffic = learned.traffic
+        self._traffic, self._since_s = learned.traffic, learned.traffic.clock()
         chosen = settings.policy
         always = None if chosen.name == ADAPTIVE else (chosen.name, chosen.options)
+        self._always, self._divides = always, settings.rebalance == "act"
         self._model = partial(fleet_model, fleet, learned, settings.prefill_window_tokens)
         self.policy = Adaptive(self._model, self._traffic, settings.rebalance, always)
 
@@ -54,6 +59,35 @@ class Comparing:
         """Return the lines of what happens from now on."""
         return recording(wanted, self.policy, self._traffic, lambda: self._fleet.mode, self._model)
 
+    def load(self, window_s: float, queues: Mapping[Pool, QueueNow]) -> Load:
+        """Return the requests of the last so many seconds, and what is known of the workers in the present mode."""
+        mode, traffic = self._fleet.mode, self._traffic
+        since_s = traffic.clock() - window_s
+        requests = [
+            Served(
+                one.arrival_s - since_s,
+                one.prompt_tokens,
+                one.made_tokens if one.ended else max(1, round(one.expected_tokens)),
+                one.ttft_slo_s,
+                one.tpot_slo_s,
+                None,
+                None,
+            )
+            for one in traffic.latest
+            if one.arrival_s >= since_s
+        ]
+        return Load(
+            mode,
+            tuple(one.pool for one in _staying(self._fleet)),
+            self._model(mode=mode),
+            tuple(requests),
+            is_whole=self._since_s <= since_s,
+            waiting_prompts=sum(queue.waiting.prompts for queue in queues.values()),
+            waiting_tokens=sum(queue.waiting.tokens for queue in queues.values()),
+            policy=self._always,
+            may_divide=self._divides,
+        )
+
     def tell_affinities(self) -> None:
         """Have each worker say which phase it is for: policies divide those that serve, and the others have none."""
         workers = self._fleet.pool("adaptive")
@@ -72,22 +106,26 @@ class Comparing:
             logger.info("mode adaptive serves by policy %r now, by %r before (%s)", self.policy.name, before, scores)
 
 
-def fleet_model(fleet: Fleet, learned: Learned, most_tokens: int | None) -> FleetModel | None:
-    """Return the model of all workers as they are in mode adaptive; None while the steps of none are known.
+def _staying(fleet: Fleet) -> list[Worker]:
+    return [worker for worker in fleet.workers if worker.usable and not worker.leaves]
+
+
+def fleet_model(fleet: Fleet, learned: Learned, most_tokens: int | None, mode: Mode = "adaptive") -> FleetModel | None:
+    """Return the model of all workers as they are in this mode; None while the steps of none are known.
 
     A worker has `most_tokens` of prompts at most, if that is set (`router.prefill_window_tokens`).
     """
-    there = [worker for worker in fleet.workers if worker.usable and not worker.leaves]
+    there = _staying(fleet)
     whole = any_model(there)
     if whole is None:
         return None
-    specs = tuple(_spec(one, whole_model(one, whole), fleet, most_tokens) for one in there)
+    specs = tuple(_spec(one, whole_model(one, whole), fleet, most_tokens, mode) for one in there)
     return FleetModel(specs, _handover_s(there[0], learned), learned.overhead_s)
 
 
-def _spec(worker: Worker, model: StepModel, fleet: Fleet, most_tokens: int | None) -> WorkerSpec:
+def _spec(worker: Worker, model: StepModel, fleet: Fleet, most_tokens: int | None, mode: Mode) -> WorkerSpec:
     known = worker.description
-    role = fleet.roles.role_of(worker.worker_id, known.pool, "adaptive", 0) or worker.role
+    role = fleet.roles.role_of(worker.worker_id, known.pool, mode, 0) or worker.role
     step_tokens = role.max_num_batched_tokens if role else known.max_model_len
     window = window_tokens(model, step_tokens)
     return WorkerSpec(

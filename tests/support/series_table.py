@@ -74,7 +74,12 @@ def metric_rows() -> list[tuple[str, str, str, str]]:
     queue = QueueNow(Waiting(1, 9), 0, starts_at_once=False, tokens_per_s=9.0)
     restarts = {("prefill", "worker-0", "stalled"): 1, ("prefill", "has-left", "stalled"): 1}
     collector = WorkerCollector(
-        lambda: workers, lambda: hardware, lambda: "disaggregated", lambda: PAIRS, lambda: restarts
+        lambda: workers,
+        lambda: hardware,
+        lambda: "disaggregated",
+        lambda: PAIRS,
+        lambda: restarts,
+        wanted=lambda: {"prefill": 2},
     )
     for family in (
         *collector.collect(),

@@ -1,5 +1,4 @@
-"""Turns what is in use of each pool into operations for more workers or fewer: `autoscale` in the configuration.
+"""Has pools follow their load: `autoscale` in the configuration. `ridgeline.router.scheduler.sizing` decides.
 
-policy.py  how much of each pool is in use, and what to change: thresholds, for how long, bounds, cooldown
-loop.py    reads the routers now and then, says what was decided, and begins the operation
+loop.py  asks how many workers would keep the SLOs, says it, and begins the operation
 """

@@ -1,13 +1,13 @@
-"""Reads the routers now and then, decides, says why, and begins an operation as an operator would."""
+"""Asks now and then how many workers would keep the SLOs, says so, and begins an operation as an operator would."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from contextlib import suppress
 
 from ridgeline.cluster.config.autoscale import AutoscaleConfig
-from ridgeline.cluster.runtime.autoscale.policy import Decision, Memory, Reading, decide
 from ridgeline.cluster.runtime.fleet_operations import OperationRunner
 from ridgeline.cluster.runtime.handles.actor import DeploymentFailed
 from ridgeline.cluster.runtime.handles.routing import RouterHandle, RoutingHandle
@@ -15,8 +15,15 @@ from ridgeline.cluster.runtime.supervisor import Say, Supervisor
 from ridgeline.contracts.vocabulary import Mode, Pool
 from ridgeline.router.fleet.request_route import pools_of
 from ridgeline.router.front.operations import new_operation
-from ridgeline.router.observe.fleet_use import FleetUse
-from ridgeline.router.observe.metrics import LimitedLatency, Within
+from ridgeline.router.observe.members import Members
+from ridgeline.router.scheduler.sizing import Bounds, Load, Wanted, wanted
+
+WINDOW_INTERVALS = 10
+"""The requests of so many intervals are simulated."""
+FOUND_WITHIN_S = 60.0
+"""How long that may take."""
+DRAIN_TIMEOUT_S = 30.0
+"""How long requests may finish on a leaving worker before they migrate."""
 
 
 class Autoscaler:
@@ -30,7 +37,6 @@ class Autoscaler:
         supervised: Supervisor,
         operations: OperationRunner,
         *,
-        clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._settings = settings
@@ -38,34 +44,31 @@ class Autoscaler:
         self._routers = routers
         self._supervised = supervised
         self._operations = operations
-        self._clock = clock
         self._sleep = sleep
-        self._limits_s: dict[LimitedLatency, float] = {}
-        if settings.ttft_slo_ms is not None:
-            self._limits_s["ttft"] = settings.ttft_slo_ms / 1000
-        if settings.tpot_slo_ms is not None:
-            self._limits_s["tpot"] = settings.tpot_slo_ms / 1000
+        self._said: object = None
+        """What was said last."""
 
     async def run(self, say: Say) -> None:
         """Decide until cancelled; while nobody answers nothing is decided, and nothing said."""
-        if self._settings.mode == "none":
-            return
-        memory = Memory()
         mode: Mode | None = None
-        while True:
+        while self._settings.mode != "none":
             await self._sleep(self._settings.interval_s)
-            reading = await self._read()
-            if reading.fleet.mode not in (None, mode):
-                mode = reading.fleet.mode
-                self._tell_bounds(pools_of(mode), say)
-            decision, then = decide(self._settings, reading, memory)
-            if decision is None or self._announced(decision, mode, say):
-                memory = then
+            with suppress(DeploymentFailed):  # a router is being started again
+                members: Members = await self._lead.members(self._supervised.started_for)
+                load: Load = await self._lead.load(WINDOW_INTERVALS * self._settings.interval_s)
+                if load.mode != mode:
+                    mode = load.mode
+                    self._tell_bounds(mode, say)
+                if self._bounds(mode) and self._is_settled(members, load):
+                    await self._decide(members, load, say)
 
-    def _tell_bounds(self, pools: Sequence[Pool], say: Say) -> None:
-        """Say what may be changed in this mode, which has these pools."""
-        bounds = {pool: at for pool, at in self._settings.bounds().items() if pool in pools}
-        if bounds:
+    def _bounds(self, mode: Mode) -> dict[Pool, Bounds]:
+        return {pool: at for pool, at in self._settings.bounds().items() if pool in pools_of(mode)}
+
+    def _tell_bounds(self, mode: Mode, say: Say) -> None:
+        """Say what may be changed in this mode."""
+        pools = pools_of(mode)
+        if bounds := self._bounds(mode):
             has = (f"{pool} has {at.min_workers} to {at.max_workers} workers" for pool, at in bounds.items())
             say(f"autoscale: {', '.join(has)}")
         else:
@@ -74,43 +77,54 @@ class Autoscaler:
                 f"scaled in this mode: set autoscale.{pools[-1]}.min_workers and max_workers, and start again"
             )
 
-    def _announced(self, decision: Decision, mode: Mode | None, say: Say) -> bool:
-        """Say what was decided and, in mode act, begin it; False if it has to wait for another operation."""
+    def _is_settled(self, members: Members, load: Load) -> bool:
+        """Return whether no worker comes or goes; one that is lost is expected back."""
+        serve = all(one.usable or name in self._supervised.lost for name, one in members.workers.items())
+        return serve and members.mode == load.mode and not self._operations.under_way
+
+    async def _decide(self, members: Members, load: Load, say: Say) -> None:
+        """Find how many workers there should be; say it, or in mode act begin the first step."""
+        there, bounds = Counter(one.pool for one in members.workers.values()), self._bounds(load.mode)
+        now = {pool: there[pool] for pool in pools_of(load.mode)}
+        found = Wanted(now, why=f"nothing is decided: to simulate takes more than {FOUND_WITHIN_S:.0f} s")
+        search = wanted(load, now, bounds, self._settings.goal)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FOUND_WITHIN_S):
+                found = await _simulated(search)
+        for router in self._routers:
+            with suppress(DeploymentFailed):
+                await router.note_wanted({pool: number for pool, number in found.sizes.items() if pool in bounds})
+        if found.change is None:
+            self._say_once(found.why, found.why, say)
+            return
+        pool, more = found.change
+        then = now[pool] + more
+        sentence = f"{pool} from {now[pool]} to {then} workers: {found.why}"
         if self._settings.mode == "advise":
-            say(f"autoscale advises {decision.sentence}")
-            return True
-        operation = new_operation(
-            "scale",
-            self._settings.drain_timeout_s,
-            {decision.pool: decision.wanted_workers},
-            {decision.pool: decision.now_workers},
-            mode,
-            f"autoscale, {decision.sentence}",
-        )
-        return self._operations.begin(operation)
+            self._say_once((pool, now[pool], then), f"advises {sentence}", say)
+            return
+        reason = f"autoscale, {sentence}"
+        scale = new_operation("scale", DRAIN_TIMEOUT_S, {pool: then}, {pool: now[pool]}, load.mode, reason)
+        self._operations.begin(scale)
 
-    async def _read(self) -> Reading:
-        """Return what the routers know; without workers if the leader does not answer or misses some."""
-        under_way = self._operations.under_way
+    def _say_once(self, what: object, sentence: str, say: Say) -> None:
+        """Say it, unless the same was said last."""
+        if sentence and what != self._said:
+            say(f"autoscale: {sentence}")
+        self._said = what
+
+
+async def _simulated(search: Generator[None, None, Wanted]) -> Wanted:
+    """Return what a search finds, whose simulations take seconds, on another thread."""
+
+    def go_on() -> Wanted | None:
         try:
-            fleet, within = await self._lead.use(), await self._within()
-        except DeploymentFailed:  # it is being started again
-            return Reading(self._clock(), operation_under_way=under_way)
-        differ = {worker.worker_id for worker in fleet.workers} ^ set(self._supervised.workers)
-        if differ - self._supervised.lost:
-            fleet = FleetUse()  # one comes or goes
-        return Reading(self._clock(), fleet, within, under_way or self._operations.under_way)
+            next(search)
+        except StopIteration as end:
+            found: Wanted = end.value
+            return found
+        return None
 
-    async def _within(self) -> dict[str, dict[LimitedLatency, Within]]:
-        """Ask every router how many sequences have kept the limits; one that does not answer is left out."""
-        if not self._limits_s:
-            return {}
-        asked = (router.within(self._limits_s) for router in self._routers)
-        answers = await asyncio.gather(*asked, return_exceptions=True)
-        found: dict[str, dict[LimitedLatency, Within]] = {}
-        for router, answer in zip(self._routers, answers, strict=True):
-            if isinstance(answer, dict):
-                found[router.name] = answer
-            elif not isinstance(answer, DeploymentFailed):
-                raise answer
-        return found
+    while (found := await asyncio.to_thread(go_on)) is None:  # it can be cancelled between two of them
+        pass
+    return found

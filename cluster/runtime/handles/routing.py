@@ -120,7 +120,7 @@ class RoutingHandle(ActorHandle):
     unreached = _relayed("unreached")
     note_away = _relayed("note_away")
     members = _relayed("members")
-    use = _relayed("use")
+    load = _relayed("load")
     drain_worker = _relayed("drain_worker")
 
 
@@ -222,7 +222,7 @@ class RouterHandle(RoutingHandle):
         asked: Asked = await self.call("take_operation", within_s, cancelling, timeout_s=within_s + ANSWER_WITHIN_S)
         return asked
 
-    within = _relayed("within")
+    note_wanted = _relayed("note_wanted")
     report = _relayed("report")
 
 

@@ -2,50 +2,41 @@
 
 import asyncio
 import contextlib
+import math
 from types import SimpleNamespace
 
 import pytest
 
 from ridgeline.cluster.config.autoscale import AutoscaleConfig
+from ridgeline.cluster.runtime.autoscale import loop
 from ridgeline.cluster.runtime.autoscale.loop import Autoscaler
 from ridgeline.cluster.runtime.fleet_operations import OperationRunner, OperationSteps
 from ridgeline.cluster.runtime.handles.actor import ActorGone
 from ridgeline.cluster.runtime.services import RouterService
 from ridgeline.router.front.operations import Operations, new_operation
-from ridgeline.router.observe.fleet_use import FleetUse, WorkerUse
-from ridgeline.router.observe.metrics import Within
-from tests.support.clock import FakeClock
+from ridgeline.router.scheduler.offline_simulation import Served
+from ridgeline.router.scheduler.sizing import Load
 from tests.support.operated_fleet import OperatedFleet, OperatedWorker
 from tests.support.patience import PATIENCE_S, eventually
+from tests.unit.router.scheduler.samples import fleet_model
 
-SETTINGS = {
-    "mode": "act",
-    "interval_s": 10,
-    "up_after_s": 20,
-    "down_after_s": 40,
-    "cooldown_s": 30,
-    "drain_timeout_s": 7,
-    "decode": {"min_workers": 1, "max_workers": 3},
-}
+SETTINGS = {"mode": "act", "interval_s": 10, "decode": {"min_workers": 1, "max_workers": 3}}
+PER_DECODE = 14
+"""So many answers that come at once are as many as one worker decodes in time."""
 
 
 class Fleet(OperatedFleet):
-    """One prefill and one decode worker, of which the routers know how much they have to do."""
+    """One prefill and one decode worker, of which the routers know how much they had to do."""
 
     def __init__(self):
         super().__init__(start=("prefill", "decode"))
-        self.taken = 0.9
-        self.hidden = set()
+        self.at_once = 40
 
-    def use(self):
-        return FleetUse(
-            tuple(
-                WorkerUse(name, "1", pool, usable=True, running=round(self.taken * 100), places=100)
-                for name, pool in self.pool_of.items()
-                if name not in self.hidden
-            ),
-            mode=self.mode,
-        )
+    def load(self, window_s):
+        usable = self.pool_of.keys() - self.lost - self.unusable
+        pools = tuple(pool for name, pool in self.pool_of.items() if name in usable)
+        requests = tuple(Served(0.0, 16, 64, math.inf, 0.08, None, None) for _ in range(self.at_once))
+        return Load(self.mode, pools, fleet_model(len(pools)), requests, is_whole=True)
 
     @property
     def decode(self):
@@ -56,31 +47,35 @@ class Router:
     """A router's service, whose process may be away; it also leads."""
 
     def __init__(self, name, fleet):
-        self.name, self.fleet, self.away, self.asked = name, fleet, False, 0
-        self.kept, self.counted = 0, 0
+        self.name, self.fleet, self.away, self.asked, self.wanted = name, fleet, False, 0, {}
         self.start()
 
     def start(self):
         self.service = RouterService()
         self.book = Operations()
         self.service._server = SimpleNamespace(
-            take_operation=self.book.take, report=self._report, use=self._use, within=self._within, ended=False
+            take_operation=self.book.take,
+            report=self._report,
+            load=self._load,
+            members=self.fleet.members,
+            note_wanted=self._note_wanted,
+            ended=False,
         )
 
-    async def _use(self):
-        return self.fleet.use()
+    async def _load(self, window_s):
+        return self.fleet.load(window_s)
 
     async def _report(self, progress):
         self.book.report(progress)
 
-    async def _within(self, limits_s):
-        return {latency: Within(limit_s, self.kept, self.counted) for latency, limit_s in limits_s.items()}
+    async def _note_wanted(self, workers):
+        self.wanted = workers
 
     def __getattr__(self, method):
         async def call(*arguments):
             if self.away:
                 raise ActorGone(f"{self.name} ended")
-            self.asked += method == "use"
+            self.asked += method == "load"
             return await getattr(self.service, method)(*arguments)
 
         return call
@@ -90,7 +85,7 @@ class Deployment:
     """Operations and the loop, side by side; time goes on when a test says so."""
 
     def __init__(self, routers, **changes):
-        self.fleet, self.said, self.clock = Fleet(), [], FakeClock()
+        self.fleet, self.said = Fleet(), []
         self.routers = [Router(f"router-{number}", self.fleet) for number in range(routers)]
         steps = OperationSteps(
             self.fleet,
@@ -103,16 +98,15 @@ class Deployment:
         self.rounds, self.waits = asyncio.Queue(), asyncio.Event()
         settings = AutoscaleConfig.model_validate(SETTINGS | changes)
         self.autoscaler = Autoscaler(
-            settings, self.routers[0], self.routers, self.fleet, self.operations, clock=self.clock, sleep=self._sleep
+            settings, self.routers[0], self.routers, self.fleet, self.operations, sleep=self._sleep
         )
 
     async def _sleep(self, seconds):
         self.waits.set()
         await self.rounds.get()
-        self.clock.now_s += seconds
 
     async def rounds_of(self, number):
-        """Let it read so often, and let what it operations be carried out as far as that goes at once."""
+        """Let it decide so often, and let what it orders be carried out as far as that goes at once."""
         for _ in range(number):
             await self.waits.wait()
             self.waits.clear()
@@ -122,7 +116,7 @@ class Deployment:
 
     @property
     def scaled(self):
-        return [sentence for sentence in self.said if "it has needed" in sentence]
+        return [sentence for sentence in self.said if "would meet their SLOs" in sentence]
 
 
 @contextlib.asynccontextmanager
@@ -139,68 +133,66 @@ async def running(routers=1, **changes):
         await asyncio.wait(tasks)
 
 
-async def test_a_full_pool_is_ordered_another_worker_as_an_operator_would_and_the_reason_is_on_record():
+async def test_a_pool_that_misses_slos_is_ordered_another_worker_as_an_operator_would_and_the_reason_is_on_record():
     async with running() as there:
-        await there.rounds_of(2)
-        assert there.said == ["autoscale: decode has 1 to 3 workers"]
         there.fleet.may_start.clear()
         await there.rounds_of(1)
         await eventually(lambda: there.routers[0].book.running)
+        assert there.said[0] == "autoscale: decode has 1 to 3 workers"
         assert there.routers[0].book.running.mode == "disaggregated", "it is for the mode in which it was decided"
+        assert there.routers[0].wanted == {"decode": 3}, "all that it takes, of pools with bounds"
         await there.rounds_of(30)
         assert len(there.scaled) == 1, "it waits for its own operation as long as that takes"
         there.fleet.may_start.set()
         await eventually(lambda: there.fleet.decode == 2)
         await eventually(lambda: there.routers[0].book.last.state == "done")
         [sentence] = there.scaled
-        for part in (
-            "autoscale, decode from 1 to 2 workers",
-            "for 20 s",
-            "90% of its places",
-            "autoscale.up_use is 80%",
-        ):
+        for part in ("autoscale, decode from 1 to 2 workers", "40 requests", "decode=1", "autoscale.goal is 95%"):
             assert part in sentence
         assert there.routers[0].book.last.sentences[:2] == (sentence.partition(": ")[2], "worker-2: starting")
 
 
-async def test_an_idle_pool_loses_its_newest_worker_with_the_configured_time():
+async def test_a_pool_with_too_many_loses_its_newest_worker():
     async with running() as there:
         there.fleet.pool_of["worker-2"] = "decode"
-        there.fleet.taken = 0.1
-        await there.rounds_of(4)
-        assert there.fleet.log == []
+        there.fleet.at_once = PER_DECODE // 2
         await there.rounds_of(1)
-        await eventually(lambda: there.fleet.log == ["drain worker-2 7"])
-        await there.rounds_of(20)
+        await eventually(lambda: there.fleet.log == ["drain worker-2 30"])
+        await there.rounds_of(5)
         assert there.fleet.decode == 1
 
 
-@pytest.mark.parametrize(
-    ("pool", "hidden", "lost", "decode"),
-    [
-        pytest.param({"worker-2": "prefill"}, {"worker-2"}, {"worker-2"}, 2, id="tried_again_for_long"),
-        pytest.param({}, {"worker-0"}, set(), 1, id="not_known_yet"),
-    ],
-)
-async def test_a_pool_grows_although_routers_miss_workers_that_are_lost_and_not_if_they_miss_others(
-    pool, hidden, lost, decode
-):
+@pytest.mark.parametrize(("state", "decode"), [("lost", 2), ("unusable", 1), ("draining", 1)])
+async def test_a_pool_grows_beside_a_worker_that_is_lost_and_not_while_one_comes_or_goes(state, decode):
     async with running() as there:
-        there.fleet.pool_of |= pool
-        there.fleet.hidden, there.fleet.lost = hidden, lost
-        await there.rounds_of(3)
+        there.fleet.pool_of["worker-2"] = "prefill"
+        getattr(there.fleet, state).add("worker-2")
+        await there.rounds_of(1)
         await eventually(lambda: there.fleet.decode == decode)
         assert len(there.scaled) == decode - 1
 
 
-async def test_who_only_wants_advice_gets_the_sentence_and_no_operation():
+async def test_who_only_wants_advice_gets_the_sentence_once_and_no_operation():
     async with running(mode="advise") as there:
         await there.rounds_of(3)
-        assert [one.startswith("autoscale advises decode from 1 to 2 workers") for one in there.scaled] == [True]
-        await there.rounds_of(3)
-        assert len(there.scaled) == 2, "again after the cooldown"
+        assert [one.startswith("autoscale: advises decode from 1 to 2 workers") for one in there.scaled] == [True]
         assert not there.operations.under_way
         assert there.fleet.decode == 1
+
+
+async def test_why_nothing_can_be_done_is_said_once():
+    async with running(decode={"min_workers": 1, "max_workers": 1}) as there:
+        await there.rounds_of(3)
+        assert len([sentence for sentence in there.said if "autoscale.decode.max_workers" in sentence]) == 1
+
+
+async def test_simulations_that_take_too_long_are_given_up_and_that_is_said(monkeypatch):
+    monkeypatch.setattr(loop, "FOUND_WITHIN_S", 0.0)
+    async with running() as there:
+        await there.rounds_of(3)
+        assert len([sentence for sentence in there.said if "to simulate takes more than 0 s" in sentence]) == 1
+        assert there.routers[0].wanted == {"decode": 1}
+        assert there.fleet.log == []
 
 
 async def test_by_default_nobody_is_asked_and_the_others_go_on():
@@ -209,18 +201,16 @@ async def test_by_default_nobody_is_asked_and_the_others_go_on():
         assert there.routers[0].asked == 0
 
 
-async def test_nothing_is_ordered_while_an_operators_operation_is_under_way_which_counts_as_a_change():
+async def test_nothing_is_ordered_while_an_operators_operation_is_under_way():
     async with running() as there:
         there.fleet.may_start.clear()
         await there.routers[0].book.begin(new_operation("scale", 30.0, {"decode": 2}))
         assert there.operations.under_way
-        await there.rounds_of(20)
+        await there.rounds_of(5)
         assert there.scaled == []
         there.fleet.may_start.set()
         await eventually(lambda: not there.operations.under_way)
-        await there.rounds_of(2)
-        assert there.scaled == [], "the cooldown"
-        await there.rounds_of(3)
+        await there.rounds_of(1)
         await eventually(lambda: there.fleet.decode == 3)
 
 
@@ -235,45 +225,32 @@ async def test_an_operation_that_was_decided_before_another_change_is_void():
 
 async def test_a_router_that_is_started_again_is_asked_again_and_nothing_is_said_meanwhile():
     async with running() as there:
-        await there.rounds_of(2)
         there.routers[0].away = True
-        await there.rounds_of(10)
-        assert there.scaled == []
+        await there.rounds_of(5)
+        assert there.said == []
         there.routers[0].start()
         there.routers[0].away = False
-        await there.rounds_of(2)
-        assert there.scaled == [], "it is not known whether the pool was full meanwhile"
         await there.rounds_of(1)
-        assert len(there.scaled) == 1
+        await eventually(lambda: len(there.scaled) == 1)
+
+
+async def test_all_routers_are_told_how_many_are_wanted_but_for_one_that_is_away():
+    async with running(routers=3, mode="advise") as there:
+        there.routers[1].away = True
+        await there.rounds_of(1)
+        assert [router.wanted for router in there.routers] == [{"decode": 3}, {}, {"decode": 3}]
 
 
 @pytest.mark.parametrize("bounds", [{}, {"adaptive": {"min_workers": 1, "max_workers": 4}}])
 async def test_after_a_change_of_mode_it_is_said_what_is_scaled_or_that_nothing_is(bounds):
-    async with running(**bounds) as there:
-        await there.rounds_of(2)
-        there.fleet.mode = "adaptive"
+    async with running(**bounds, mode="advise") as there:
+        await there.rounds_of(1)
+        there.fleet.mode, there.said[:] = "adaptive", []
         there.fleet.pool_of = dict.fromkeys(there.fleet.pool_of, "adaptive")
-        await there.rounds_of(2)
-        [told] = there.said[1:]
+        await there.rounds_of(1)
+        told = there.said[0]
         assert ("adaptive has 1 to 4 workers" if bounds else "set autoscale.adaptive.min_workers") in told
-        await there.rounds_of(5)  # the cooldown after a change of pools, and the time for which more is needed
         assert len(there.scaled) == bool(bounds)
-
-
-@pytest.mark.parametrize("away", [False, True])
-async def test_limits_are_judged_by_all_routers_that_answer(away):
-    async with running(routers=2, tpot_slo_ms=50) as there:
-        there.fleet.taken = 0.5
-        for _ in range(4):
-            for router in there.routers:
-                router.counted += 20
-            there.routers[0].kept += 20
-            there.routers[1].away = away
-            await there.rounds_of(1)
-        if away:  # all of those that are known were in time
-            assert there.scaled == []
-        else:
-            assert "now 50% of 40 sequences took at most 50 ms per token" in there.scaled[0]
 
 
 async def test_it_ends_when_it_is_cancelled():

@@ -8,7 +8,6 @@ import time
 import httpx
 import pytest
 import pytest_asyncio
-from prometheus_client import REGISTRY
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -287,24 +286,17 @@ async def test_every_series_that_a_router_publishes_is_in_the_documented_table_a
     assert labels.keys() >= {"ridgeline_ttft_seconds", "ridgeline_leases", "ridgeline_workers"}
 
 
-async def test_a_router_tells_what_is_in_use_and_how_many_kept_a_limit(router):
+async def test_a_router_tells_what_it_was_asked_for_lately(router):
     http, deployed, prefill, _ = router
-    prefill.stats.counters = {"busy_seconds_total.prefill": 2.5}
-    before = await deployed.within({"ttft": 64.0, "tpot": 2.0})
     stepper = asyncio.create_task(stepping(prefill))
     assert (await send(http))[0] == 200
     stepper.cancel()
-    await eventually(lambda: not REGISTRY.get_sample_value("ridgeline_requests_in_flight"))
-    use = await deployed.use()
-    assert [(worker.pool, worker.usable, worker.running) for worker in use.workers] == [
-        ("prefill", True, 0),
-        ("decode", True, 0),
-    ]
-    assert use.workers[0].prompt_steps_s == 2.5
-    assert not any(use.waiting_prompts.values())
-    after = await deployed.within({"ttft": 64.0, "tpot": 2.0})
-    assert [after[name].counted - before[name].counted for name in ("ttft", "tpot")] == [1, 1]
-    assert after["ttft"].within - before["ttft"].within == 1
+    load = await deployed.load(60.0)
+    assert (load.mode, load.pools, load.waiting_prompts) == ("disaggregated", ("prefill", "decode"), 0)
+    assert load.requests
+    assert not (await deployed.load(0.0)).requests
+    await deployed.note_wanted({"decode": 3})
+    assert 'ridgeline_wanted_workers{pool="decode"} 3.0' in (await http.get("/metrics")).text
 
 
 # --- the end of a router

@@ -55,17 +55,18 @@ async def test_the_dispatcher_knows_what_is_in_use_by_all_routers_and_which_prom
         async with a_dispatcher(addresses, NARROW) as (dispatcher, at), routers(2, addresses, at, NARROW) as pair:
             asked = [router.ask(tokens=2) for router in pair]
             await waits(dispatcher, 1)
-            use = await dispatcher.use()
-            assert {worker.worker_id: worker.running for worker in use.workers} == {"prefill-0": 1, "decode-0": 1}
-            assert all(worker.usable and worker.places and worker.kv_blocks for worker in use.workers)
-            assert use.waiting_prompts == {"prefill": 1, "decode": 0, "colocated": 0, "adaptive": 0}
+            load = await dispatcher.load(60.0)
+            assert (load.mode, load.pools, load.waiting_prompts) == ("disaggregated", ("prefill", "decode"), 1)
+            assert [one.output_tokens for one in load.requests] == [1, 1], "half of the longest length"
+            assert not load.is_whole
             engine(started)._stepping = "auto"
             engine(started).step()
             for _, request in asked:
                 await request
             await all_is_given_back(dispatcher)
-            use = await dispatcher.use()
-            assert [(worker.running, worker.kv_blocks_used) for worker in use.workers] == [(0, 0), (0, 0)]
+            load = await dispatcher.load(60.0)
+            assert load.waiting_prompts == 0
+            assert [one.output_tokens for one in load.requests] == [2, 2]
 
 
 async def all_is_given_back(dispatcher):
@@ -259,8 +260,8 @@ async def test_in_mode_adaptive_the_dispatcher_chooses_by_prediction_for_both_ro
             counted = generate_latest(pair[0].registry).decode() + generate_latest(pair[1].registry).decode()
             assert 'ridgeline_decisions_total{choice="' in counted
             await all_is_given_back(dispatcher)
-            use = await dispatcher.use()
-            assert [(worker.running, worker.kv_blocks_used) for worker in use.workers] == [(0, 0), (0, 0)]
+            load = await dispatcher.load(60.0)
+            assert (load.mode, load.pools, len(load.fleet.workers)) == ("adaptive", ("adaptive", "adaptive"), 2)
 
 
 async def test_any_router_streams_a_recording_of_what_the_dispatcher_decides_for_all():

@@ -17,7 +17,7 @@ from ridgeline.contracts.workers import WorkerStatus
 from ridgeline.router.fleet.pairing import KvPair
 from ridgeline.router.flow.fair_queue import Waiting
 from ridgeline.router.observe.collectors import BuildInfo, WorkerCollector
-from ridgeline.router.observe.metrics import LATENCY_BUCKETS, TOKEN_BUCKETS, RequestMetrics, Within
+from ridgeline.router.observe.metrics import RequestMetrics
 from ridgeline.router.observe.timeline import RequestTimeline
 from ridgeline.router.placement.pool_queue import QueueCollector, QueueNow
 from ridgeline.router.settings import PoolHardware
@@ -247,24 +247,6 @@ def test_what_waits_in_the_router_is_shown_by_pool_and_a_rate_only_once_it_was_m
     assert value(registry, "ridgeline_prompt_tokens_per_second", pool="decode") is None
 
 
-def test_who_has_kept_a_limit_is_counted_over_all_pools_by_the_bound_below_it(registry):
-    metrics = RequestMetrics(registry)
-    for pool, seconds in (("prefill", 0.2), ("prefill", 0.3), ("decode", 0.5), ("decode", 70.0)):
-        metrics.observe("ttft", pool, seconds)
-    metrics.observe("itl", "decode", 0.1)
-    assert metrics.within("ttft", 0.7) == Within(0.5, 3, 4)
-    assert metrics.within("ttft", 0.25) == Within(0.25, 1, 4)
-    assert metrics.within("tpot", 0.05) == Within(0.05, 0, 0)
-
-
-@pytest.mark.parametrize(("latency", "buckets"), [("ttft", LATENCY_BUCKETS), ("tpot", TOKEN_BUCKETS)])
-def test_a_limit_in_milliseconds_at_a_bound_is_that_bound(registry, latency, buckets):
-    metrics = RequestMetrics(registry)
-    for bound_s in buckets:
-        limit_ms = float(f"{bound_s * 1000:g}")
-        assert metrics.within(latency, limit_ms / 1000).bound_s == bound_s
-
-
 def finished(registry, **changes):
     """A sequence that has finished, with `changes`: 0.5 s to its first token, then 0.1 s to each of two more."""
     clock, metrics = FakeClock(), RequestMetrics(registry)
@@ -399,3 +381,11 @@ def test_workers_that_are_lost_again_and_again_are_counted(registry):
     assert value(registry, "ridgeline_away_workers") == 1
     away.clear()
     assert value(registry, "ridgeline_away_workers") == 0
+
+
+def test_how_many_workers_are_wanted_is_told_by_pool_once_that_is_known(registry):
+    wanted = {}
+    registry.register(WorkerCollector(list, dict, lambda: "adaptive", list, dict, wanted=lambda: wanted))
+    assert "ridgeline_wanted_workers" not in generate_latest(registry).decode()
+    wanted["decode"] = 3
+    assert value(registry, "ridgeline_wanted_workers", pool="decode") == 3
