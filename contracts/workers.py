@@ -95,15 +95,16 @@ class StepModel(msgspec.Struct, frozen=True, kw_only=True):
                 )
         return known if known.is_whole else None
 
-    def times(self, factor: float) -> StepModel:
-        """Return the model of steps that take so many times as long."""
+    def times(self, factor: float, prompts: float | None = None) -> StepModel:
+        """Return the model of steps that take so many times as long; what prompts add to them, `prompts` if given."""
+        prompts = factor if prompts is None else prompts
         return msgspec.structs.replace(
             self,
             base_s=factor * self.base_s,
-            per_prefill_token_s=factor * self.per_prefill_token_s,
+            per_prefill_token_s=prompts * self.per_prefill_token_s,
             per_sequence_s=factor * self.per_sequence_s,
             per_context_token_s=factor * self.per_context_token_s,
-            per_attended_token_s=factor * self.per_attended_token_s,
+            per_attended_token_s=prompts * self.per_attended_token_s,
         )
 
     def in_order(self) -> StepModel:

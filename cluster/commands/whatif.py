@@ -56,8 +56,8 @@ FEWEST_REQUESTS: Final = 50
 MOST_REQUESTS: Final = 2_000
 """Of a trace, that are simulated."""
 OF_FLOOR: Final = 3.0
-"""On an H100, steps took 1.4 to 3 times what the data sheet allows (docs/how-to/operate.md). So they are taken to be as
-long as the geometric mean of 1 and this, and the range is from 1 to this."""
+"""On an H100, steps took 1.4 to 3 times what the data sheet allows (docs/how-to/operate.md). The range is from 1."""
+STEPS_TAKE: Final = math.sqrt(OF_FLOOR)
 HANDOVER_S: Final = 0.013
 """Of a data sheet's fleet: what a hand-off by CUDA IPC took on an H100, whatever its bytes."""
 OVERHEAD_S: Final = 0.02
@@ -127,7 +127,8 @@ def whatif(
             fleet = fleet_of(known.fleet, number)
             for asked in policies or usual_policies(number):
                 policy, options = with_options(asked)
-                made = simulated(requests, fleet, policy, known.models, options, calibration.slowdown)
+                longer = calibration.slowdown, calibration.prompts
+                made = simulated(requests, fleet, policy, known.models, options, *longer)
                 found.append(outcome(asked, number, made))
     left_out = f", {known.unanswered} without an answer are left out" if known.unanswered else ""
     title = f"{len(requests)} requests in {duration_text(requests[-1].arrival_s)}{left_out}; "
@@ -270,8 +271,8 @@ def _datasheet_layouts(asked: Asked, served: Sequence[Served]) -> Iterator[Layou
             spec = WorkerSpec("w", floor, tokens, window_tokens(floor, tokens), SEQUENCES, kv_tokens)
             yield Layout(
                 FleetModel((spec,), HANDOVER_S, OVERHEAD_S),
-                calibration=Calibration(math.sqrt(OF_FLOOR), math.sqrt(OF_FLOOR) - 1.0),
-                name=f", TP {devices}, {tokens:,} tokens a step",
+                calibration=Calibration(STEPS_TAKE, STEPS_TAKE, STEPS_TAKE - 1.0),
+                name=f", TP {devices}, steps of {tokens}",
                 devices=devices,
             )
     if not fits:
@@ -300,7 +301,7 @@ def _limits(layout: Layout, asked: Asked) -> Iterator[str]:
     """Say how far a plan is to be believed."""
     if asked.hardware:
         yield (
-            f"Nothing of this is measured: steps take {math.sqrt(OF_FLOOR):.1f} times what the data sheet of "
+            f"Nothing of this is measured: steps take {STEPS_TAKE:.1f} times what the data sheet of "
             f"{asked.hardware} allows, and the range is 1 to {OF_FLOOR:g} times, as on an H100."
         )
     else:
@@ -319,8 +320,9 @@ def _error(calibration: Calibration) -> Iterator[str]:
     )
     told = ", ".join(f"{name} {_time(one_s)} ({_time(seen_s)})" for one_s, seen_s, name in times)
     yield (
-        f"Steps take {calibration.slowdown:.2f} times what their models say, by the latencies seen. So simulated, what "
-        f"was recorded has {made.in_time:.1%} in time (seen {seen.in_time:.1%}), {told}."
+        f"Steps take {calibration.slowdown:.2f} times what their models say, by the TPOT seen, and prompts "
+        f"{calibration.prompts:.2f} times, by the TTFT. So simulated, what was recorded has {made.in_time:.1%} in time "
+        f"(seen {seen.in_time:.1%}), {told}."
     )
 
 

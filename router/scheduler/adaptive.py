@@ -9,7 +9,7 @@ exceptions from a division help.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -214,9 +214,8 @@ class Adaptive:
         for _ in range(SLOWDOWN_ROUNDS):
             served = [make() for make in _requests(seen)]
             yield from Simulation(modelled(workers, slowdown), self._policy, fleet.handover_s).steps(served)
-            slowdown = corrected(
-                slowdown, ((served[index].latency_s + fleet.overhead_s) / latency_s for index, latency_s in known)
-            )
+            off = median((served[index].latency_s + fleet.overhead_s) / latency_s for index, latency_s in known)
+            slowdown = min(MOST_SLOWDOWN, max(1 / MOST_SLOWDOWN, slowdown / math.sqrt(off)))
         return slowdown
 
     def _choose(self, scores: Mapping[str, float]) -> None:
@@ -247,11 +246,6 @@ class Adaptive:
             wanted += [division_name(number, workers) for number in near]
             wanted += [division_name(number, workers, slack=True) for number in near]
         return next((name for name in wanted if name not in scores), None)
-
-
-def corrected(slowdown: float, simulated_of_seen: Iterable[float]) -> float:
-    """Return a better slowdown, by the parts that latencies simulated with this one are of those seen."""
-    return min(MOST_SLOWDOWN, max(1 / MOST_SLOWDOWN, slowdown / math.sqrt(median(simulated_of_seen))))
 
 
 def _divides(name: str) -> bool:

@@ -12,7 +12,7 @@ import msgspec
 
 from ridgeline.contracts.vocabulary import Pool, RebalanceMode
 from ridgeline.contracts.workers import StepModel
-from ridgeline.router.scheduler.adaptive import ERROR, SLOWDOWN_ROUNDS, Adaptive, corrected
+from ridgeline.router.scheduler.adaptive import ERROR, MOST_SLOWDOWN, Adaptive
 from ridgeline.router.scheduler.engines import ModelledRequest, ModelledWorker, modelled
 from ridgeline.router.scheduler.features import WINDOW_STEPS, FleetModel, PoolLimits, WorkerSpec
 from ridgeline.router.scheduler.policies import Policy, shape_of
@@ -34,6 +34,9 @@ from ridgeline.router.scheduler.traffic import Seen, Traffic
 
 PURE: Final = ("colocated", "disaggregated")
 """The policies that are modes too: in these, prompts go first come, first served."""
+CALIBRATIONS: Final = 5
+"""Simulations that look for what steps took."""
+STEEPEST: Final = 20.0
 BELIEVED: Final = 2
 """Step models are believed up to batches so many times as large as those they were fitted to."""
 
@@ -237,7 +240,9 @@ class Calibration(msgspec.Struct, frozen=True):
     """How a simulation of what was recorded differs from what clients saw; without both, that is not known."""
 
     slowdown: float = 1.0
-    """Steps take so many times as long as their models say."""
+    """Steps take so many times as long as their models say..."""
+    prompts: float = 1.0
+    """...and what prompts add to them so many times."""
     error: float = 2 * ERROR
     """They may take so many parts longer, or as much shorter."""
     simulated: Tried | None = None
@@ -259,14 +264,17 @@ def simulated(
     models: Models = (),
     options: Mapping[str, object] | None = None,
     slower: float = 1.0,
+    prompts: float | None = None,
 ) -> list[ModelledRequest]:
     """Serve the requests by a policy, which may be adaptive, with steps that take `slower` times as long.
+
+    What prompts add to them takes `prompts` times as long, if that is given.
 
     Raises ValueError for a policy that is not there or has other options.
     """
     requests = requests_of(served)
-    models = [(at_s, [model.times(slower) for model in known]) for at_s, known in models]
-    specs = [msgspec.structs.replace(spec, model=spec.model.times(slower)) for spec in fleet.workers]
+    models = [(at_s, [model.times(slower, prompts) for model in known]) for at_s, known in models]
+    specs = [msgspec.structs.replace(spec, model=spec.model.times(slower, prompts)) for spec in fleet.workers]
     fleet = msgspec.structs.replace(fleet, workers=tuple(specs))
     if policy != ADAPTIVE:
         made = make_policy(policy, options or {})
@@ -316,25 +324,47 @@ def outcome(policy: str, workers: int, requests: Sequence[Served | ModelledReque
     )
 
 
+class _Factor:
+    """How many times as long something takes as modelled, by medians that were simulated and seen.
+
+    Near the knee a latency grows by a multiple of what steps do. How steeply, the last two simulations say.
+    """
+
+    def __init__(self) -> None:
+        self.value = 1.0
+        self._grows, self._last = 2.0, (0.0, 0.0)
+
+    def correct(self, simulated_of_seen: Sequence[float]) -> None:
+        """Take the next value, by what was simulated with this one."""
+        if not simulated_of_seen:
+            return
+        now, before = (math.log(self.value), math.log(percentiles(simulated_of_seen)[0])), self._last
+        if now[0] != before[0]:
+            self._grows = min(STEEPEST, max(1.0, (now[1] - before[1]) / (now[0] - before[0])))
+        self._last = now
+        self.value = min(MOST_SLOWDOWN, max(1 / MOST_SLOWDOWN, math.exp(now[0] - now[1] / self._grows)))
+
+
 def calibrated(known: Recorded) -> Calibration:
-    """Compare what was recorded with its simulation, whose steps become as long as the latencies seen say."""
+    """Compare what was recorded with its simulation, whose steps become as long as clients have seen them."""
     if known.served_by is None:
         return AS_MODELLED
     policy, options = known.served_by
-    seen = [(number, one.latency_s) for number, one in enumerate(known.requests) if one.latency_s is not None]
-    slowdown = 1.0
+    slowdown, prompts = _Factor(), _Factor()
     try:
-        for _ in range(SLOWDOWN_ROUNDS):
-            again = simulated(known.requests, known.fleet, policy, known.models, options, slowdown)
-            slowdown = corrected(slowdown, (again[number].latency_s / latency_s for number, latency_s in seen))
-        again = simulated(known.requests, known.fleet, policy, known.models, options, slowdown)
+        for left in reversed(range(1 + CALIBRATIONS)):
+            again = simulated(known.requests, known.fleet, policy, known.models, options, slowdown.value, prompts.value)
+            if left:
+                both = [*zip(again, known.requests, strict=True)]
+                slowdown.correct([one.tpot_s / seen.tpot_s for one, seen in both if seen.tpot_s])
+                prompts.correct([one.ttft_s / seen.ttft_s for one, seen in both if seen.ttft_s])
     except ValueError:  # a policy that is installed elsewhere
         return AS_MODELLED
     workers = len(known.fleet.workers)
     made, was = outcome(policy, workers, again), outcome(policy, workers, known.requests)
     off = [made.ttft_s[0] / was.ttft_s[0], made.tpot_s[0] / was.tpot_s[0]]
     error = max([ERROR, *(max(one, 1 / one) - 1.0 for one in off if one > 0.0)])
-    return Calibration(slowdown, error, made, was)
+    return Calibration(slowdown.value, prompts.value, error, made, was)
 
 
 def tried(
@@ -348,7 +378,7 @@ def tried(
     """Return what a policy makes of the requests. Raises ValueError, see `simulated`."""
     longer = 1.0 + calibration.error
     slower, requests, faster = (
-        simulated(served, fleet, policy, models, options, calibration.slowdown * factor)
+        simulated(served, fleet, policy, models, options, calibration.slowdown * factor, calibration.prompts * factor)
         for factor in (longer, 1.0, 1 / longer)
     )
     parts = [part_of([one.in_time for one in each]) for each in (slower, requests, faster)]

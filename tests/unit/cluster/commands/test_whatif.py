@@ -9,7 +9,14 @@ from rich.console import Console
 from ridgeline.cluster.commands.whatif import Asked, compare_plan, plan, pools_of, whatif, with_options
 from ridgeline.loadtest.errors import LoadTestError
 from ridgeline.loadtest.trace.readers import load_trace
-from ridgeline.router.scheduler.offline_simulation import Served, calibrated, recorded, simulated
+from ridgeline.router.scheduler.offline_simulation import (
+    Served,
+    calibrated,
+    fleet_of,
+    part_of,
+    recorded,
+    simulated,
+)
 from ridgeline.router.scheduler.recorded_events import AnswerCompleted, Arrived, Began, limit, line_of, read_recording
 from tests.unit.router.scheduler.samples import BF16, fleet_model, poisson
 from tests.unit.router.scheduler.test_replay import recording_of
@@ -74,10 +81,9 @@ def test_options_are_read_as_in_the_configuration():
     )
 
 
-def recording_in_mode(served_by, requests, *, took=1.0, most_decode_tokens=0, workers=2, **began):
+def recording_in_mode(served_by, requests, *, took=1.0, began=(), **model):
     """Lines of a recording in one mode, whose steps took so many times what their models say."""
-    model = msgspec.structs.replace(BF16, most_decode_tokens=most_decode_tokens)
-    known = fleet_model(workers, model)
+    known = fleet_model(2, msgspec.structs.replace(BF16, **model))
     served = [Served(one.arrival_s, one.prompt_tokens, one.output_tokens) for one in requests]
     ended = simulated(served, known, served_by, slower=took)
     events = [Began(0.0, served_by, "colocated", {}, "act", False, 0, 8, [], known)]
@@ -86,7 +92,7 @@ def recording_in_mode(served_by, requests, *, took=1.0, most_decode_tokens=0, wo
         for one in requests
     ]
     events += [AnswerCompleted(one.end_s, one.number, one.output_tokens, one.ttft_s, one.tpot_s) for one in ended]
-    events[0] = msgspec.structs.replace(events[0], **began)
+    events[0] = msgspec.structs.replace(events[0], **dict(began))
     return b"".join(map(line_of, events))
 
 
@@ -139,7 +145,7 @@ def test_a_plan_names_the_fewest_workers_and_the_best_two_modes_are_compared_wit
 def test_a_plan_says_its_error_on_what_was_recorded_if_the_policy_can_be_made_by_name(tmp_path, began, is_simulated):
     file = tmp_path / "one.jsonl"
     requests = poisson(1.0, 60, ttft_slo_s=3.0, tpot_slo_s=0.08)
-    file.write_bytes(recording_in_mode("colocated", requests, **began))
+    file.write_bytes(recording_in_mode("colocated", requests, began=began))
     assert ("Steps take" in planned(file)) == is_simulated
 
 
@@ -154,8 +160,8 @@ def test_a_trace_is_planned_for_on_recorded_workers_or_on_a_data_sheet(busy):
     assert "1 devices keep 90%" in told
     assert "Nothing of this is measured" in told
     assert {row[0].partition(", ")[2] for row in rows_of(told)} >= {
-        "TP 1, 2,048 tokens a step",
-        "TP 2, 8,192 tokens a step",
+        "TP 1, steps of 2048",
+        "TP 2, steps of 8192",
     }
 
 
@@ -185,6 +191,17 @@ def test_steps_that_took_longer_than_modelled_are_simulated_so():
     found = calibrated(recorded(read_recording(lines.splitlines(keepends=True), "a.jsonl")))
     assert found.slowdown == pytest.approx(4 / 3, rel=0.05)
     assert found.simulated.tpot_s == pytest.approx(found.seen.tpot_s, rel=0.05)
+
+
+def test_more_workers_are_no_worse_though_batches_of_some_sizes_were_slow_when_models_were_fitted():
+    requests = poisson(4.0, 80, ttft_slo_s=3.0, tpot_slo_s=0.09)
+    slow = {"corrections": (1.0, 1.23, 1.49, 1.19, 0.45), "most_decode_tokens": 8}
+    lines = recording_in_mode("colocated", requests, **slow).splitlines(keepends=True)
+    known = recorded(read_recording(lines, "a.jsonl"))
+    served = [simulated(known.requests, fleet_of(known.fleet, number), "colocated") for number in (2, 4, 8, 16, 32)]
+    parts = [part_of([one.in_time for one in each]) for each in served]
+    assert parts == sorted(parts)
+    assert parts[-1] == 1.0
 
 
 def test_a_plan_does_not_know_batches_far_beyond_those_of_its_step_models(tmp_path):
