@@ -66,6 +66,8 @@ MEMORY_USED: Final = 0.9
 """The part of a device's memory that an engine takes: vLLM's gpu_memory_utilization."""
 STEP_TOKENS: Final = (2048, 8192)
 """The token budgets of a step that are tried on a device: those of decode and of prefill pools with GPUs."""
+MOST_ERROR: Final = 0.5
+"""Of a calibrated simulation on what was recorded; beyond that it is not believed."""
 CHECKED_PAIRS: Final = 2
 """Of rounds on engines: the fewest that say anything."""
 SEQUENCES: Final = 256
@@ -287,8 +289,11 @@ def _answer(best: Tried, layout: Layout, asked: Asked) -> Iterator[str]:
         f"{best.in_time:.1%} in time in mode {best.policy}, and {best.least:.1%} to {best.most:.1%} if steps take "
         f"{layout.calibration.error:.0%} more, or as much less"
     )
-    if best.beyond:
-        yield f"I do not know whether {best.devices} {asked.unit} keep {asked.goal:.0%}: there are {best.beyond}."
+    doubt = f"there are {best.beyond}" if best.beyond else ""
+    if not asked.hardware and layout.calibration.error > MOST_ERROR:
+        doubt = f"what was recorded comes out {layout.calibration.error:.0%} off"
+    if doubt:
+        yield f"I do not know whether {best.devices} {asked.unit} keep {asked.goal:.0%}: {doubt}."
     elif best.least >= asked.goal:
         yield f"{best.devices} {asked.unit} keep {asked.goal:.0%}: {kept}."
     else:

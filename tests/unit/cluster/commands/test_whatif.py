@@ -204,11 +204,20 @@ def test_more_workers_are_no_worse_though_batches_of_some_sizes_were_slow_when_m
     assert parts[-1] == 1.0
 
 
-def test_a_plan_does_not_know_batches_far_beyond_those_of_its_step_models(tmp_path):
+@pytest.mark.parametrize(
+    ("recorded_so", "says"),
+    [
+        ({"most_decode_tokens": 1}, "sequences, and step models were fitted to 1 at most"),
+        ({"took": 8.0}, "what was recorded comes out"),
+    ],
+)
+def test_a_plan_does_not_know_what_is_far_beyond_its_step_models(tmp_path, recorded_so, says):
     file = tmp_path / "few.jsonl"
-    requests = poisson(2.0, 60, ttft_slo_s=9.0, tpot_slo_s=0.9)
-    file.write_bytes(recording_in_mode("colocated", requests, most_decode_tokens=1))
-    assert "I do not know" in planned(file, most=2)
+    requests = poisson(0.5, 60, ttft_slo_s=9.0, tpot_slo_s=0.9)
+    file.write_bytes(recording_in_mode("colocated", requests, **recorded_so))
+    told = planned(file, most=2)
+    assert "I do not know" in told
+    assert says in told
 
 
 @pytest.mark.parametrize(
