@@ -205,7 +205,7 @@ def failures_told(*more: type[Exception]) -> Iterator[None]:
         fail([str(error)])
 
 
-def run(work: Coroutine[Any, Any, None]) -> None:
+def run(work: Coroutine[Any, Any, object]) -> None:
     """Run a command's coroutine."""
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it prints a line per request
     with failures_told():
@@ -538,19 +538,63 @@ def whatif(
 
 @app.command()
 def plan(
-    file: Annotated[Path, typer.Argument(help="a recording, made by `ridgeline record`", exists=True, dir_okay=False)],
+    file: Annotated[
+        Path | None, typer.Argument(help="a recording, made by `ridgeline record`", exists=True, dir_okay=False)
+    ] = None,
+    trace: Annotated[
+        str | None, typer.Option(help="plan for this trace instead of the recorded requests; as replay's --trace")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="with --hardware: as `ridgeline roofline` takes it")] = None,
+    hardware: Annotated[
+        str | None, typer.Option(help="take steps from the data sheet of this device, such as h100-sxm, not measured")
+    ] = None,
+    link_gb_per_s: Annotated[
+        float, typer.Option(help="between the devices of one worker, each way: NVLink 4 has 450, PCIe 5 has 64", min=1)
+    ] = 450.0,
     goal: Annotated[float, typer.Option(help="part of the requests that meet their SLOs", min=0.01, max=1.0)] = 0.95,
-    growth: Annotated[float, typer.Option(help="so many times the recorded rate", min=0.01, max=1000.0)] = 1.0,
-    most: Annotated[int, typer.Option(help="most workers to try", min=1, max=256)] = 32,
+    growth: Annotated[float, typer.Option(help="so many times the rate", min=0.01, max=1000.0)] = 1.0,
+    most: Annotated[int, typer.Option(help="most workers to try, or devices with --hardware", min=1, max=256)] = 32,
     ttft_ms: Annotated[float | None, typer.Option(help="TTFT SLO of every request", min=0.1)] = None,
     tpot_ms: Annotated[float | None, typer.Option(help="TPOT SLO of every request", min=0.1)] = None,
+    check: Annotated[
+        Path | None,
+        typer.Option(help="serve the best two modes by `ridgeline compare` into this folder, and tell the regret"),
+    ] = None,
+    config: ConfigOption = None,
+    settings: SetOption = None,
 ) -> None:
-    """Simulate how many workers, divided how, would have kept the SLOs of recorded requests."""
+    """Simulate how many workers, divided how, keep the SLOs of recorded requests or of a trace."""
+    from ridgeline.cluster.commands.whatif import Asked, checked, compare_plan, pools_of
     from ridgeline.cluster.commands.whatif import plan as simulate
 
     ttft_slo_s, tpot_slo_s = (None if value is None else value / 1e3 for value in (ttft_ms, tpot_ms))
+    asked = Asked(
+        file=file,
+        trace=trace,
+        model=model,
+        hardware=hardware,
+        link_gb_per_s=link_gb_per_s,
+        goal=goal,
+        growth=growth,
+        most=most,
+        ttft_slo_s=ttft_slo_s,
+        tpot_slo_s=tpot_slo_s,
+    )
+    if check is not None:
+        if hardware:
+            fail(["--check serves on this machine's workers: leave out --hardware, or --check"], 2)
+        load(config, settings, both_modes=True)  # what is wrong with it is told first
     with failures_told():
-        simulate(file, console, goal=goal, growth=growth, most=most, ttft_slo_s=ttft_slo_s, tpot_slo_s=tpot_slo_s)
+        modes, served = simulate(asked, console)
+        comparison = compare_plan(modes, served, check) if check is not None else None
+    if check is None or comparison is None:
+        return
+    from ridgeline.cluster.commands.own_variants import refusals
+
+    loaded = load(config, [*(settings or ()), *pools_of(modes)], both_modes=True)
+    if found := list(refusals(loaded.config, comparison)):
+        fail(found, 2)
+    run(checked(loaded.config, comparison, check, console))
 
 
 @app.command()

@@ -6,6 +6,7 @@ Fields are only ever added, as in `contracts/tasks.py`.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from statistics import fmean
 from typing import Annotated
 
 import msgspec
@@ -43,6 +44,9 @@ class StepModel(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that a step computes of each sequence that decodes: above 1 with speculation."""
     made_per_sequence: float = 1.0
     """Tokens that such a sequence gets of a step: one, and the drafted ones that were accepted."""
+    most_decode_tokens: int = 0
+    """S of the largest step that it was fitted to; 0: not known, as of C."""
+    most_context_tokens: int = 0
 
     def step_s(self, prefill_tokens: float, decode_tokens: float, context_tokens: float, attended: float) -> float:
         """Return the seconds of a step with these P, S, C and A."""
@@ -91,15 +95,35 @@ class StepModel(msgspec.Struct, frozen=True, kw_only=True):
                 )
         return known if known.is_whole else None
 
-    def times(self, factor: float) -> StepModel:
-        """Return the model of steps that take so many times as long."""
+    def times(self, factor: float, prompts: float | None = None) -> StepModel:
+        """Return the model of steps that take so many times as long; what prompts add to them, `prompts` if given."""
+        prompts = factor if prompts is None else prompts
         return msgspec.structs.replace(
             self,
             base_s=factor * self.base_s,
-            per_prefill_token_s=factor * self.per_prefill_token_s,
+            per_prefill_token_s=prompts * self.per_prefill_token_s,
             per_sequence_s=factor * self.per_sequence_s,
             per_context_token_s=factor * self.per_context_token_s,
-            per_attended_token_s=factor * self.per_attended_token_s,
+            per_attended_token_s=prompts * self.per_attended_token_s,
+        )
+
+    def in_order(self) -> StepModel:
+        """Return the model with corrections by which no batch decodes faster than a smaller one.
+
+        Each size is corrected by its own latest steps, so on a busy machine those of one size may look slow for good.
+        Sizes that are out of order get their mean time (pool adjacent violators: Barlow et al. 1972).
+        """
+        sizes = min(len(self.corrections), 1 + (self.most_decode_tokens or USUAL_BATCH).bit_length())
+        line_s = [self.base_s + self.per_sequence_s * 0.75 * (1 << bits) for bits in range(1, sizes)]
+        pooled: list[list[float]] = []
+        for one_s, k in zip(line_s, self.corrections[1:sizes], strict=True):
+            pooled.append([one_s * k])
+            while len(pooled) > 1 and fmean(pooled[-2]) > fmean(pooled[-1]):
+                pooled[-2:] = [pooled[-2] + pooled[-1]]
+        times_s = [fmean(run) for run in pooled for _ in run]
+        ordered = (time_s / max(one_s, SHORTEST_STEP_S) for time_s, one_s in zip(times_s, line_s, strict=True))
+        return msgspec.structs.replace(
+            self, corrections=(*self.corrections[:1], *ordered, *self.corrections[max(1, sizes) :])
         )
 
     def planned_s(self, target_s: float) -> float:
@@ -115,6 +139,10 @@ class StepModel(msgspec.Struct, frozen=True, kw_only=True):
 SHORTEST_STEP_S = 1e-6
 """No step is predicted to take less, so that predictions may divide by it: no engine makes one in a microsecond, and a
 fit to few steps may find that some take nothing."""
+
+
+USUAL_BATCH = 64
+"""Sequences in the batches of a model that does not know its largest one."""
 
 
 MIN_FITTED_STEPS = 16

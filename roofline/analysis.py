@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from ridgeline.contracts.workers import StepModel
 from ridgeline.roofline.cost import StepCost, StepCostModel
 from ridgeline.roofline.hardware import Hardware
 from ridgeline.roofline.model_shape import ModelShape
@@ -18,6 +19,10 @@ Bound = Literal["compute", "memory"]
 PREFILL_TOKENS = (128, 512, 2048, 8192, 32768)
 DECODE_BATCHES = (1, 8, 32, 128, 512)
 DECODE_CONTEXT_TOKENS = 2048
+ALL_REDUCE_S = 1e-5
+"""Of a message of few bytes between the devices of one host: what NCCL takes over NVLink."""
+LARGEST_STEP = 1 << 15
+"""Tokens; a larger one costs as much a token."""
 
 
 def bound(arithmetic_intensity: float, hardware: Hardware) -> Bound:
@@ -51,6 +56,36 @@ def tokens_per_step(acceptance: float, drafted_tokens: int) -> float:
 def sequences_that_fit(free_bytes: float, kv_bytes_per_sequence: float) -> int:
     """Return how many whole sequences fit by their KV; paging wastes at most one block each (PagedAttention paper)."""
     return int(free_bytes // kv_bytes_per_sequence)
+
+
+def datasheet_steps(shape: ModelShape, hardware: Hardware, devices: int, link_bytes_per_s: float) -> StepModel:
+    """Return the least that steps of a worker take, by the data sheet: no engine's step is as short.
+
+    A line cannot be the larger of two, so a correction for each size of a step makes it that. Tensor parallelism over
+    several `devices` adds two all-reduces a layer (Megatron-LM paper, section 3), as a ring over their links.
+    """
+    together, cost = hardware.times(devices), StepCostModel(shape, tensor_parallel_size=devices)
+    reduces = 2 * shape.num_layers * (devices > 1)
+    reduce_s = reduces * ALL_REDUCE_S
+    token_link_s = reduces * shape.hidden_size * 2.0 * 2 * (devices - 1) / devices / link_bytes_per_s
+    unread, alone = cost.step([(1, 0)], 0), cost.decode(1, 1)
+    base_s = alone.bytes / together.peak_bytes_per_s + reduce_s
+    token_s = unread.flops / together.peak_flops + token_link_s
+    context_bytes = cost.decode(1, DECODE_CONTEXT_TOKENS).bytes - alone.bytes
+    prompt_flops = cost.prefill(DECODE_CONTEXT_TOKENS).flops - alone.flops - (DECODE_CONTEXT_TOKENS - 1) * unread.flops
+    corrections = [1.0]
+    for bits in range(1, LARGEST_STEP.bit_length()):
+        tokens = 3 * 2**bits // 4  # the middle of the sizes that the correction is for
+        floor_s = step_floor_s(cost.step([(1, 0)] * tokens, 1), together) + reduce_s + token_link_s * tokens
+        corrections.append(floor_s / (base_s + token_s * tokens))
+    return StepModel(
+        base_s=base_s,
+        per_prefill_token_s=token_s,
+        per_sequence_s=alone.flops / together.peak_flops + token_link_s,
+        per_context_token_s=context_bytes / (DECODE_CONTEXT_TOKENS - 1) / together.peak_bytes_per_s,
+        per_attended_token_s=prompt_flops / (DECODE_CONTEXT_TOKENS**2 / 2) / together.peak_flops,
+        corrections=tuple(corrections),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 
@@ -50,8 +50,8 @@ async def resume_command(folder: Path, given: ComparePlan, config: RidgelineConf
 
 async def compare_command(
     config: RidgelineConfig | None, plan: ComparePlan, out: Path, console: Console, past: Past | None = None
-) -> None:
-    """Run all variants in pairs of rounds, and write what was found; with `past`, go on with it.
+) -> dict[str, Any]:
+    """Run all variants in pairs of rounds, and write what was found, which is returned; with `past`, go on with it.
 
     `config` is that of an own deployment, if the plan has modes. Raises LoadTestError and `serve`'s.
     """
@@ -95,6 +95,7 @@ async def compare_command(
     console.print(
         f"wrote {out}/summary.json, {out}/records.jsonl, {out}/records.parquet and {found.report}", markup=False
     )
+    return found.summary
 
 
 def report_command(folder: Path, console: Console, export: ExportFormat | None = None) -> None:

@@ -114,6 +114,7 @@ class StepFit:
         )
         self.longest_prefill_tokens = 0
         """The most prompt tokens that a step had; beyond, the model is a guess."""
+        self._most_decode_tokens = 0
         self._most_context_tokens = 0
         self._most_attended = 0.0
         self._line = np.zeros(FEATURES)
@@ -167,6 +168,7 @@ class StepFit:
             size.seen += 1
             self._steps_without_prompts += not load.prefill_tokens
             self.longest_prefill_tokens = max(self.longest_prefill_tokens, load.prefill_tokens)
+            self._most_decode_tokens = max(self._most_decode_tokens, load.decode_tokens)
             self._most_context_tokens = max(self._most_context_tokens, load.context_tokens)
             self._most_attended = max(self._most_attended, load.attended)
         if self._steps % REFIT_STEPS == 0 or self._steps in (1, 2, 4):
@@ -216,6 +218,8 @@ class StepFit:
             knows_prompts=self.longest_prefill_tokens > 0,
             computed_per_sequence=computed / sequences if sequences else 1.0,
             made_per_sequence=made / sequences if sequences else 1.0,
+            most_decode_tokens=self._most_decode_tokens,
+            most_context_tokens=self._most_context_tokens,
         )
 
     def _corrections(self) -> tuple[float, ...]:

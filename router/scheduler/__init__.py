@@ -9,7 +9,7 @@ traffic.py             remembers the latest requests
 adaptive.py            serves as the policy that would have served the latest requests best
 recorded_events.py     the lines of a recording
 replay.py              makes the decisions of a recording again
-offline_simulation.py  serves the requests of a recording by another policy, on modelled engines
+offline_simulation.py  serves recorded requests otherwise, and finds how many workers keep their SLOs
 sizing.py              how many workers of each pool keep the SLOs of the latest requests
 
 All of it is pure: no I/O, no asyncio, and clocks are passed in.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Final, Protocol
 
 import msgspec
 
+from ridgeline.contracts.vocabulary import Pool
 from ridgeline.contracts.workers import SHORTEST_STEP_S, StepModel
 
 WINDOW_STEPS: Final = 2
@@ -127,6 +129,14 @@ class WorkerSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """Workers with the same one take turns on it; empty: it has one of its own."""
 
 
+class PoolLimits(msgspec.Struct, frozen=True):
+    """Of a pool of the fixed modes: what a simulation of these needs to know."""
+
+    workers: int
+    step_tokens: int
+    max_num_seqs: int
+
+
 class FleetModel(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a simulation needs to know of the fleet."""
 
@@ -136,6 +146,8 @@ class FleetModel(msgspec.Struct, frozen=True, omit_defaults=True):
     """From a first token to the first decode step on another worker, in which it can be."""
     overhead_s: float = 0.0
     """Seconds of a TTFT that pass outside of engines, whatever the policy."""
+    pools: Mapping[Pool, PoolLimits] = {}
+    """Those that the workers make in the fixed modes; without them these have the limits of mode adaptive."""
 
 
 class Assignment(msgspec.Struct, frozen=True):

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import cycle, islice
+from itertools import accumulate, cycle, islice
 from typing import Final
 
 import msgspec
 
-from ridgeline.contracts.vocabulary import RebalanceMode
+from ridgeline.contracts.vocabulary import Pool, RebalanceMode
 from ridgeline.contracts.workers import StepModel
-from ridgeline.router.scheduler.adaptive import ERROR, Adaptive
+from ridgeline.router.scheduler.adaptive import ERROR, MOST_SLOWDOWN, Adaptive
 from ridgeline.router.scheduler.engines import ModelledRequest, ModelledWorker, modelled
-from ridgeline.router.scheduler.features import WINDOW_STEPS, FleetModel, WorkerSpec
-from ridgeline.router.scheduler.policies import Policy
+from ridgeline.router.scheduler.features import WINDOW_STEPS, FleetModel, PoolLimits, WorkerSpec
+from ridgeline.router.scheduler.policies import Policy, shape_of
 from ridgeline.router.scheduler.recorded_events import (
     AnswerCompleted,
     AnyEvent,
@@ -34,20 +34,30 @@ from ridgeline.router.scheduler.traffic import Seen, Traffic
 
 PURE: Final = ("colocated", "disaggregated")
 """The policies that are modes too: in these, prompts go first come, first served."""
+CALIBRATIONS: Final = 5
+"""Simulations that look for what steps took."""
+STEEPEST: Final = 20.0
+BELIEVED: Final = 2
+"""Step models are believed up to batches so many times as large as those they were fitted to."""
 
 
 class Served(msgspec.Struct, frozen=True):
-    """A request whose answer was recorded."""
+    """A request whose answer was recorded, or which a trace has."""
 
     arrival_s: float
     prompt_tokens: int
     """Those that no prefix cache had."""
     output_tokens: int
-    ttft_slo_s: float
-    tpot_slo_s: float
-    ttft_s: float | None
+    ttft_slo_s: float = math.inf
+    tpot_slo_s: float = math.inf
+    ttft_s: float | None = None
     """What its client saw."""
-    tpot_s: float | None
+    tpot_s: float | None = None
+
+    @property
+    def latency_s(self) -> float | None:
+        """From its arrival to its last token."""
+        return None if self.ttft_s is None else self.ttft_s + (self.tpot_s or 0.0) * (self.output_tokens - 1)
 
     @property
     def in_time(self) -> bool:
@@ -68,6 +78,8 @@ class Recorded(msgspec.Struct, frozen=True):
     """The models of their steps, by the time of `requests` from which on they were known."""
     policies: tuple[str, ...]
     """The modes, and in mode adaptive the policies, that served, in their order."""
+    served_by: tuple[str, Mapping[str, object]] | None = None
+    """By what all of it is simulated, with options; None if the mode was changed."""
 
 
 def recorded(events: Iterable[AnyEvent]) -> Recorded:
@@ -75,15 +87,17 @@ def recorded(events: Iterable[AnyEvent]) -> Recorded:
     fleets: list[tuple[float, FleetModel]] = []
     requests: dict[int, list[Arrived | PromptComputed | AnswerCompleted]] = {}
     policies: list[str] = []
+    modes: list[Began | ModeBecame] = []
     for event in events:
         if isinstance(event, Began | Compared | FleetSeen) and event.fleet is not None and event.fleet.workers:
-            fleets.append((event.at_s, event.fleet))
+            fleets.append((event.at_s, _in_order(event.fleet)))
         if isinstance(event, Arrived):
             requests[event.number] = [event]
         elif isinstance(event, PromptComputed | AnswerCompleted) and event.number in requests:
             requests[event.number].append(event)
         elif isinstance(event, Began | ModeBecame | Chose):
             policies.append(_serves(event))
+            modes += [event] if not isinstance(event, Chose) else []
     if not fleets:
         raise BadRecording("no engine's steps were known when it was recorded: record while the server has traffic")
     answered = [told for told in requests.values() if isinstance(told[-1], AnswerCompleted)]
@@ -97,7 +111,7 @@ def recorded(events: Iterable[AnyEvent]) -> Recorded:
         for at_s, fleet in fleets
         if len(fleet.workers) == len(last.workers)
     )
-    return Recorded(served, len(requests) - len(answered), last, models, tuple(policies))
+    return Recorded(served, len(requests) - len(answered), last, models, tuple(policies), _served_by(modes, last))
 
 
 def _serves(event: Began | ModeBecame | Chose) -> str:
@@ -107,6 +121,25 @@ def _serves(event: Began | ModeBecame | Chose) -> str:
     if isinstance(event, Began) and event.mode == "adaptive":
         return event.policy
     return event.mode
+
+
+def _in_order(fleet: FleetModel) -> FleetModel:
+    """Return the fleet with step models by which more workers, with smaller batches, are not slower."""
+    specs = (msgspec.structs.replace(spec, model=spec.model.in_order()) for spec in fleet.workers)
+    return msgspec.structs.replace(fleet, workers=tuple(specs))
+
+
+def _served_by(modes: Sequence[Began | ModeBecame], fleet: FleetModel) -> tuple[str, Mapping[str, object]] | None:
+    """Return by what all requests of a recording are simulated; None if its mode was changed."""
+    began = modes[0] if modes else None
+    if not isinstance(began, Began) or len({event.mode for event in modes}) > 1:
+        return None
+    if began.mode == "adaptive":
+        return (began.policy, began.options) if began.always else (ADAPTIVE, {})
+    prefill = fleet.pools.get("prefill")
+    return began.mode, {
+        "prefill_part": prefill.workers / len(fleet.workers)
+    } if prefill and began.mode != "colocated" else {}
 
 
 def _served(told: Sequence[Arrived | PromptComputed | AnswerCompleted], first_s: float) -> Served:
@@ -178,15 +211,12 @@ def serve_adaptively(requests: Sequence[ModelledRequest], fleet: FleetModel, mod
 
 
 class Tried(msgspec.Struct, frozen=True):
-    """What so many workers made of the requests by a policy, with steps as long as modelled, longer and shorter."""
+    """What became of the requests by a policy, seen or simulated."""
 
     policy: str
     workers: int
     in_time: float
     """The part of the requests that met both SLOs."""
-    least: float
-    most: float
-    """The same with steps that take twice `ERROR` more or less."""
     late_first: float
     """The part that missed the SLO on TTFT."""
     late_tokens: float
@@ -194,8 +224,32 @@ class Tried(msgspec.Struct, frozen=True):
     ttft_s: tuple[float, float]
     """The median and the 90th percentile, as of TPOT."""
     tpot_s: tuple[float, float]
-    took_s: float
-    """From the first arrival to the last token."""
+    tokens_per_s: float
+    """Tokens of answers, from the first arrival to the last token."""
+    least: float = math.nan
+    """The part in time with steps that take as much longer as they may."""
+    most: float = math.nan
+    """The same with shorter ones."""
+    beyond: str = ""
+    """In what the batches exceed those that step models were fitted to."""
+    devices: int = 0
+    """Of all workers; 0: not known."""
+
+
+class Calibration(msgspec.Struct, frozen=True):
+    """How a simulation of what was recorded differs from what clients saw; without both, that is not known."""
+
+    slowdown: float = 1.0
+    """Steps take so many times as long as their models say..."""
+    prompts: float = 1.0
+    """...and what prompts add to them so many times."""
+    error: float = 2 * ERROR
+    """They may take so many parts longer, or as much shorter."""
+    simulated: Tried | None = None
+    seen: Tried | None = None
+
+
+AS_MODELLED: Final = Calibration()
 
 
 def grown(served: Sequence[Served], growth: float) -> list[Served]:
@@ -210,24 +264,22 @@ def simulated(
     models: Models = (),
     options: Mapping[str, object] | None = None,
     slower: float = 1.0,
+    prompts: float | None = None,
 ) -> list[ModelledRequest]:
     """Serve the requests by a policy, which may be adaptive, with steps that take `slower` times as long.
+
+    What prompts add to them takes `prompts` times as long, if that is given.
 
     Raises ValueError for a policy that is not there or has other options.
     """
     requests = requests_of(served)
-    models = [(at_s, [model.times(slower) for model in known]) for at_s, known in models]
-    specs = [
-        msgspec.structs.replace(
-            spec,
-            model=spec.model.times(slower),
-            window_tokens=WINDOW_STEPS * spec.step_tokens if policy in PURE else spec.window_tokens,
-        )
-        for spec in fleet.workers
-    ]
+    models = [(at_s, [model.times(slower, prompts) for model in known]) for at_s, known in models]
+    specs = [msgspec.structs.replace(spec, model=spec.model.times(slower, prompts)) for spec in fleet.workers]
     fleet = msgspec.structs.replace(fleet, workers=tuple(specs))
     if policy != ADAPTIVE:
-        serve(requests, fleet, make_policy(policy, options or {}), models=models, by_deadline=policy not in PURE)
+        made = make_policy(policy, options or {})
+        fleet = _in_mode(fleet, made) if policy in PURE else fleet
+        serve(requests, fleet, made, models=models, by_deadline=policy not in PURE)
     elif options:
         raise ValueError(f"{ADAPTIVE} has no options: leave out {', '.join(options)}")
     else:
@@ -238,40 +290,180 @@ def simulated(
     return requests
 
 
-def tried(served: Sequence[Served], fleet: FleetModel, policy: str, models: Models = ()) -> Tried:
-    """Return what a policy makes of the requests. Raises ValueError, see `simulated`."""
-    slower, requests, faster = (
-        simulated(served, fleet, policy, models, slower=1.0 + error) for error in (2 * ERROR, 0.0, -2 * ERROR)
-    )
-    parts = [part_of([one.in_time for one in each]) for each in (slower, requests, faster)]
+def _in_mode(fleet: FleetModel, policy: Policy) -> FleetModel:
+    """Return the fleet with the limits that its workers have in a fixed mode."""
+    shape = shape_of(policy)
+    prefill = shape.prefill_workers(len(fleet.workers)) if shape else 0
+    specs = []
+    for number, spec in enumerate(fleet.workers):
+        pool: Pool = "colocated" if shape is None else "prefill" if number < prefill else "decode"
+        known = fleet.pools.get(pool, PoolLimits(0, spec.step_tokens, spec.max_num_seqs))
+        specs.append(
+            msgspec.structs.replace(
+                spec,
+                step_tokens=known.step_tokens,
+                window_tokens=WINDOW_STEPS * known.step_tokens,
+                max_num_seqs=known.max_num_seqs,
+            )
+        )
+    return msgspec.structs.replace(fleet, workers=tuple(specs))
+
+
+def outcome(policy: str, workers: int, requests: Sequence[Served | ModelledRequest]) -> Tried:
+    """Return what became of the requests."""
+    ends_s = [one.arrival_s + one.latency_s for one in requests if one.latency_s is not None]
     return Tried(
         policy,
-        len(fleet.workers),
-        parts[1],
-        min(parts),
-        max(parts),
-        part_of([one.ttft_s > one.ttft_slo_s for one in requests]),
-        part_of([one.tpot_s > one.tpot_slo_s for one in requests]),
-        percentiles(one.ttft_s for one in requests),
-        percentiles(one.tpot_s for one in requests if one.output_tokens > 1),
-        max(one.end_s for one in requests),
+        workers,
+        part_of([one.in_time for one in requests]),
+        part_of([(one.ttft_s or 0.0) > one.ttft_slo_s for one in requests]),
+        part_of([(one.tpot_s or 0.0) > one.tpot_slo_s for one in requests]),
+        percentiles(one.ttft_s for one in requests if one.ttft_s is not None),
+        percentiles(one.tpot_s for one in requests if one.tpot_s is not None and one.output_tokens > 1),
+        sum(one.output_tokens for one in requests) / max(ends_s, default=math.inf),
     )
+
+
+class _Factor:
+    """How many times as long something takes as modelled, by medians that were simulated and seen.
+
+    Near the knee a latency grows by a multiple of what steps do. How steeply, the last two simulations say.
+    """
+
+    def __init__(self) -> None:
+        self.value = 1.0
+        self._grows, self._last = 2.0, (0.0, 0.0)
+
+    def correct(self, simulated_of_seen: Sequence[float]) -> None:
+        """Take the next value, by what was simulated with this one."""
+        if not simulated_of_seen:
+            return
+        now, before = (math.log(self.value), math.log(percentiles(simulated_of_seen)[0])), self._last
+        if now[0] != before[0]:
+            self._grows = min(STEEPEST, max(1.0, (now[1] - before[1]) / (now[0] - before[0])))
+        self._last = now
+        self.value = min(MOST_SLOWDOWN, max(1 / MOST_SLOWDOWN, math.exp(now[0] - now[1] / self._grows)))
+
+
+def calibrated(known: Recorded) -> Calibration:
+    """Compare what was recorded with its simulation, whose steps become as long as clients have seen them."""
+    if known.served_by is None:
+        return AS_MODELLED
+    policy, options = known.served_by
+    slowdown, prompts = _Factor(), _Factor()
+    try:
+        for left in reversed(range(1 + CALIBRATIONS)):
+            again = simulated(known.requests, known.fleet, policy, known.models, options, slowdown.value, prompts.value)
+            if left:
+                both = [*zip(again, known.requests, strict=True)]
+                slowdown.correct([one.tpot_s / seen.tpot_s for one, seen in both if seen.tpot_s])
+                prompts.correct([one.ttft_s / seen.ttft_s for one, seen in both if seen.ttft_s])
+    except ValueError:  # a policy that is installed elsewhere
+        return AS_MODELLED
+    workers = len(known.fleet.workers)
+    made, was = outcome(policy, workers, again), outcome(policy, workers, known.requests)
+    off = [made.ttft_s[0] / was.ttft_s[0], made.tpot_s[0] / was.tpot_s[0]]
+    error = max([ERROR, *(max(one, 1 / one) - 1.0 for one in off if one > 0.0)])
+    return Calibration(slowdown.value, prompts.value, error, made, was)
+
+
+def tried(
+    served: Sequence[Served],
+    fleet: FleetModel,
+    policy: str,
+    models: Models = (),
+    options: Mapping[str, object] | None = None,
+    calibration: Calibration = AS_MODELLED,
+) -> Tried:
+    """Return what a policy makes of the requests. Raises ValueError, see `simulated`."""
+    longer = 1.0 + calibration.error
+    slower, requests, faster = (
+        simulated(served, fleet, policy, models, options, calibration.slowdown * factor, calibration.prompts * factor)
+        for factor in (longer, 1.0, 1 / longer)
+    )
+    parts = [part_of([one.in_time for one in each]) for each in (slower, requests, faster)]
+    made = outcome(policy, len(fleet.workers), requests)
+    return msgspec.structs.replace(made, least=min(parts), most=max(parts), beyond=_beyond(requests, fleet))
+
+
+def _beyond(requests: Sequence[ModelledRequest], fleet: FleetModel) -> str:
+    """Return in what the largest batches of the workers exceed those that their step models were fitted to."""
+    changes: dict[str, list[tuple[float, int, float]]] = {}
+    for one in requests:
+        assert one.decode_worker is not None
+        of_worker = changes.setdefault(one.decode_worker.worker_id, [])
+        tokens = one.prompt_tokens + one.output_tokens / 2
+        of_worker += [(one.first_s, 1, tokens), (one.end_s, -1, -tokens)]
+    largest = [[0, 0.0]]
+    for of_worker in changes.values():
+        sums = accumulate(sorted(of_worker), lambda before, change: (0.0, before[1] + change[1], before[2] + change[2]))
+        largest += [[sequences, tokens] for _, sequences, tokens in sums]
+    for most, fitted, what in (
+        (max(one[0] for one in largest), max(spec.model.most_decode_tokens for spec in fleet.workers), "sequences"),
+        (
+            max(one[1] for one in largest),
+            max(spec.model.most_context_tokens for spec in fleet.workers),
+            "tokens of context",
+        ),
+    ):
+        if most > BELIEVED * fitted > 0:
+            return f"batches of {most:,.0f} {what}, and step models were fitted to {fitted:,} at most"
+    return ""
+
+
+def ranked(
+    served: Sequence[Served],
+    fleet: FleetModel,
+    goal: float,
+    models: Models = (),
+    calibration: Calibration = AS_MODELLED,
+    *,
+    thrifty: bool = False,
+) -> list[Tried]:
+    """Return what each mode makes of the requests, the best one first; of divisions, one that no neighbour betters.
+
+    If `thrifty`, mode adaptive is tried only if no other keeps `goal`: it simulates its own simulations.
+    """
+    workers = len(fleet.workers)
+
+    def rank(one: Tried) -> tuple[float, float, float]:
+        return min(one.least, goal), one.least + one.in_time, -one.ttft_s[1]
+
+    def made(policy: str, prefill: int = 0) -> Tried:
+        options = {"prefill_part": prefill / workers} if prefill else {}
+        found = tried(served, fleet, policy, models, options, calibration)
+        return msgspec.structs.replace(found, policy=f"{policy} {prefill}:{workers - prefill}") if prefill else found
+
+    modes, split = [made("colocated")], dict[int, Tried]()
+    wanted = [round(part * workers) for part in (0.5, 0.25, 0.75)]
+    while near := [number for number in wanted if 0 < number < workers and number not in split]:
+        split[near[0]] = made("disaggregated", near[0])
+        if not near[1:]:
+            best = max(split, key=lambda number: rank(split[number]))
+            wanted += [best - 1, best + 1]
+    modes += [max(split.values(), key=rank)] if split else []
+    if not thrifty or all(one.least < goal for one in modes):
+        modes.append(made(ADAPTIVE))
+    return sorted(modes, key=rank, reverse=True)
 
 
 def fewest_workers(
-    served: Sequence[Served], fleet: FleetModel, goal: float, most: int, models: Models = ()
+    served: Sequence[Served],
+    fleet: FleetModel,
+    goal: float,
+    most: int,
+    models: Models = (),
+    calibration: Calibration = AS_MODELLED,
 ) -> list[Tried]:
-    """Return the best policy of each number of workers that was tried; the last has the fewest that keep `goal`.
+    """Return the best mode of each number of workers that was tried; the last has the fewest that keep `goal`.
 
-    They keep it even with steps that take twice `ERROR` longer. Of the last, nobody keeps it if `most` do not. More
+    They keep it even with steps as much longer as they may be. Of the last, nobody keeps it if `most` do not. More
     workers are taken to be no worse than fewer.
     """
     found: dict[int, Tried] = {}
 
     def keeps(workers: int) -> bool:
-        of_them = fleet_of(fleet, workers)
-        options = [tried(served, of_them, name, models) for name in usual_policies(workers)]
-        found[workers] = max(options, key=lambda one: (min(one.least, goal), one.least + one.in_time))
+        found[workers] = ranked(served, fleet_of(fleet, workers), goal, models, calibration, thrifty=True)[0]
         return found[workers].least >= goal
 
     low, high = 0, 1

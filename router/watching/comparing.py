@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
+from typing import Final
 
 from ridgeline.contracts.vocabulary import Mode, Pool
 from ridgeline.contracts.workers import StepModel
 from ridgeline.router.fleet.fleet import Fleet
+from ridgeline.router.fleet.roles import RoleTable
 from ridgeline.router.fleet.worker import Worker
 from ridgeline.router.placement.choice import any_model, whole_model
 from ridgeline.router.placement.learned import Learned
 from ridgeline.router.placement.pool_queue import QueueNow
 from ridgeline.router.scheduler.adaptive import Adaptive
-from ridgeline.router.scheduler.features import FleetModel, WorkerSpec, window_tokens
+from ridgeline.router.scheduler.features import FleetModel, PoolLimits, WorkerSpec, window_tokens
 from ridgeline.router.scheduler.offline_simulation import Served
 from ridgeline.router.scheduler.registry import ADAPTIVE
 from ridgeline.router.scheduler.sizing import Load
@@ -23,6 +25,7 @@ from ridgeline.router.settings import RouterConfig
 from ridgeline.router.watching.recording import Wanted, recording
 
 LOOK_EVERY_S = 1.0
+FIXED_MODES: Final[tuple[Mode, ...]] = ("colocated", "disaggregated")
 PAUSE_S = 0.002
 """Between two parts of a comparison, which take about half a millisecond each: streams go first."""
 logger = logging.getLogger(__name__)
@@ -120,7 +123,19 @@ def fleet_model(fleet: Fleet, learned: Learned, most_tokens: int | None, mode: M
     if whole is None:
         return None
     specs = tuple(_spec(one, whole_model(one, whole), fleet, most_tokens, mode) for one in there)
-    return FleetModel(specs, _handover_s(there[0], learned), learned.overhead_s)
+    return FleetModel(specs, _handover_s(there[0], learned), learned.overhead_s, _fixed_pools(there, fleet.roles))
+
+
+def _fixed_pools(workers: Sequence[Worker], roles: RoleTable) -> dict[Pool, PoolLimits]:
+    """Return the limits of the pools that the workers make in modes colocated and disaggregated."""
+    found: dict[Pool, PoolLimits] = {}
+    for mode in FIXED_MODES:
+        for one in workers:
+            role = roles.role_of(one.worker_id, one.description.pool, mode, 0)
+            if role is not None:
+                number = found[role.pool].workers + 1 if role.pool in found else 1
+                found[role.pool] = PoolLimits(number, role.max_num_batched_tokens, role.max_num_seqs)
+    return found
 
 
 def _spec(worker: Worker, model: StepModel, fleet: Fleet, most_tokens: int | None, mode: Mode) -> WorkerSpec:

@@ -108,3 +108,23 @@ def test_drafts_multiply_the_intensity_of_a_small_batch_and_the_rate_by_what_is_
     assert drafts.arithmetic_intensity == pytest.approx(5 * plain.arithmetic_intensity, rel=0.01)
     assert drafts.bytes == pytest.approx(plain.bytes, rel=0.01)
     assert drafts.tokens_per_s == pytest.approx(3.3616 * plain.tokens_per_s, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("prompt_tokens", "batch", "context_tokens", "took_ms"),
+    [(0, 1, 128, 6.8), (0, 8, 128, 7.2), (0, 32, 128, 7.9), (2048, 0, 0, 62.8), (7168, 0, 0, 196.9)],
+)
+def test_steps_of_a_data_sheet_are_the_floor_of_what_an_h100_took(prompt_tokens, batch, context_tokens, took_ms):
+    shape = load_model_shape("llama-3.1-8b")
+    steps = analysis.datasheet_steps(shape, H100, 1, 450e9)
+    step_s = steps.step_s(prompt_tokens, batch, batch * context_tokens, prompt_tokens**2 / 2)
+    cost = StepCostModel(shape).step([(prompt_tokens, 0)] * (prompt_tokens > 0) + [(1, context_tokens)] * batch, batch)
+    assert step_s == pytest.approx(analysis.step_floor_s(cost, H100), rel=0.1)
+    assert 1.0 < took_ms / 1e3 / step_s < 3.0
+
+
+def test_more_devices_take_less_by_a_data_sheet_but_not_as_many_times_less():
+    shape = load_model_shape("llama-3.1-8b")
+    one, four = (analysis.datasheet_steps(shape, H100, devices, 450e9) for devices in (1, 4))
+    for load in ((0, 8, 8 * 512, 0), (2048, 0, 0, 2048**2 / 2)):
+        assert one.step_s(*load) / 4 < four.step_s(*load) < one.step_s(*load)

@@ -6,9 +6,19 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from ridgeline.cluster.commands.whatif import plan, whatif, with_options
+from ridgeline.cluster.commands.whatif import Asked, compare_plan, plan, pools_of, whatif, with_options
 from ridgeline.loadtest.errors import LoadTestError
-from tests.unit.router.scheduler.samples import poisson
+from ridgeline.loadtest.trace.readers import load_trace
+from ridgeline.router.scheduler.offline_simulation import (
+    Served,
+    calibrated,
+    fleet_of,
+    part_of,
+    recorded,
+    simulated,
+)
+from ridgeline.router.scheduler.recorded_events import AnswerCompleted, Arrived, Began, limit, line_of, read_recording
+from tests.unit.router.scheduler.samples import BF16, fleet_model, poisson
 from tests.unit.router.scheduler.test_replay import recording_of
 
 
@@ -71,41 +81,143 @@ def test_options_are_read_as_in_the_configuration():
     )
 
 
+def recording_in_mode(served_by, requests, *, took=1.0, began=(), **model):
+    """Lines of a recording in one mode, whose steps took so many times what their models say."""
+    known = fleet_model(2, msgspec.structs.replace(BF16, **model))
+    served = [Served(one.arrival_s, one.prompt_tokens, one.output_tokens) for one in requests]
+    ended = simulated(served, known, served_by, slower=took)
+    events = [Began(0.0, served_by, "colocated", {}, "act", False, 0, 8, [], known)]
+    events += [
+        Arrived(one.arrival_s, one.number, one.prompt_tokens, limit(one.ttft_slo_s), limit(one.tpot_slo_s))
+        for one in requests
+    ]
+    events += [AnswerCompleted(one.end_s, one.number, one.output_tokens, one.ttft_s, one.tpot_s) for one in ended]
+    events[0] = msgspec.structs.replace(events[0], **dict(began))
+    return b"".join(map(line_of, events))
+
+
 def planned(file, **options):
     console = Console(file=io.StringIO(), width=200)
-    plan(file, console, **{"goal": 0.9, "growth": 1.0, "most": 8, **options})
+    plan(Asked(**{"file": file, "goal": 0.9, "most": 8, **options}), console)
     return console.file.getvalue()
 
 
 @pytest.fixture(scope="module")
 def busy(tmp_path_factory):
     path = tmp_path_factory.mktemp("recordings") / "busy.jsonl"
-    path.write_bytes(b"".join(recording_of(poisson(2.0, 60, ttft_slo_s=3.0, tpot_slo_s=0.08))))
+    path.write_bytes(recording_in_mode("colocated", poisson(2.0, 60, ttft_slo_s=3.0, tpot_slo_s=0.08)))
     return path
 
 
-def test_a_plan_names_the_fewest_workers_and_those_that_are_too_few(busy):
-    told = planned(busy)
-    rows = {int(line.split("│")[1]): line.split("│")[2:5] for line in told.splitlines() if "│" in line}
-    best = int(told.partition(" workers keep 90%")[0].rpartition("\n")[2])
-    assert best > 1
-    assert float(rows[best][2].strip().rstrip("%")) >= 90
-    assert float(rows[best - 1][2].strip().rstrip("%")) < 90
+def rows_of(told):
+    """Of a table: policy, workers, in time, range, ..."""
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in told.splitlines() if "│" in line]
 
 
-@pytest.mark.parametrize(("policy", "is_simulated"), [("colocated", True), ("threshold", False)])
-def test_a_plan_says_its_error_on_what_was_recorded_if_the_policy_can_be_made_by_name(tmp_path, policy, is_simulated):
+def test_a_plan_names_the_fewest_workers_and_the_best_two_modes_are_compared_with_as_many(busy, tmp_path):
+    console = Console(file=io.StringIO(), width=200)
+    modes, served = plan(Asked(file=busy, goal=0.9, most=8), console)
+    told = console.file.getvalue()
+    best, *others = rows_of(told)
+    workers, least = int(best[1]), float(best[3].partition("%")[0])
+    assert f"{workers} workers keep 90%" in told
+    assert workers > 1
+    assert least >= 90
+    fewer = [float(row[3].partition("%")[0]) for row in others if int(row[1]) == workers - 1]
+    assert fewer
+    assert max(fewer) < 90
+    comparison = compare_plan(modes, served, tmp_path)
+    assert comparison.modes == tuple(one.policy.partition(" ")[0] for one in modes[:2])
+    assert [(row.input_tokens, row.output_tokens) for row in load_trace(comparison.trace).rows] == [(512, 64)] * 60
+    numbers = dict(setting.rsplit("=", 1) for setting in pools_of(modes))
+    assert int(numbers["pools.prefill.workers"]) + int(numbers["pools.decode.workers"]) == workers
+    assert int(numbers["pools.colocated.workers"]) == workers
+
+
+@pytest.mark.parametrize(
+    ("began", "is_simulated"),
+    [
+        ({}, True),
+        ({"mode": "adaptive", "policy": "colocated", "always": True}, True),
+        ({"mode": "adaptive", "policy": "threshold", "always": True}, False),
+    ],
+)
+def test_a_plan_says_its_error_on_what_was_recorded_if_the_policy_can_be_made_by_name(tmp_path, began, is_simulated):
     file = tmp_path / "one.jsonl"
-    lines = recording_of(poisson(2.0, 60, ttft_slo_s=3.0, tpot_slo_s=0.08))
-    events = [msgspec.json.decode(line) for line in lines]
-    for event in events:
-        event |= {"policy": policy} if "policy" in event else {}
-    file.write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in events))
-    assert ("The simulation of what was recorded" in planned(file)) == is_simulated
+    requests = poisson(1.0, 60, ttft_slo_s=3.0, tpot_slo_s=0.08)
+    file.write_bytes(recording_in_mode("colocated", requests, began=began))
+    assert ("Steps take" in planned(file)) == is_simulated
 
 
 def test_more_requests_take_more_workers_and_a_number_that_is_not_enough_is_said(busy):
     assert "2 workers do not keep 90%, and more were not tried (--most)" in planned(busy, growth=8.0, most=2)
+
+
+def test_a_trace_is_planned_for_on_recorded_workers_or_on_a_data_sheet(busy):
+    trace = {"trace": "poisson:rate=2,input=512,output=64,n=60", "ttft_slo_s": 3.0, "tpot_slo_s": 0.08}
+    assert "workers keep 90%" in planned(busy, **trace)
+    told = planned(None, **trace, model="llama-3.1-8b", hardware="h100-sxm", most=2)
+    assert "1 devices keep 90%" in told
+    assert "Nothing of this is measured" in told
+    assert {row[0].partition(", ")[2] for row in rows_of(told)} >= {
+        "TP 1, steps of 2048",
+        "TP 2, steps of 8192",
+    }
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({}, "there is no traffic to plan for: give a recording, or --trace"),
+        ({"trace": "demo"}, "give a recording, or --model and --hardware"),
+        ({"trace": "demo", "hardware": "h100-sxm"}, "give --model and --hardware"),
+        ({"trace": "demo", "hardware": "h9", "model": "llama-3.1-8b"}, "unknown hardware 'h9'"),
+        (
+            {"trace": "demo", "hardware": "l4", "model": "llama-3.1-70b", "most": 2},
+            "2 l4 have no room for llama-3.1-70b",
+        ),
+        ({"trace": "agentic:n=60"}, "give a trace without sessions"),
+        ({"trace": "missing.jsonl"}, "missing.jsonl"),
+    ],
+)
+def test_a_plan_without_what_it_takes_says_what_to_give(asked, says):
+    with pytest.raises(LoadTestError) as refused:
+        planned(None, **{"ttft_slo_s": 3.0, **asked})
+    assert says in str(refused.value)
+
+
+def test_steps_that_took_longer_than_modelled_are_simulated_so():
+    lines = recording_in_mode("disaggregated", poisson(1.0, 60, ttft_slo_s=3.0, tpot_slo_s=0.08), took=4 / 3)
+    found = calibrated(recorded(read_recording(lines.splitlines(keepends=True), "a.jsonl")))
+    assert found.slowdown == pytest.approx(4 / 3, rel=0.05)
+    assert found.simulated.tpot_s == pytest.approx(found.seen.tpot_s, rel=0.05)
+
+
+def test_more_workers_are_no_worse_though_batches_of_some_sizes_were_slow_when_models_were_fitted():
+    requests = poisson(4.0, 80, ttft_slo_s=3.0, tpot_slo_s=0.09)
+    slow = {"corrections": (1.0, 1.23, 1.49, 1.19, 0.45), "most_decode_tokens": 8}
+    lines = recording_in_mode("colocated", requests, **slow).splitlines(keepends=True)
+    known = recorded(read_recording(lines, "a.jsonl"))
+    served = [simulated(known.requests, fleet_of(known.fleet, number), "colocated") for number in (2, 4, 8, 16, 32)]
+    parts = [part_of([one.in_time for one in each]) for each in served]
+    assert parts == sorted(parts)
+    assert parts[-1] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("recorded_so", "says"),
+    [
+        ({"most_decode_tokens": 1}, "sequences, and step models were fitted to 1 at most"),
+        ({"took": 8.0}, "what was recorded comes out"),
+    ],
+)
+def test_a_plan_does_not_know_what_is_far_beyond_its_step_models(tmp_path, recorded_so, says):
+    file = tmp_path / "few.jsonl"
+    requests = poisson(0.5, 60, ttft_slo_s=9.0, tpot_slo_s=0.9)
+    file.write_bytes(recording_in_mode("colocated", requests, **recorded_so))
+    told = planned(file, most=2)
+    assert "I do not know" in told
+    assert says in told
 
 
 @pytest.mark.parametrize(
@@ -117,7 +229,7 @@ def test_more_requests_take_more_workers_and_a_number_that_is_not_enough_is_said
 )
 def test_a_plan_without_a_goal_or_with_too_few_requests_is_refused(tmp_path, number, slos, says):
     file = tmp_path / "few.jsonl"
-    file.write_bytes(b"".join(recording_of(poisson(0.5, number, **slos))))
+    file.write_bytes(recording_in_mode("colocated", poisson(0.5, number, **slos)))
     with pytest.raises(LoadTestError) as refused:
         planned(file)
     assert says in str(refused.value)
