@@ -225,7 +225,7 @@ def _of_layout(one: Tried, layout: Layout) -> Tried:
 def _rank(one: Tried, goal: float) -> tuple[bool, int, float]:
     """Return what is less for a better plan: one that keeps the goal, with fewer devices, with more in time."""
     keeps = one.least >= goal
-    return not keeps, one.devices if keeps else 0, -one.least - one.in_time
+    return not keeps, one.devices if keeps else 0, -one.usual
 
 
 def _traffic(asked: Asked, known: Recorded | None) -> list[Served]:
