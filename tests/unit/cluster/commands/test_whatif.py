@@ -6,13 +6,17 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from ridgeline.cluster.commands.whatif import Asked, compare_plan, plan, pools_of, whatif, with_options
+import ridgeline.cluster.commands.loadtest
+from ridgeline.cluster.commands.whatif import Asked, checked, compare_plan, plan, pools_of, whatif, with_options
+from ridgeline.cluster.config.models import RidgelineConfig
 from ridgeline.loadtest.errors import LoadTestError
+from ridgeline.loadtest.plan import ComparePlan
 from ridgeline.loadtest.trace.readers import load_trace
 from ridgeline.router.scheduler.offline_simulation import (
     Served,
     calibrated,
     fleet_of,
+    outcome,
     part_of,
     recorded,
     simulated,
@@ -218,6 +222,31 @@ def test_a_plan_does_not_know_what_is_far_beyond_its_step_models(tmp_path, recor
     told = planned(file, most=2)
     assert "I do not know" in told
     assert says in told
+
+
+async def test_the_regret_is_what_the_better_mode_had_more_on_engines(monkeypatch, tmp_path):
+    async def compared(config, comparison, out, console):
+        goodput = dict(zip(comparison.modes, (0.6, 0.8), strict=True))
+        return {"variants": {mode: {"mode": mode, "points": [{"request_goodput": goodput[mode]}]} for mode in goodput}}
+
+    monkeypatch.setattr(ridgeline.cluster.commands.loadtest, "compare_command", compared)
+    console = Console(file=io.StringIO(), width=200)
+    await checked(RidgelineConfig(), ComparePlan(variants="disaggregated,adaptive"), tmp_path, console)
+    assert "regret of the plan: 25.0% of the goodput" in console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("slos", "workers", "says"),
+    [
+        ([(3.0, 0.08), (2.0, 0.08)], 2, "one SLO on TTFT and one on TPOT"),
+        ([(3.0, float("inf"))] * 2, 2, "one SLO on TTFT and one on TPOT"),
+        ([(3.0, 0.08)] * 2, 1, "one worker serves in mode colocated alone"),
+    ],
+)
+def test_what_cannot_be_checked_is_refused(tmp_path, slos, workers, says):
+    served = [Served(number, 512, 64, *each) for number, each in enumerate(slos)]
+    with pytest.raises(LoadTestError, match=says):
+        compare_plan([outcome(mode, workers, served) for mode in ("colocated", "adaptive")], served, tmp_path)
 
 
 @pytest.mark.parametrize(
