@@ -124,7 +124,7 @@ def test_a_plan_names_the_fewest_workers_and_the_best_two_modes_are_compared_wit
     told = console.file.getvalue()
     best, *others = rows_of(told)
     workers, least = int(best[1]), float(best[3].partition("%")[0])
-    assert f"{workers} workers keep 90%" in told
+    assert f"{workers} workers would keep 90%" in told
     assert workers > 1
     assert least >= 90
     fewer = [float(row[3].partition("%")[0]) for row in others if int(row[1]) == workers - 1]
@@ -154,14 +154,14 @@ def test_a_plan_says_its_error_on_what_was_recorded_if_the_policy_can_be_made_by
 
 
 def test_more_requests_take_more_workers_and_a_number_that_is_not_enough_is_said(busy):
-    assert "2 workers do not keep 90%, and more were not tried (--most)" in planned(busy, growth=8.0, most=2)
+    assert "2 workers would not keep 90%, and more were not tried (--most)" in planned(busy, growth=8.0, most=2)
 
 
 def test_a_trace_is_planned_for_on_recorded_workers_or_on_a_data_sheet(busy):
     trace = {"trace": "poisson:rate=2,input=512,output=64,n=60", "ttft_slo_s": 3.0, "tpot_slo_s": 0.08}
-    assert "workers keep 90%" in planned(busy, **trace)
+    assert "workers would keep 90%" in planned(busy, **trace)
     told = planned(None, **trace, model="llama-3.1-8b", hardware="h100-sxm", most=2)
-    assert "1 devices keep 90%" in told
+    assert "1 device would keep 90%" in told
     assert "Nothing of this is measured" in told
     assert {row[0].partition(", ")[2] for row in rows_of(told)} >= {
         "TP 1, steps of 2048",
