@@ -583,7 +583,7 @@ def plan(
     if check is not None:
         if hardware:
             fail(["--check serves on this machine's workers: leave out --hardware, or --check"], 2)
-        load(config, settings, both_modes=True)  # what is wrong with it is told first
+        load(config, [*(settings or ()), *pools_of([])], both_modes=True)  # what is wrong with it is told first
     with failures_told():
         modes, served = simulate(asked, console)
         comparison = compare_plan(modes, served, check) if check is not None else None

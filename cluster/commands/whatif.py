@@ -19,7 +19,7 @@ from rich.table import Table
 
 from ridgeline.loadtest.errors import LoadTestError
 from ridgeline.loadtest.plan import ComparePlan
-from ridgeline.loadtest.run.quantities import duration_text
+from ridgeline.loadtest.run.quantities import counted, duration_text
 from ridgeline.loadtest.trace.readers import load_trace
 from ridgeline.roofline.analysis import datasheet_steps
 from ridgeline.roofline.cost import StepCostModel
@@ -91,7 +91,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def unit(self) -> str:
         """By what it counts."""
-        return "devices" if self.hardware else "workers"
+        return "device" if self.hardware else "worker"
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -199,8 +199,8 @@ def compare_plan(modes: Sequence[Tried], served: Sequence[Served], out: Path) ->
 
 
 def pools_of(modes: Sequence[Tried]) -> list[str]:
-    """Return the settings by which a deployment has as many workers in each mode, divided as the plan has them."""
-    workers = modes[0].workers
+    """Return the settings that give a deployment as many workers in each mode, divided as planned; else 1:1."""
+    workers = modes[0].workers if modes else 2
     division = next((one.policy.partition(" ")[2] for one in modes if ":" in one.policy), f"1:{workers - 1}")
     numbers = zip(("prefill", "decode", "colocated"), (*division.split(":"), workers), strict=True)
     return [f"pools.{pool}.workers={number}" for pool, number in numbers]
@@ -225,7 +225,7 @@ def _of_layout(one: Tried, layout: Layout) -> Tried:
 def _rank(one: Tried, goal: float) -> tuple[bool, int, float]:
     """Return what is less for a better plan: one that keeps the goal, with fewer devices, with more in time."""
     keeps = one.least >= goal
-    return not keeps, one.devices if keeps else 0, -one.least - one.in_time
+    return not keeps, one.devices if keeps else 0, -one.usual
 
 
 def _traffic(asked: Asked, known: Recorded | None) -> list[Served]:
@@ -289,15 +289,16 @@ def _answer(best: Tried, layout: Layout, asked: Asked) -> Iterator[str]:
         f"{best.in_time:.1%} in time in mode {best.policy}, and {best.least:.1%} to {best.most:.1%} if steps take "
         f"{layout.calibration.error:.0%} more, or as much less"
     )
+    number = counted(best.devices, asked.unit)
     doubt = f"there are {best.beyond}" if best.beyond else ""
     if not asked.hardware and layout.calibration.error > MOST_ERROR:
         doubt = f"what was recorded comes out {layout.calibration.error:.0%} off"
     if doubt:
-        yield f"I do not know whether {best.devices} {asked.unit} keep {asked.goal:.0%}: {doubt}."
+        yield f"I do not know whether {number} would keep {asked.goal:.0%}: {doubt}."
     elif best.least >= asked.goal:
-        yield f"{best.devices} {asked.unit} keep {asked.goal:.0%}: {kept}."
+        yield f"{number} would keep {asked.goal:.0%}: {kept}."
     else:
-        yield f"{best.devices} {asked.unit} do not keep {asked.goal:.0%}, and more were not tried (--most): {kept}."
+        yield f"{number} would not keep {asked.goal:.0%}, and more were not tried (--most): {kept}."
     if late := max(best.late_first, best.late_tokens):
         yield f"The SLO on {'TTFT' if late == best.late_first else 'TPOT'} binds: {late:.1%} miss it."
 

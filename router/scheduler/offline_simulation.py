@@ -235,6 +235,11 @@ class Tried(msgspec.Struct, frozen=True):
     devices: int = 0
     """Of all workers; 0: not known."""
 
+    @property
+    def usual(self) -> float:
+        """The part in time, the mean over steps as long as expected, longer and shorter."""
+        return (self.least + self.in_time + self.most) / 3
+
 
 class Calibration(msgspec.Struct, frozen=True):
     """How a simulation of what was recorded differs from what clients saw; without both, that is not known."""
@@ -426,8 +431,8 @@ def ranked(
     """
     workers = len(fleet.workers)
 
-    def rank(one: Tried) -> tuple[float, float, float]:
-        return min(one.least, goal), one.least + one.in_time, -one.ttft_s[1]
+    def rank(one: Tried) -> tuple[bool, float, float]:
+        return one.least >= goal, one.usual, -one.ttft_s[1]
 
     def made(policy: str, prefill: int = 0) -> Tried:
         options = {"prefill_part": prefill / workers} if prefill else {}

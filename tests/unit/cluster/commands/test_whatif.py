@@ -6,13 +6,17 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from ridgeline.cluster.commands.whatif import Asked, compare_plan, plan, pools_of, whatif, with_options
+import ridgeline.cluster.commands.loadtest
+from ridgeline.cluster.commands.whatif import Asked, checked, compare_plan, plan, pools_of, whatif, with_options
+from ridgeline.cluster.config.models import RidgelineConfig
 from ridgeline.loadtest.errors import LoadTestError
+from ridgeline.loadtest.plan import ComparePlan
 from ridgeline.loadtest.trace.readers import load_trace
 from ridgeline.router.scheduler.offline_simulation import (
     Served,
     calibrated,
     fleet_of,
+    outcome,
     part_of,
     recorded,
     simulated,
@@ -120,7 +124,7 @@ def test_a_plan_names_the_fewest_workers_and_the_best_two_modes_are_compared_wit
     told = console.file.getvalue()
     best, *others = rows_of(told)
     workers, least = int(best[1]), float(best[3].partition("%")[0])
-    assert f"{workers} workers keep 90%" in told
+    assert f"{workers} workers would keep 90%" in told
     assert workers > 1
     assert least >= 90
     fewer = [float(row[3].partition("%")[0]) for row in others if int(row[1]) == workers - 1]
@@ -150,14 +154,14 @@ def test_a_plan_says_its_error_on_what_was_recorded_if_the_policy_can_be_made_by
 
 
 def test_more_requests_take_more_workers_and_a_number_that_is_not_enough_is_said(busy):
-    assert "2 workers do not keep 90%, and more were not tried (--most)" in planned(busy, growth=8.0, most=2)
+    assert "2 workers would not keep 90%, and more were not tried (--most)" in planned(busy, growth=8.0, most=2)
 
 
 def test_a_trace_is_planned_for_on_recorded_workers_or_on_a_data_sheet(busy):
     trace = {"trace": "poisson:rate=2,input=512,output=64,n=60", "ttft_slo_s": 3.0, "tpot_slo_s": 0.08}
-    assert "workers keep 90%" in planned(busy, **trace)
+    assert "workers would keep 90%" in planned(busy, **trace)
     told = planned(None, **trace, model="llama-3.1-8b", hardware="h100-sxm", most=2)
-    assert "1 devices keep 90%" in told
+    assert "1 device would keep 90%" in told
     assert "Nothing of this is measured" in told
     assert {row[0].partition(", ")[2] for row in rows_of(told)} >= {
         "TP 1, steps of 2048",
@@ -218,6 +222,31 @@ def test_a_plan_does_not_know_what_is_far_beyond_its_step_models(tmp_path, recor
     told = planned(file, most=2)
     assert "I do not know" in told
     assert says in told
+
+
+async def test_the_regret_is_what_the_better_mode_had_more_on_engines(monkeypatch, tmp_path):
+    async def compared(config, comparison, out, console):
+        goodput = dict(zip(comparison.modes, (0.6, 0.8), strict=True))
+        return {"variants": {mode: {"mode": mode, "points": [{"request_goodput": goodput[mode]}]} for mode in goodput}}
+
+    monkeypatch.setattr(ridgeline.cluster.commands.loadtest, "compare_command", compared)
+    console = Console(file=io.StringIO(), width=200)
+    await checked(RidgelineConfig(), ComparePlan(variants="disaggregated,adaptive"), tmp_path, console)
+    assert "regret of the plan: 25.0% of the goodput" in console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("slos", "workers", "says"),
+    [
+        ([(3.0, 0.08), (2.0, 0.08)], 2, "one SLO on TTFT and one on TPOT"),
+        ([(3.0, float("inf"))] * 2, 2, "one SLO on TTFT and one on TPOT"),
+        ([(3.0, 0.08)] * 2, 1, "one worker serves in mode colocated alone"),
+    ],
+)
+def test_what_cannot_be_checked_is_refused(tmp_path, slos, workers, says):
+    served = [Served(number, 512, 64, *each) for number, each in enumerate(slos)]
+    with pytest.raises(LoadTestError, match=says):
+        compare_plan([outcome(mode, workers, served) for mode in ("colocated", "adaptive")], served, tmp_path)
 
 
 @pytest.mark.parametrize(
