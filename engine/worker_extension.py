@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from ridgeline.engine.connector.kv_connector import RidgelineConnector
 from ridgeline.engine.vllm_workarounds.gloo_device import share_gloo_device
-from ridgeline.engine.vllm_workarounds.model_runner import keep_rows_apart, put_generators_back
+from ridgeline.engine.vllm_workarounds.model_runner import compile_drafts, keep_rows_apart, put_generators_back
 
 share_gloo_device()  # vLLM imports this module before it makes its process groups, and calls nothing of it until later
 
@@ -24,6 +24,7 @@ class RidgelineWorkerExtension:
         """Install the workarounds in vLLM's model runner; called once, before the first request."""
         put_generators_back(self.model_runner)
         keep_rows_apart(self.model_runner)
+        compile_drafts(self.model_runner)
         if self.model_runner.lora_config is not None:
             from ridgeline.engine.vllm_workarounds import rows_without_adapter
 

@@ -11,6 +11,8 @@ import torch
 from torch.nn.functional import pad
 from vllm.v1.outputs import LogprobsTensors
 
+from ridgeline.engine.speculation import WITHOUT_KV
+
 
 def put_generators_back(runner: Any) -> None:
     """Make seeded requests work on CPU when their prompt takes several steps; `runner` is vLLM's GPUModelRunner.
@@ -48,6 +50,19 @@ def _of_unfinished_prompts(runner: Any) -> Iterator[torch.Generator]:
         generator = batch.generators.get(int(index))
         if generator is not None:
             yield generator
+
+
+def compile_drafts(runner: Any) -> None:
+    """Compile the look-up of n-grams, in the types of `runner`, before the first sequence that drafts waits for it.
+
+    vLLM's own warm-up has no sequence with a token, and so compiles nothing. The step that then does takes seconds, in
+    which the engine neither ends what is cancelled nor tells what it holds.
+    """
+    drafter = getattr(runner, "drafter", None)  # of vLLM's first model runner
+    # Its class is not imported: that imports numba, after which vLLM cannot make an engine in the same process.
+    if drafter is not None and runner.speculative_config.method == WITHOUT_KV:
+        batch = runner.input_batch
+        drafter.propose(drafter.k, [[0]], batch.num_tokens_no_spec, batch.token_ids_cpu)
 
 
 def keep_rows_apart(runner: Any) -> None:

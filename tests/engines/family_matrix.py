@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,10 @@ from tests.support.ties import is_tie
 
 REPOSITORY = Path(__file__).parents[2]
 MODES = ("disaggregated", "colocated", "adaptive")
+LOST = "after a lost worker"
+EVERYWHERE = (*MODES, LOST)
+POOLS = ("prefill", "decode", "colocated")
+RANKED = {"logprobs": 20, "return_tokens_as_token_ids": True}
 TO_SERVE = ("--matrix", "--vocabulary-tokens=49152")
 """With the tokens of the default model, whose tokenizer it gets."""
 LOST_PROMPT_TOKENS, LOST_ANSWER_TOKENS = 129, 800
@@ -67,46 +72,72 @@ def proof_of(line: dict[str, Any]) -> Proof:
     )
 
 
-def served(models: Path, line: dict[str, Any]) -> dict[str, int]:
-    """Serve it; return how many answers of each mode, and after a lost decode engine, are plain vLLM's.
+def served(
+    models: Path, line: dict[str, Any], more: Mapping[str, str] = {}, columns: Sequence[str] = EVERYWHERE
+) -> dict[str, int]:
+    """Serve it with `more` settings; return how many answers of each mode, and after a lost engine, are plain vLLM's.
 
-    The answer of a lost engine is compared with the same one undisturbed, up to a tie: it is computed again in other
-    chunks.
+    Up to a tie: 16 bits have some wherever a prompt is computed in other chunks, as that of a lost engine is. Of that
+    engine the answer is compared with the same one undisturbed.
     """
     model = models / line["family"]
     for file in prepare_model(DEFAULT_MODEL_NAME).iterdir():
         if file.name.startswith(("tokenizer", "special_tokens", "vocab", "merges", "chat_template")):
             shutil.copy(file, model)
     settings = {
+        "mode": columns[0],
         "model.path": str(model),
         "model.dtype": line["dtype"],
         "model.max_model_len": "1024",
         "model.served_model_name": DEFAULT_MODEL_NAME,
         "ray.share_cores": "true",
         "router.min_remote_prefill_tokens": "0",
-        **{f"pools.{pool}.kv_cache_memory_bytes": "128 MiB" for pool in ("prefill", "decode", "colocated")},
-        **{f"pools.{pool}.max_num_seqs": "8" for pool in ("prefill", "decode", "colocated")},
-        **{f"pools.{pool}.max_num_batched_tokens": str(STEP_TOKENS) for pool in ("prefill", "decode", "colocated")},
+        **in_each_pool(kv_cache_memory_bytes="128 MiB", max_num_seqs="8", max_num_batched_tokens=str(STEP_TOKENS)),
     }
     if why_unsupported(json.loads((model / "config.json").read_text()), on_cpu=True, prefix_caching=True) is not None:
         settings["engine_args.enable_prefix_caching"] = "false"
-    equal = {}
-    with deployed_by_serve(settings=settings) as deployed:
-        for mode in MODES:
-            subprocess.run([str(RIDGELINE), "mode", mode, "--url", deployed.url], timeout=120, check=True)
+    equal, modes = {}, [mode for mode in MODES if mode in columns]
+    with deployed_by_serve(settings={**settings, **more}) as deployed:
+        for mode in modes:
+            _change(deployed, mode)
             httpx.post(
                 f"{deployed.url}/ridgeline/forget_prefixes", timeout=60
             ).raise_for_status()  # as plain vLLM began
-            equal[mode] = sum(_answer(deployed, one["prompt"]) == one["plain"] for one in line["answers"])
-        subprocess.run([str(RIDGELINE), "mode", "disaggregated", "--url", deployed.url], timeout=120, check=True)
+            equal[mode] = sum(_agrees(deployed, one, line["dtype"]) for one in line["answers"])
+        if LOST not in columns:
+            return equal
+        _change(deployed, modes[0])
         [prompt] = [one["prompt"] for one in line["answers"] if one["length"] == LOST_PROMPT_TOKENS]
-        whole = _choice(deployed, prompt, LOST_ANSWER_TOKENS, logprobs=20, return_tokens_as_token_ids=True)
+        whole = _choice(deployed, prompt, LOST_ANSWER_TOKENS, **RANKED)
         stream = Stream(deployed.url, LOST_ANSWER_TOKENS, prompt=prompt, temperature=0, return_token_ids=True)
         deployed.engine(deployed.busy_decode()).kill()
         choices = [choice for event in stream.events() for choice in event["choices"]]
         went_on = [token for choice in choices for token in choice["token_ids"]]
-        equal["after a lost worker"] = int(_same_but_for_a_tie(whole, went_on, line["dtype"]))
+        equal[LOST] = int(_same_but_for_a_tie(whole, went_on, line["dtype"]))
+        counted = deployed.metrics()
+    assert counted.sum("ridgeline_retries_total", state="decoding") > 0, "no answer was moved"
+    if "engine_args.speculative_config" in more:
+        assert counted.sum("ridgeline_accepted_tokens_total") > 0, "no draft was right: its answers show nothing"
     return equal
+
+
+def in_each_pool(**settings: str) -> dict[str, str]:
+    """These settings of all pools."""
+    return {f"pools.{pool}.{name}": value for pool in POOLS for name, value in settings.items()}
+
+
+def _change(deployed: Deployed, mode: str) -> None:
+    subprocess.run([str(RIDGELINE), "mode", mode, "--url", deployed.url], timeout=120, check=True)
+
+
+def _agrees(deployed: Deployed, one: dict[str, Any], dtype: str) -> bool:
+    """Return whether the answer to a prompt is plain vLLM's, up to a tie: the first other token is as good a one."""
+    ours, plain = _choice(deployed, one["prompt"], NUM_OUTPUT_TOKENS)["token_ids"], one["plain"]
+    place = next((place for place, pair in enumerate(zip(ours, plain, strict=True)) if len({*pair}) > 1), None)
+    if place is None:
+        return True
+    top = _choice(deployed, one["prompt"] + plain[:place], 1, **RANKED)["logprobs"]["top_logprobs"][0]
+    return all(_is_tie(top, token, dtype) for token in (ours[place], plain[place]))
 
 
 def _same_but_for_a_tie(whole: dict[str, Any], token_ids: list[int], dtype: str) -> bool:
@@ -114,14 +145,14 @@ def _same_but_for_a_tie(whole: dict[str, Any], token_ids: list[int], dtype: str)
     for place, (one, other) in enumerate(zip(whole["token_ids"], token_ids, strict=True)):
         if one != other:
             top = whole["logprobs"]["top_logprobs"][place]
-            behind_nat = max(top.values()) - top.get(f"token_id:{other}", -math.inf)
-            sys.stdout.write(f"token {place}, {other} for {one}, is {behind_nat:.3f} nat behind: {top}\n")
-            return is_tie(behind_nat, dtype)
+            return _is_tie(top, other, dtype)
     return True
 
 
-def _answer(deployed: Deployed, prompt: list[int]) -> list[int]:
-    return list(_choice(deployed, prompt, NUM_OUTPUT_TOKENS)["token_ids"])
+def _is_tie(top: dict[str, float], token: int, dtype: str) -> bool:
+    behind_nat = max(top.values()) - top.get(f"token_id:{token}", -math.inf)
+    sys.stdout.write(f"token {token} is {behind_nat:.3f} nat behind: {top}\n")
+    return is_tie(behind_nat, dtype)
 
 
 def _choice(deployed: Deployed, prompt: list[int], tokens: int, **fields: Any) -> dict[str, Any]:

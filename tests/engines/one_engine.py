@@ -145,12 +145,12 @@ class OneEngine:
 
 
 def _dtype(model_path: Path) -> str:
-    """Return float32, but where vLLM's kernels want 16 bits: states, and MLA on a CPU with AMX."""
+    """Return float32, but where vLLM's kernels want 16 bits: states, quantised weights, and MLA on a CPU with AMX."""
     import torch
 
     config = json.loads((model_path / "config.json").read_text())
     narrow = "linear_num_key_heads" in config or ("kv_lora_rank" in config and torch.cpu._is_amx_tile_supported())
-    return "bfloat16" if narrow else "float32"
+    return "bfloat16" if narrow or "quantization_config" in config else "float32"
 
 
 def compare(model_path: Path, lengths: Sequence[int], *, with_plain: bool) -> list[dict[str, Any]]:

@@ -200,6 +200,12 @@ def all_at_once(both: Both, tokens: int) -> tuple[dict[str, asyncio.Task[str]], 
     return answers, sequences
 
 
+async def all_agree(answers: dict[str, asyncio.Task[str]], subtests: pytest.Subtests) -> None:
+    for name, difference in zip(answers, await asyncio.gather(*answers.values()), strict=True):
+        with subtests.test(name):
+            assert difference == ""
+
+
 @pytest.mark.proves(FEATURES, MODES)
 @pytest.mark.proves(OTHERS, MODES)
 @pytest.mark.parametrize("mode", MODES)
@@ -209,12 +215,9 @@ async def test_every_feature_is_answered_as_by_plain_vllm(
     await change(both.engines, mode)
     before = await both.engines.metrics()
     answers, asked = all_at_once(both, SHORT_TOKENS)
-    differences = dict(zip(answers, await asyncio.gather(*answers.values()), strict=True))
+    await all_agree(answers, subtests)
     paths = Increase(before, await both.engines.metrics()).by_label("ridgeline_requests_total", "path")
     figure(f"{mode}: {asked} sequences, by path {paths}")
-    for name, difference in differences.items():
-        with subtests.test(name):
-            assert difference == ""
     assert sum(paths.values()) == asked
     assert mode == "adaptive" or paths.keys() == {mode}
 
@@ -244,10 +247,7 @@ async def test_every_feature_goes_on_as_plain_vllms_answer_when_its_worker_is_ki
         while (status := await worker.status()).running < asked or status.counters.get("waiting_for_kv"):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     engines_below(psutil.Process(pid))[0].kill()
-    differences = dict(zip(answers, await asyncio.gather(*answers.values()), strict=True))
+    await all_agree(answers, subtests)
     moved = Increase(before, await both.engines.metrics()).by_label("ridgeline_retries_total", "state")
     figure(f"{asked} sequences, moved in the states {moved}")
-    for name, difference in differences.items():
-        with subtests.test(name):
-            assert difference == ""
     assert moved == {"decoding": asked}

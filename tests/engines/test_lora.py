@@ -115,14 +115,19 @@ def test_adapters_and_the_model_answer_side_by_side_in_every_mode_and_a_reload_m
     assert (refused.status_code, refused.json()["error"]["type"]) == (404, "NotFoundError")
 
 
-@pytest.mark.proves("LoRA adapters from the start", "after a lost worker")
+@pytest.mark.proves(("LoRA adapters from the start", "LoRA adapters at run time"), "after a lost worker")
 @pytest.mark.long
-def test_an_answer_goes_on_with_its_adapter_when_its_worker_is_lost(adapted: Adapted):
-    prompt, num_tokens = adapted.prompts(7)[1], 120
-    stream = Stream(adapted.deployed.url, num_tokens, model="one", prompt=prompt, temperature=0, return_token_ids=True)
+def test_answers_go_on_with_their_adapters_when_their_worker_is_lost(adapted: Adapted):
+    loaded = adapted.operate("/v1/load_lora_adapter", lora_name="later", lora_path=str(adapted.folder / "changed"))
+    assert loaded.status_code == 200, loaded.text
+    prompt, num_tokens = adapted.prompts(7)[1], 300
+    wish = {"prompt": prompt, "temperature": 0, "return_token_ids": True}
+    streams = {name: Stream(adapted.deployed.url, num_tokens, model=name, **wish) for name in ("one", "later")}
     worker = adapted.deployed.busy_decode()
     adapted.deployed.engine(worker).kill()
-    answer = [token for event in stream.events() for choice in event["choices"] for token in choice["token_ids"]]
-    assert answer == adapted.expected("one", prompt, num_tokens)
+    weights = {NAME: "model", "one": "one", "later": "changed"}
+    for name, stream in streams.items():
+        answer = [token for event in stream.events() for choice in event["choices"] for token in choice["token_ids"]]
+        assert answer == adapted.expected(weights[name], prompt, num_tokens)
     adapted.deployed.back(worker)
-    adapted.together({NAME: "model", "one": "one"}, adapted.prompts(8))
+    adapted.together(weights, adapted.prompts(8))

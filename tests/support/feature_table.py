@@ -1,5 +1,7 @@
 """The table of features in docs/how-to/serve.md: a test that proves a cell, the check that refuses it, or "not tried".
 
+A check refuses what cannot be right ("refused"), or what has not run and may well be ("has not run").
+
 A test says what it proves by `@pytest.mark.proves(features, columns)`: one name, several, or a table of its module by
 whose keys it is parametrized. It must show that answers are right, not only that they come. Tests are read, not run.
 `python -m tests.support.feature_table` writes the table again.
@@ -24,6 +26,8 @@ PAGE: Final = REPOSITORY / "docs" / "how-to" / "serve.md"
 TABLE: Final = re.compile(r"(?<=<!-- features -->\n).*(?=<!-- /features -->)", re.DOTALL)
 SPLIT: Final = ("disaggregated", "adaptive")
 """The modes in which KV is handed over."""
+ONE_ENGINE: Final = ("colocated", "after a lost worker")
+"""Where one engine makes the answer, or what is left of it."""
 COLUMNS: Final = ("colocated", *SPLIT, "after a lost worker")
 FEATURES: Final = (
     "greedy answers, whole and streamed",
@@ -58,10 +62,16 @@ FEATURES: Final = (
     "tensor parallel, equal ranks",
     "tensor parallel, unequal ranks",
     "pipeline parallel",
-    "quantised weights, FP8 KV cache",
+    "expert parallel",
+    "quantised weights",
+    "FP8 KV cache",
 )
-ONLY_HANDED_OVER: Final = ("later turns fetch KV from decode", "tensor parallel, unequal ranks")
-"""Features that mean nothing in mode colocated."""
+WITHOUT: Final = dict.fromkeys(
+    ("later turns fetch KV from decode", "tensor parallel, unequal ranks"), ("colocated", "adaptive")
+)
+"""The columns in which a feature has no meaning: all workers are alike there, and each serves what it has cached."""
+CANNOT: Final = "refused"
+HAS_NOT_RUN: Final = "has not run"
 
 
 def _of_drafts(config: dict[str, object]) -> str:
@@ -91,22 +101,34 @@ def _of_model(config: dict[str, object], *, speculates: bool = False) -> str:
 
 
 DRAFTS: Final = '{"method": "ngram", "num_speculative_tokens": 3}'
-REFUSALS: Final[dict[str, tuple[Sequence[str], Callable[[], str]]]] = {
-    "beam search": (COLUMNS, lambda: f"`use_beam_search` gets 400: {REFUSED_FIELDS['use_beam_search'].sentence}."),
-    "images, audio, video": (COLUMNS, lambda: _of_argument("limit_mm_per_prompt")),
-    "embeddings, scores, rewards": (COLUMNS, lambda: _of_argument("runner")),
-    "models with an encoder": (COLUMNS, lambda: _of_model({"is_encoder_decoder": True})),
-    "EAGLE, MTP, Medusa": (COLUMNS, lambda: _of_drafts({"method": "eagle", "num_speculative_tokens": 3})),
+REFUSALS: Final[dict[str, tuple[Callable[[], str], dict[str, Sequence[str]]]]] = {
+    "beam search": (
+        lambda: f"`use_beam_search` gets 400: {REFUSED_FIELDS['use_beam_search'].sentence}.",
+        {CANNOT: COLUMNS},
+    ),
+    "images, audio, video": (lambda: _of_argument("limit_mm_per_prompt"), {CANNOT: COLUMNS}),
+    "embeddings, scores, rewards": (lambda: _of_argument("runner"), {CANNOT: COLUMNS}),
+    "models with an encoder": (lambda: _of_model({"is_encoder_decoder": True}), {CANNOT: COLUMNS}),
+    "EAGLE, MTP, Medusa": (
+        lambda: _of_drafts({"method": "eagle", "num_speculative_tokens": 3}),
+        {CANNOT: SPLIT, HAS_NOT_RUN: ONE_ENGINE},
+    ),
     "drafts beside LoRA adapters": (
-        COLUMNS,
         lambda: _of_configuration(
             mode="colocated", engine_args__enable_lora="true", engine_args__speculative_config=DRAFTS
         ),
+        {HAS_NOT_RUN: COLUMNS},
     ),
-    "drafts for recurrent states": (SPLIT, lambda: _of_model({"linear_num_key_heads": 2}, speculates=True)),
-    "pipeline parallel": (COLUMNS, lambda: _of_argument("pipeline_parallel_size")),
+    "drafts for recurrent states": (
+        lambda: _of_model({"linear_num_key_heads": 2}, speculates=True),
+        {CANNOT: SPLIT},
+    ),
+    "pipeline parallel": (
+        lambda: _of_argument("pipeline_parallel_size"),
+        {CANNOT: SPLIT, HAS_NOT_RUN: ONE_ENGINE},
+    ),
 }
-"""The columns in which a feature is refused, and the sentence of the check that does."""
+"""The sentence of the check that refuses a feature, and the columns in which it does, by what that means."""
 
 
 @dataclass(frozen=True)
@@ -178,16 +200,13 @@ def feature_table() -> str:
 
     def cell(feature: str, column: str) -> str:
         tests = [str(proof) for proof in known if (proof.feature, proof.column) == (feature, column)]
-        columns, sentence = REFUSALS.get(feature, ((), str))
-        if column == "colocated" and feature in ONLY_HANDED_OVER:
-            return "–"
-        if tests and column in columns:
+        sentence, refused = REFUSALS.get(feature, (str, {}))
+        words = [word for word, columns in refused.items() if column in columns]
+        if tests and words:
             raise ValueError(f"{feature}, {column}: refused, and proven by {tests}")
-        if tests:
-            return f"yes ({numbers(tests)})"
-        if column in columns:
-            return f"no ({numbers([sentence()])})"
-        return "not tried"
+        if tests or words:
+            return f"{'yes' if tests else words[0]} ({numbers(tests or [sentence()])})"
+        return "–" if column in WITHOUT.get(feature, ()) else "not tried"
 
     lines = [f"| feature | {' | '.join(COLUMNS)} |\n", f"|---{'|---' * len(COLUMNS)}|\n"]
     lines += [f"| {name} | {' | '.join(cell(name, column) for column in COLUMNS)} |\n" for name in FEATURES]

@@ -20,12 +20,14 @@ from ridgeline.cluster.config.models import RidgelineConfig
 from ridgeline.cluster.doctor.facts import read_model_facts
 from ridgeline.cluster.doctor.model_support import model_conflicts
 from ridgeline.engine.connector.transferable_models import why_unsupported
+from tests.support.quantised import quantise
 
 MODELS = Path(__file__).parents[2] / "docs" / "how-to" / "serve.md"
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "families.json"
 FAMILIES_TABLE = re.compile(r"(?<=<!-- families -->\n).*(?=<!-- /families -->)", re.DOTALL)
 RAN_WITH_UNEQUAL_RANKS = "llama"
 """In `tests/engines/test_tensor_parallel.py`."""
+QUANTISED = "-awq"
 WINDOW_TOKENS = 128
 SEED = 11
 SIZES: dict[str, Any] = {
@@ -255,14 +257,14 @@ def tiny_config(family: Family, **more: Any) -> Any:
 
 
 def make_family(key: str, directory: Path, vocabulary_tokens: int = 512, max_positions: int = 2048) -> Path:
-    """Write a random float32 model without a tokenizer; the same bytes every time.
+    """Write a random float32 model without a tokenizer; the same bytes every time. `llama-awq` is quantised.
 
     The weights are large enough that far tokens decide which comes next, else equal answers would show nothing.
     """
     import torch
     import transformers
 
-    [family] = [one for one in FAMILIES if one.key == key]
+    [family] = [one for one in FAMILIES if one.key == key.removesuffix(QUANTISED)]
     config = tiny_config(family, vocab_size=vocabulary_tokens, max_position_embeddings=max_positions)
     torch.manual_seed(SEED)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -270,6 +272,8 @@ def make_family(key: str, directory: Path, vocabulary_tokens: int = 512, max_pos
         if "o_proj" in name:
             parameter.data *= 5
     model.save_pretrained(directory)
+    if key.endswith(QUANTISED):
+        quantise(directory)
     return directory
 
 
@@ -322,7 +326,7 @@ def families_table() -> str:
     def row(family: Family) -> list[str]:
         found, proof = verdicts(family), known.get(family.key)
         if proof is None or proof.failed:
-            refused = "no" if found.on_gpus else "not on CPUs"
+            refused = "refused" if found.on_gpus else "refused on CPUs"
             begins = "It cannot be served" if found.on_gpus else "On CPUs it is refused"
             if not (found.equal or family.not_run):
                 raise ValueError(f"{family.key} has not run and is not refused: run tests.engines.family_matrix")
@@ -330,12 +334,12 @@ def families_table() -> str:
             cells = [
                 noted(refused, [one.replace("It cannot be served", begins) for one in sentences])
                 if sentences
-                else noted("not run", why)
+                else noted("not tried", why)
                 for sentences in (found.colocated, found.equal)
             ]
             if found.equal:
                 return [*cells, cells[-1], ""]
-            return [*cells, noted("no", found.unequal) if found.unequal else noted("not run", why), ""]
+            return [*cells, noted("refused", found.unequal) if found.unequal else noted("not tried", why), ""]
         # What is refused with the defaults has run as the refusal says.
         changed = [
             one.replace("It cannot be served", "On CPUs it is refused with the defaults, and ran as this says")
@@ -347,7 +351,7 @@ def families_table() -> str:
         return [
             noted(f"{proof.colocated} of {proof.prompts}", changed),
             noted(f"{proof.handed_over} of {proof.prompts}", changed),
-            noted("no", unequal) if unequal else ("yes" if family.key == RAN_WITH_UNEQUAL_RANKS else "not run"),
+            noted("refused", unequal) if unequal else ("yes" if family.key == RAN_WITH_UNEQUAL_RANKS else "not tried"),
             f"{served} of {asked}" if asked else "",
         ]
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numba import njit
 from vllm.platforms import current_platform
 from vllm.utils.cpu_triton_utils import _rejection_greedy_sample_kernel_impl
 from vllm.v1.outputs import LogprobsTensors
@@ -15,9 +16,10 @@ from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample import sampler as vllm_sampler
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.spec_decode import ngram_proposer
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from ridgeline.engine.vllm_workarounds.model_runner import keep_rows_apart, put_generators_back
+from ridgeline.engine.vllm_workarounds.model_runner import compile_drafts, keep_rows_apart, put_generators_back
 from tests.support import fake_engine  # noqa: F401 - imports vLLM quietly
 
 
@@ -186,3 +188,43 @@ def test_drafted_tokens_have_the_named_ids_and_others_the_likeliest(likeliest: i
         best = logprobs[row].topk(LIKELIEST)
         assert got.logprob_token_ids[row, 1:].tolist() == best.indices.tolist()
         assert torch.allclose(got.logprobs[row, 1:], best.values)
+
+
+LENGTH, SEQUENCES = 2048, 4
+
+
+@pytest.fixture
+def drafting(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A runner with vLLM's look-up of n-grams, which nothing has compiled yet."""
+    monkeypatch.setattr(
+        ngram_proposer, "batch_propose_numba", njit(parallel=True)(ngram_proposer.batch_propose_numba.py_func)
+    )
+    lookup = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3, "num_speculative_tokens": 3}
+    speculation = SimpleNamespace(**lookup)
+    config: Any = SimpleNamespace(
+        speculative_config=speculation,
+        model_config=SimpleNamespace(max_model_len=LENGTH),
+        scheduler_config=SimpleNamespace(max_num_seqs=SEQUENCES),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+    )
+    batch = SimpleNamespace(
+        num_tokens_no_spec=np.zeros(SEQUENCES, dtype=np.int32),
+        token_ids_cpu=np.zeros((SEQUENCES, LENGTH), dtype=np.int32),
+    )
+    drafter = ngram_proposer.NgramProposer(config)
+    return SimpleNamespace(drafter=drafter, input_batch=batch, speculative_config=speculation)
+
+
+def test_vllm_compiles_the_look_up_of_n_grams_in_a_step(drafting: Any):
+    assert ngram_proposer.batch_propose_numba.signatures == []
+
+
+@pytest.mark.filterwarnings("ignore::numba.core.errors.NumbaPendingDeprecationWarning")
+def test_the_look_up_of_n_grams_is_compiled_before_the_first_step(drafting: Any):
+    compile_drafts(drafting)
+    compiled = [*ngram_proposer.batch_propose_numba.signatures]
+    assert len(compiled) == 1
+    batch = drafting.input_batch
+    batch.token_ids_cpu[0, :5], batch.num_tokens_no_spec[0] = [7, 8, 9, 7, 8], 5
+    assert drafting.drafter.propose(3, [[8]], batch.num_tokens_no_spec, batch.token_ids_cpu) == [[9, 7, 8]]
+    assert ngram_proposer.batch_propose_numba.signatures == compiled

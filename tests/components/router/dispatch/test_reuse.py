@@ -133,14 +133,16 @@ async def test_a_decode_worker_that_does_not_answer_costs_no_more_than_computing
         one.decode.offers.set()
 
 
+@pytest.mark.proves("later turns fetch KV from decode", "after a lost worker")
 async def test_an_offer_whose_prefill_fails_is_released():
     async with turns() as one:
         one.decode.cached_tokens, one.prefill.error = 96, EngineFailed("it is gone")
-        _, ending = one.ask(5, TURN)
+        sent, ending = one.ask(5, TURN)
         await eventually(lambda: one.released or one.prefill.step())
         assert one.released[0].num_tokens == 96
         one.prefill.error = None
         await one.step_until(ending)
+        assert sent == expected(5, TURN)
 
 
 async def test_nobody_is_asked_for_a_prompt_that_is_computed_whole_for_its_log_probabilities():

@@ -10,7 +10,9 @@ import pytest
 import pytest_asyncio
 from anthropic import AsyncAnthropic
 
+from ridgeline.contracts.errors import EngineFailed
 from ridgeline.engine.passed_args import front
+from tests.components.router.dispatch.test_modes import ROLES
 from tests.support import fake_engine
 from tests.support.fake_engine import FakeEngine
 from tests.support.served_router import serving
@@ -36,6 +38,7 @@ TOOL = {
 }
 CUT_OFF_TOKENS = 6
 """A limit at which half of the call's arguments have been said."""
+MODES = ("colocated", "adaptive")
 FORCED: Any = {"type": "function", "function": {"name": "look"}}
 
 
@@ -68,10 +71,21 @@ async def served(request, tmp_path_factory):
         async with serving(
             directory,
             (FakeEngine("prefill"), FakeEngine("decode")),
+            roles=ROLES.by_mode,
             engine_args={"reasoning_parser": reasoning, "max_logprobs": 3},
             server_args=front({"tool_call_parser": calling, "chat_template": "{{ messages[0].content }}"}),
         ) as (client, _, _, decode):
             yield client, decode
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def in_mode(served, request):
+    """The router in another mode while a test runs."""
+    for mode in (request.param, "disaggregated"):
+        changed = await served[0].post("/ridgeline/mode", json={"mode": mode})
+        assert changed.status_code == 200, changed.text
+        if mode == request.param:
+            yield mode
 
 
 with_hermes = pytest.mark.parametrize("served", [("deepseek_r1", "hermes")], indirect=True, ids=" ".join)
@@ -89,15 +103,42 @@ async def chat(http: Any, **fields: Any) -> tuple[list[Any], dict[str, str], lis
     return choices, told, [call["function"] for part in parts for call in part.get("tool_calls") or []]
 
 
-@pytest.mark.proves("reasoning parsers", "disaggregated")
-@pytest.mark.parametrize("at_a_time", [None, 1, 2, 3, 5, 7])
-async def test_a_call_after_thinking_is_told_apart(served, at_a_time):
-    stream = {} if at_a_time is None else {"stream": True, "stream_interval": at_a_time}
-    choices, told, calls = await chat(served[0], tools=[TOOL], **stream)
-    assert (told["reasoning"].split(), told["content"]) == (["hm", "so"], "")
+async def is_told_apart(http: Any, **fields: Any) -> None:
+    choices, told, calls = await chat(http, tools=[TOOL], **fields)
+    thought = told["reasoning"].removeprefix("<think>").split()  # vLLM tells it too if it comes with the next token
+    assert (thought, told["content"]) == (["hm", "so"], "")
     assert [call["name"] for call in calls if call.get("name")] == ["look"]
     assert json.loads("".join(call.get("arguments") or "" for call in calls))["at"].strip() == "me"
     assert choices[-1]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.proves("reasoning parsers", "disaggregated")
+@pytest.mark.parametrize("at_a_time", [None, 1, 2, 3, 5, 7])
+async def test_a_call_after_thinking_is_told_apart(served, at_a_time):
+    await is_told_apart(served[0], **({} if at_a_time is None else {"stream": True, "stream_interval": at_a_time}))
+
+
+@pytest.mark.proves("reasoning parsers", MODES)
+@pytest.mark.parametrize("in_mode", MODES, indirect=True)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_thinking_is_told_apart_in_every_mode(served, in_mode, stream):
+    await is_told_apart(served[0], stream=stream)
+
+
+@pytest.mark.proves("reasoning parsers", "after a lost worker")
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("words", [2, 3, 4, 5, 6])
+async def test_thinking_is_told_apart_if_the_engine_fails_after_some_words(served, monkeypatch, words, stream):
+    http, decode = served
+    say, before = fake_engine.next_token, len(decode.calls)
+
+    def say_and_fail(context):
+        decode.error = EngineFailed("it is gone") if len(context) == words else None
+        return say(context)
+
+    monkeypatch.setattr(fake_engine, "next_token", say_and_fail)
+    await is_told_apart(http, stream=stream)
+    assert len(decode.calls) == before + 2, "nothing was lost"
 
 
 @with_hermes
