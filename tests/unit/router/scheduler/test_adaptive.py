@@ -10,7 +10,8 @@ from ridgeline.router.scheduler.offline_simulation import AdaptiveSimulation
 from ridgeline.router.scheduler.policies import Colocated, Disaggregated
 from ridgeline.router.scheduler.simulation import Simulation
 from ridgeline.router.scheduler.traffic import Seen
-from tests.unit.router.scheduler.samples import BF16, CHEAP_ANSWERS, H100, fleet, fleet_model, poisson
+from tests.support.simulated_serving import BF16, fleet_model
+from tests.unit.router.scheduler.samples import CHEAP_ANSWERS, H100, fleet, poisson
 
 
 def attainment(requests):
