@@ -87,7 +87,7 @@ class Adaptive:
         self.name, options = always or (UNTIL_COMPARED, {})
         self._policy: Policy = make_policy(self.name, options)
         self.advised = self.name
-        """The best policy of the last comparison, also if it must not serve."""
+        """The policy that was better enough in the last comparison, also if it must not serve."""
         self.scores: Mapping[str, float] = {}
         """Of the last comparison, by policy."""
 
@@ -231,10 +231,12 @@ class Adaptive:
     def _choose(self, scores: Mapping[str, float]) -> None:
         """Serve by the best policy, if it is better enough than what serves now."""
         self.scores = scores
-        self.advised = max(scores, key=scores.__getitem__)
         allowed = [name for name in scores if self._rebalance == "act" or not _divides(name)]
-        best = max(allowed, key=scores.__getitem__)
-        if scores[best] > scores[self.name] + MARGIN:
+        enough = scores[self.name] + MARGIN
+        self.advised, best = (max(names, key=scores.__getitem__) for names in (scores, allowed))
+        if scores[self.advised] <= enough:  # those that were broken off have a part of their score
+            self.advised = self.name
+        if scores[best] > enough:
             self.serve_by(best)
         if self._traffic.listeners:
             self._traffic.tell(Chose(self._traffic.clock(), self.name, scores))
