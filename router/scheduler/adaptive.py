@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 
 from ridgeline.contracts.vocabulary import Mode, Phase, RebalanceMode
-from ridgeline.router.scheduler.engines import ModelledRequest, modelled
+from ridgeline.router.scheduler.engines import ModelledRequest, ModelledWorker, modelled
 from ridgeline.router.scheduler.features import Assignment, FleetModel, RequestFeatures, WorkerSpec, WorkerState
 from ridgeline.router.scheduler.policies import Policy, shape_of
 from ridgeline.router.scheduler.recorded_events import Arrived, Began, Chose, Compared, Options, Placed
@@ -51,6 +51,8 @@ MOST_MODELLED: Final = 8
 """Of a larger fleet a part of this size is modelled, with its part of the requests: policies choose shares."""
 SLOWDOWN_ROUNDS: Final = 3
 """Simulations that look for the slowdown. Each corrects by a square root, since near the knee latency grows faster."""
+SLOWDOWN_FOUND: Final = 0.05
+"""Latencies so near to those seen need no further round: it would change steps by half of that."""
 MOST_SLOWDOWN: Final = 2.0
 """The most times that steps are taken to be slower, or faster, than their model says."""
 UNTIL_COMPARED: Final = "colocated"
@@ -85,7 +87,7 @@ class Adaptive:
         self.name, options = always or (UNTIL_COMPARED, {})
         self._policy: Policy = make_policy(self.name, options)
         self.advised = self.name
-        """The best policy of the last comparison, also if it must not serve."""
+        """The policy that was better enough in the last comparison, also if it must not serve."""
         self.scores: Mapping[str, float] = {}
         """Of the last comparison, by policy."""
 
@@ -182,12 +184,18 @@ class Adaptive:
         slowdown = yield from self._slowdown(fleet, workers, seen)
         requests = _requests(self._compared, SIMULATED * len(workers))
         scores: dict[str, float] = {}
-        scale_s = 0.0
+        scale_s = math.inf
         while (name := self._next(len(workers), scores)) is not None:
             served = [make() for make in requests]
-            yield from Simulation(modelled(workers, slowdown), make_policy(name, {}), fleet.handover_s).steps(served)
-            scale_s = scale_s or _mean_latency_s(served)  # of what serves, which comes first
-            scores[name] = _score(served, scale_s, fleet.overhead_s)
+            trial = _Trial(modelled(workers, slowdown), make_policy(name, {}), fleet, served, scale_s)
+            enough = max(scores[self.name] + MARGIN, *scores.values()) if scores else -math.inf
+            for _ in trial.steps(served):
+                if trial.most < enough:
+                    break
+                yield
+            if not scores:  # what serves comes first
+                trial.scale_s = scale_s = sum(one.latency_s for one in served) / len(served)
+            scores[name] = trial.score
         self._choose(scores)
 
     def _latest(self, of_workers: int, workers: int) -> list[Seen]:
@@ -216,15 +224,19 @@ class Adaptive:
             yield from Simulation(modelled(workers, slowdown), self._policy, fleet.handover_s).steps(served)
             off = median((served[index].latency_s + fleet.overhead_s) / latency_s for index, latency_s in known)
             slowdown = min(MOST_SLOWDOWN, max(1 / MOST_SLOWDOWN, slowdown / math.sqrt(off)))
+            if abs(off - 1.0) < SLOWDOWN_FOUND:
+                break
         return slowdown
 
     def _choose(self, scores: Mapping[str, float]) -> None:
         """Serve by the best policy, if it is better enough than what serves now."""
         self.scores = scores
-        self.advised = max(scores, key=scores.__getitem__)
         allowed = [name for name in scores if self._rebalance == "act" or not _divides(name)]
-        best = max(allowed, key=scores.__getitem__)
-        if scores[best] > scores[self.name] + MARGIN:
+        enough = scores[self.name] + MARGIN
+        self.advised, best = (max(names, key=scores.__getitem__) for names in (scores, allowed))
+        if scores[self.advised] <= enough:  # those that were broken off have a part of their score
+            self.advised = self.name
+        if scores[best] > enough:
             self.serve_by(best)
         if self._traffic.listeners:
             self._traffic.tell(Chose(self._traffic.clock(), self.name, scores))
@@ -309,17 +321,42 @@ def _requests(seen: Sequence[Seen], at_least: int = 0) -> list[Callable[[], Mode
     ]
 
 
-def _mean_latency_s(requests: Sequence[ModelledRequest]) -> float:
-    return sum(one.latency_s for one in requests) / len(requests)
+class _Trial(Simulation):
+    """A simulation that scores a policy: by requests in time, and of those without an SLO by how short they take."""
 
+    def __init__(
+        self,
+        workers: Sequence[ModelledWorker],
+        policy: Policy,
+        fleet: FleetModel,
+        requests: Sequence[ModelledRequest],
+        scale_s: float,
+    ) -> None:
+        """`scale_s`: the mean latency by what serves."""
+        super().__init__(workers, policy, fleet.handover_s)
+        self.scale_s = scale_s
+        self._overhead_s = fleet.overhead_s
+        self._requests = len(requests)
+        self._with_slo = sum(min(one.ttft_slo_s, one.tpot_slo_s) < math.inf for one in requests)
+        self._ended = 0
+        self._in_time = self._without_slo_s = 0.0
 
-def _score(requests: Sequence[ModelledRequest], scale_s: float, overhead_s: float) -> float:
-    """Return the part of the requests that would be in time; of those without an SLO, how short they take."""
-    score = 0.0
-    for one in requests:
-        part = max((one.ttft_s + overhead_s) / one.ttft_slo_s, one.tpot_s / one.tpot_slo_s)
+    @property
+    def score(self) -> float:
+        """What those that have ended are worth: all of them, unless it was broken off."""
+        return (self._in_time - self._without_slo_s / self.scale_s) / self._ended if self._ended else self.most
+
+    @property
+    def most(self) -> float:
+        """The score if all the others came in time."""
+        return (self._in_time + self._with_slo - self._without_slo_s / self.scale_s) / self._requests
+
+    def _finish(self, request: ModelledRequest, worker: ModelledWorker) -> None:
+        super()._finish(request, worker)
+        self._ended += 1
+        part = max((request.ttft_s + self._overhead_s) / request.ttft_slo_s, request.tpot_s / request.tpot_slo_s)
         if part == 0.0:
-            score -= one.latency_s / scale_s
-        else:
-            score += math.erfc((part - 1.0) / ERROR / math.sqrt(2.0)) / 2 - HEADROOM_WEIGHT * min(part, MOST_SLOS)
-    return score / len(requests)
+            self._without_slo_s += request.latency_s
+            return
+        self._with_slo -= 1
+        self._in_time += math.erfc((part - 1.0) / ERROR / math.sqrt(2.0)) / 2 - HEADROOM_WEIGHT * min(part, MOST_SLOS)

@@ -2,5 +2,6 @@
 
 decision_cost.py    measures what a decision of mode adaptive costs the router
 modes.py            measures the modes of a running server with the client of `vllm bench serve`
+regret.py           simulates what mode adaptive and `plan` lose to the best mode
 speculation.py      measures TPOT and intensity with and without drafts
 """

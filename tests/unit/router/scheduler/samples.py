@@ -6,18 +6,7 @@ import random
 
 from ridgeline.contracts.workers import StepModel
 from ridgeline.router.scheduler.engines import ModelledRequest, modelled
-from ridgeline.router.scheduler.features import FleetModel, WorkerSpec, window_tokens
-
-BF16 = StepModel(
-    base_s=0.030,
-    per_prefill_token_s=0.0014,
-    per_sequence_s=0.003,
-    per_context_token_s=1e-6,
-    per_attended_token_s=0.0014 / 18_000,
-    steps=100,
-)
-"""About what SmolLM2-135M takes on one core with AVX-512 in bfloat16."""
-
+from tests.support.simulated_serving import fleet_model
 
 H100 = StepModel(
     base_s=0.0067,
@@ -51,16 +40,6 @@ def poisson(
         now_s += draw.expovariate(rate)
         made.append(ModelledRequest(index, now_s, prompt_tokens, output_tokens, ttft_slo_s, tpot_slo_s))
     return made
-
-
-def fleet_model(workers=2, model=BF16, step_tokens=512, per_device=1, handover_s=0.03, **limits):
-    """Workers that are alike, of which every `per_device` take turns on one device."""
-    window = window_tokens(model, step_tokens)
-    specs = [
-        WorkerSpec(f"w{number}", model, step_tokens, window, device=f"d{number // per_device}", **limits)
-        for number in range(workers)
-    ]
-    return FleetModel(tuple(specs), handover_s)
 
 
 def fleet(*arguments, **options):

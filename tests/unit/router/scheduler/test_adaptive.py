@@ -10,7 +10,8 @@ from ridgeline.router.scheduler.offline_simulation import AdaptiveSimulation
 from ridgeline.router.scheduler.policies import Colocated, Disaggregated
 from ridgeline.router.scheduler.simulation import Simulation
 from ridgeline.router.scheduler.traffic import Seen
-from tests.unit.router.scheduler.samples import BF16, CHEAP_ANSWERS, H100, fleet, fleet_model, poisson
+from tests.support.simulated_serving import BF16, fleet_model
+from tests.unit.router.scheduler.samples import CHEAP_ANSWERS, H100, fleet, poisson
 
 
 def attainment(requests):
@@ -78,6 +79,16 @@ def test_comparisons_in_which_all_policies_are_alike_do_not_move_the_divisions_t
     policy = adaptive_on(poisson(0.1, 30, ttft_slo_s=60.0, tpot_slo_s=1.0), workers=8)
     assert max(policy.scores.values()) - min(policy.scores.values()) < 0.01
     assert {"3 of 8 for prefill", "4 of 8 for prefill", "5 of 8 for prefill"} <= {*policy.scores}
+
+
+def test_where_all_are_in_time_no_policy_is_simulated_to_the_end_but_what_serves_nor_advised():
+    requests = poisson(0.1, 100, ttft_slo_s=60.0, tpot_slo_s=1.0)
+    adaptive = adaptive_on(requests, "advise")
+    parts = len([*adaptive.compare()])
+    alone = len([*Simulation(fleet(), Colocated(), 0.03).steps(poisson(0.1, 100))])
+    assert parts < 3 * alone
+    assert adaptive.advised == adaptive.name == "colocated"
+    assert len(adaptive.scores) >= 4
 
 
 def test_a_division_far_from_half_of_the_workers_is_found():

@@ -6,7 +6,8 @@ import pytest
 from ridgeline.router.scheduler.features import Assignment
 from ridgeline.router.scheduler.policies import Colocated, Disaggregated, predicted
 from ridgeline.router.scheduler.simulation import Simulation
-from tests.unit.router.scheduler.samples import BF16, fleet, poisson
+from tests.support.simulated_serving import BF16
+from tests.unit.router.scheduler.samples import fleet, poisson
 
 
 def served(policy, requests, workers=None):

@@ -18,7 +18,8 @@ from ridgeline.router.scheduler.recorded_events import (
     read_recording,
 )
 from ridgeline.router.scheduler.replay import replay
-from tests.unit.router.scheduler.samples import fleet, fleet_model, poisson
+from tests.support.simulated_serving import fleet_model
+from tests.unit.router.scheduler.samples import fleet, poisson
 
 
 class Recorded(AdaptiveSimulation):
