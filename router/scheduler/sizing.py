@@ -57,6 +57,7 @@ class Load(msgspec.Struct, frozen=True):
     is_whole: bool
     """Whether requests were watched for the whole window."""
     waiting_prompts: int = 0
+    """Those that no engine has computed yet, in the router or at a worker."""
     waiting_tokens: int = 0
     policy: tuple[str, Options] | None = None
     """In mode adaptive: the one that always serves, if there is but one."""

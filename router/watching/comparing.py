@@ -35,7 +35,7 @@ class Comparing:
     """The policy of mode adaptive, and the task that has it follow the traffic."""
 
     def __init__(self, fleet: Fleet, learned: Learned, settings: RouterConfig) -> None:
-        self._fleet = fleet
+        self._fleet, self._learned = fleet, learned
         self._traffic, self._since_s = learned.traffic, learned.traffic.clock()
         chosen = settings.policy
         always = None if chosen.name == ADAPTIVE else (chosen.name, chosen.options)
@@ -66,6 +66,8 @@ class Comparing:
         """Return the requests of the last so many seconds, and what is known of the workers in the present mode."""
         mode, traffic = self._fleet.mode, self._traffic
         since_s = traffic.clock() - window_s
+        on_workers_tokens = sum(queue.on_workers_tokens for queue in queues.values())
+        on_workers = round(on_workers_tokens / self._learned.prompt_tokens)
         requests = [
             Served(
                 one.arrival_s - since_s,
@@ -85,8 +87,8 @@ class Comparing:
             self._model(mode=mode),
             tuple(requests),
             is_whole=self._since_s <= since_s,
-            waiting_prompts=sum(queue.waiting.prompts for queue in queues.values()),
-            waiting_tokens=sum(queue.waiting.tokens for queue in queues.values()),
+            waiting_prompts=on_workers + sum(queue.waiting.prompts for queue in queues.values()),
+            waiting_tokens=on_workers_tokens + sum(queue.waiting.tokens for queue in queues.values()),
             policy=self._always,
             may_divide=self._divides,
         )

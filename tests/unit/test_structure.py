@@ -24,9 +24,9 @@ MOST_LINES = {
     "loadtest": 8_900,
     "prefill_worker": 950,
     "roofline": 1_960,
-    "router": 17_716,
+    "router": 17_719,
     "tests": 59_900,
-    "tools": 6_612,
+    "tools": 6_615,
     "worker_runtime": 1_040,
 }
 """Of Python, by package. A commit that raises one says what the lines are worth; one that deletes lines lowers it."""

@@ -27,8 +27,8 @@ from typing import Final, NamedTuple
 import msgspec
 
 from ridgeline.router.scheduler.engines import ModelledRequest
-from ridgeline.router.scheduler.offline_simulation import Served, tried, usual_policies
-from ridgeline.router.scheduler.registry import ADAPTIVE
+from ridgeline.router.scheduler.offline_simulation import Served, ranked
+from ridgeline.router.scheduler.registry import ADAPTIVE, division_name
 from tests.support.simulated_serving import (
     ADAPTIVE_STEP_TOKENS,
     KNEES,
@@ -104,13 +104,11 @@ class Cell(msgspec.Struct, frozen=True):
 def recommended(recorded: Sequence[ModelledRequest], workers: int) -> str:
     """Return the mode that `plan` recommends for so many workers, by requests that were recorded."""
     served = [
-        Served(one.arrival_s, one.prompt_tokens, one.output_tokens, one.ttft_slo_s, one.tpot_slo_s, None, None)
-        for one in recorded
+        Served(one.arrival_s, one.prompt_tokens, one.output_tokens, one.ttft_slo_s, one.tpot_slo_s) for one in recorded
     ]
-    fleet = fleet_model(workers, step_tokens=ADAPTIVE_STEP_TOKENS)
-    known = {*fixed_modes(workers), ADAPTIVE}
-    options = [tried(served, fleet, name) for name in usual_policies(workers) if name in known]
-    return max(options, key=lambda one: (min(one.least, GOAL), one.least + one.in_time)).policy
+    best = ranked(served, fleet_model(workers, step_tokens=ADAPTIVE_STEP_TOKENS), GOAL)[0]
+    mode, _, division = best.policy.partition(" ")
+    return division_name(int(division.partition(":")[0]), workers) if division else mode
 
 
 def measure(asked: Asked, requests: int = 0) -> Cell:
@@ -121,10 +119,15 @@ def measure(asked: Asked, requests: int = 0) -> Cell:
     parts: dict[str, list[float]] = {mode: [] for mode in (*fixed_modes(workers), ADAPTIVE)}
     plan = []
     for seed in SIZES[workers].seeds:
-        for mode, kept in parts.items():
+
+        def second_half(mode: str, seed: int = seed) -> float:
             second = requests_of(shape, slos, rate, 2 * number, seed)[number:]
-            kept.append(in_time(second, workers, mode, seed, SPEEDS[seed]))
-        plan.append(parts[recommended(requests_of(shape, slos, rate, number, seed), workers)][-1])
+            return in_time(second, workers, mode, seed, SPEEDS[seed])
+
+        for mode, kept in parts.items():
+            kept.append(second_half(mode))
+        of_plan = recommended(requests_of(shape, slos, rate, number, seed), workers)
+        plan.append(parts[of_plan][-1] if of_plan in parts else second_half(of_plan))
     colocated, *divisions, adaptive = map(mean, parts.values())
     return Cell(*asked, colocated, max(divisions), adaptive, mean(plan))
 

@@ -56,7 +56,7 @@ async def test_the_dispatcher_knows_what_is_in_use_by_all_routers_and_which_prom
             asked = [router.ask(tokens=2) for router in pair]
             await waits(dispatcher, 1)
             load = await dispatcher.load(60.0)
-            assert (load.mode, load.pools, load.waiting_prompts) == ("disaggregated", ("prefill", "decode"), 1)
+            assert (load.mode, load.pools, load.waiting_prompts) == ("disaggregated", ("prefill", "decode"), 2)
             assert [one.output_tokens for one in load.requests] == [1, 1], "half of the longest length"
             assert not load.is_whole
             engine(started)._stepping = "auto"
