@@ -12,6 +12,7 @@ import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from ridgeline.contracts.workers import StepModel
 from ridgeline.decode_worker.pacing.bound import Prompt, most_prefill_tokens
@@ -162,7 +163,7 @@ class ModelledWorker:
         while self.joining and len(decoding) < self.max_num_seqs:
             decoding.append(self.joining.popleft())
         sequences, context_tokens = len(decoding), sum([one.prompt_tokens + one.made_tokens for one in decoding])
-        if self.prompts:
+        if self.prompts and (sequences < self.max_num_seqs or self.prompts[0].computed_tokens):
             took_s = self._begin_prompts(now_s, sequences, context_tokens)
             self.steps = 1
         elif sequences:
@@ -181,7 +182,8 @@ class ModelledWorker:
     def _begin_prompts(self, now_s: float, sequences: int, context_tokens: float) -> float:
         left, computed, attends = self._prompt_budget(now_s, sequences, context_tokens), 0, 0.0
         self.prefilled = prefilled = []
-        for one in self.prompts:
+        seats = max(1, self.max_num_seqs - sequences)  # vLLM begins no prompt without one
+        for one in islice(self.prompts, seats):
             chunk = min(left, one.prompt_tokens - one.computed_tokens)
             if chunk <= 0:
                 break

@@ -74,6 +74,7 @@ def test_a_sequence_without_a_seat_waits_for_one():
     assert all(one.made_tokens == 40 for one in requests)
     ends = sorted(one.end_s for one in requests)
     assert ends[1] - ends[0] >= 38 * BF16.decode_s(1, 16)
+    assert sorted(one.first_s for one in requests)[1] >= ends[0], "and so does its first token"
 
 
 def test_paced_engines_keep_the_tpot_slo_that_prompts_would_break():
