@@ -564,11 +564,11 @@ def plan(
     settings: SetOption = None,
 ) -> None:
     """Simulate how many workers, divided how, keep the SLOs of recorded requests or of a trace."""
-    from ridgeline.cluster.commands.whatif import Asked, checked, compare_plan, pools_of
+    from ridgeline.cluster.commands.whatif import PlanAsked, checked, compare_plan, pools_of
     from ridgeline.cluster.commands.whatif import plan as simulate
 
     ttft_slo_s, tpot_slo_s = (None if value is None else value / 1e3 for value in (ttft_ms, tpot_ms))
-    asked = Asked(
+    asked = PlanAsked(
         file=file,
         trace=trace,
         model=model,

@@ -74,7 +74,7 @@ SEQUENCES: Final = 256
 """Of an engine on a device, as in a colocated pool with GPUs."""
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class PlanAsked(msgspec.Struct, frozen=True, kw_only=True):
     """What a plan is for: requests of a recording or a trace, workers of a recording or a data sheet."""
 
     file: Path | None = None
@@ -138,7 +138,7 @@ def whatif(
     _say([*_error(calibration)], console)
 
 
-def plan(asked: Asked, console: Console) -> tuple[list[Tried], list[Served]]:
+def plan(asked: PlanAsked, console: Console) -> tuple[list[Tried], list[Served]]:
     """Print the fewest workers, or devices, that keep the goal.
 
     Return the modes of so many, the best one first, and the requests. Raises LoadTestError for what cannot be read, too
@@ -228,7 +228,7 @@ def _rank(one: Tried, goal: float) -> tuple[bool, int, float]:
     return not keeps, one.devices if keeps else 0, -one.usual
 
 
-def _traffic(asked: Asked, known: Recorded | None) -> list[Served]:
+def _traffic(asked: PlanAsked, known: Recorded | None) -> list[Served]:
     name, what, fix = str(asked.file), "answers", "record for longer"
     if asked.trace is not None:
         name, what, fix = asked.trace, "requests", "give a longer trace"
@@ -248,14 +248,14 @@ def _traffic(asked: Asked, known: Recorded | None) -> list[Served]:
     return served
 
 
-def _recorded_layout(asked: Asked, known: Recorded | None) -> Layout:
+def _recorded_layout(asked: PlanAsked, known: Recorded | None) -> Layout:
     if known is None:
         raise LoadTestError("nothing says how long steps take: give a recording, or --model and --hardware")
     models = () if asked.trace else [(at_s / asked.growth, each) for at_s, each in known.models]
     return Layout(known.fleet, models, calibrated(known))
 
 
-def _datasheet_layouts(asked: Asked, served: Sequence[Served]) -> Iterator[Layout]:
+def _datasheet_layouts(asked: PlanAsked, served: Sequence[Served]) -> Iterator[Layout]:
     """Yield workers of one device and of several, as far as attention heads can be divided and the model fits."""
     if asked.hardware is None or asked.model is None:
         raise LoadTestError("a device needs a model, and a model a device: give --model and --hardware")
@@ -284,7 +284,7 @@ def _datasheet_layouts(asked: Asked, served: Sequence[Served]) -> Iterator[Layou
         )
 
 
-def _answer(best: Tried, layout: Layout, asked: Asked) -> Iterator[str]:
+def _answer(best: Tried, layout: Layout, asked: PlanAsked) -> Iterator[str]:
     kept = (
         f"{best.in_time:.1%} in time in mode {best.policy}, and {best.least:.1%} to {best.most:.1%} if steps take "
         f"{layout.calibration.error:.0%} more, or as much less"
@@ -303,7 +303,7 @@ def _answer(best: Tried, layout: Layout, asked: Asked) -> Iterator[str]:
         yield f"The SLO on {'TTFT' if late == best.late_first else 'TPOT'} binds: {late:.1%} miss it."
 
 
-def _limits(layout: Layout, asked: Asked) -> Iterator[str]:
+def _limits(layout: Layout, asked: PlanAsked) -> Iterator[str]:
     """Say how far a plan is to be believed."""
     if asked.hardware:
         yield (

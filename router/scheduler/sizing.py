@@ -44,7 +44,7 @@ class Bounds(NamedTuple):
     max_workers: int
 
 
-class Load(msgspec.Struct, frozen=True):
+class Demand(msgspec.Struct, frozen=True):
     """What workers had to do lately, and what is known of them."""
 
     mode: Mode
@@ -65,7 +65,7 @@ class Load(msgspec.Struct, frozen=True):
     """In mode adaptive: whether a policy may have workers for prompts and others for decode."""
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class Sizing(msgspec.Struct, frozen=True):
     """How many workers there should be."""
 
     sizes: Sizes
@@ -89,30 +89,30 @@ class Kept(NamedTuple):
         return max(self.in_time - before.in_time, self.headroom - before.headroom) > HELPS / number
 
 
-def wanted(load: Load, now: Sizes, bounds: Mapping[Pool, Bounds], goal: float) -> Generator[None, None, Wanted]:
+def wanted(load: Demand, now: Sizes, bounds: Mapping[Pool, Bounds], goal: float) -> Generator[None, None, Sizing]:
     """Return how many workers would keep `goal` of the requests in time; yields before each simulation.
 
     `now`: how many there are, those that are lost and come back included.
     """
     trial = _Trial(load, goal)
     if not {*now} <= {*load.pools}:
-        return Wanted(now, why="a pool has no worker that serves")
+        return Sizing(now, why="a pool has no worker that serves")
     if load.requests and load.fleet is None:
-        return Wanted(now, why="it is not known yet how long engine steps take, which shows under load")
+        return Sizing(now, why="it is not known yet how long engine steps take, which shows under load")
     if load.requests and not any(map(_has_slo, load.requests)):
-        return Wanted(now, why="no request has an SLO: set router.slo, or have clients send theirs")
+        return Sizing(now, why="no request has an SLO: set router.slo, or have clients send theirs")
     kept = yield from trial.kept(now)
     if load.requests and not trial.judged:
-        return Wanted(now, why="no number of workers helps: requests miss their SLOs on idle workers too")
+        return Sizing(now, why="no number of workers helps: requests miss their SLOs on idle workers too")
     if kept.in_time < goal:
-        return (yield from trial.more(now, kept, bounds)) if len(trial.judged) >= FEWEST_REQUESTS else Wanted(now)
-    return (yield from trial.fewer(now, kept, bounds)) if load.is_whole else Wanted(now)
+        return (yield from trial.more(now, kept, bounds)) if len(trial.judged) >= FEWEST_REQUESTS else Sizing(now)
+    return (yield from trial.fewer(now, kept, bounds)) if load.is_whole else Sizing(now)
 
 
 class _Trial:
     """Serves the requests by other numbers of workers."""
 
-    def __init__(self, load: Load, goal: float) -> None:
+    def __init__(self, load: Demand, goal: float) -> None:
         self._load, self._goal = load, goal
         self._requests = load.requests[-MOST_ADAPTIVE if load.mode == "adaptive" else 0 :]
         self._queue = _queue(load, self._requests)
@@ -124,7 +124,7 @@ class _Trial:
         """The requests by which sizes are judged."""
         return self._alone.get(1.0, ())
 
-    def more(self, now: Sizes, kept: Kept, bounds: Mapping[Pool, Bounds]) -> Generator[None, None, Wanted]:
+    def more(self, now: Sizes, kept: Kept, bounds: Mapping[Pool, Bounds]) -> Generator[None, None, Sizing]:
         """Add one worker after the other where it helps most, until the goal is kept."""
         tried = [(kept, now)]
         while tried[-1][0].in_time < self._goal and len(tried) <= MOST_MORE:
@@ -139,11 +139,11 @@ class _Trial:
             tried.append(max(found, key=lambda one: (min(round(one[0].in_time, 2), self._goal), one[0].headroom)))
         if len(tried) == 1:
             full = " and ".join(f"autoscale.{pool}.max_workers" for pool in now)
-            return Wanted(now, why=f"the SLOs take more workers than {full} allows: raise it where workers are short")
+            return Sizing(now, why=f"the SLOs take more workers than {full} allows: raise it where workers are short")
         first = next(pool for pool in now if tried[1][1][pool] > now[pool])
-        return Wanted(tried[-1][1], (first, 1), self._why(tried[0], tried[-1]))
+        return Sizing(tried[-1][1], (first, 1), self._why(tried[0], tried[-1]))
 
-    def fewer(self, now: Sizes, kept: Kept, bounds: Mapping[Pool, Bounds]) -> Generator[None, None, Wanted]:
+    def fewer(self, now: Sizes, kept: Kept, bounds: Mapping[Pool, Bounds]) -> Generator[None, None, Sizing]:
         """Take away the worker without which the goal is kept best, if there is one."""
         found = list[tuple[Kept, int, Pool]]()
         for pool, number in now.items():
@@ -154,11 +154,11 @@ class _Trial:
                     slower = yield from self.kept(smaller, SLOWER)
                     found += [(slower, number, pool)] if slower.in_time >= self._goal else []
         if not found:
-            return Wanted(now)
+            return Sizing(now)
         slower, number, pool = max(found)
         smaller = {**now, pool: number - 1}
         why = self._why((kept, now), (slower, smaller))
-        return Wanted(smaller, (pool, -1), f"{why}, the latter with steps {SLOWER - 1:.0%} longer")
+        return Sizing(smaller, (pool, -1), f"{why}, the latter with steps {SLOWER - 1:.0%} longer")
 
     def kept(self, sizes: Sizes, slower: float = 1.0) -> Generator[None, None, Kept]:
         """Return how the requests fare with so many workers, by the best policy of the mode."""
@@ -201,7 +201,7 @@ class _Trial:
         return f"{requests}; {before} and {after} would meet their SLOs (autoscale.goal is {self._goal:.0%})"
 
 
-def _policies(load: Load, sizes: Sizes) -> list[tuple[str, Options]]:
+def _policies(load: Demand, sizes: Sizes) -> list[tuple[str, Options]]:
     """Return by what the mode may serve with so many workers; in mode adaptive, the best of these serves."""
     number = sum(sizes.values())
     if load.mode == "disaggregated":
@@ -214,7 +214,7 @@ def _policies(load: Load, sizes: Sizes) -> list[tuple[str, Options]]:
     return [("colocated, paced", {}), *((division_name(part, number, slack=True), {}) for part in parts)]
 
 
-def _queue(load: Load, requests: Sequence[Served]) -> list[Served]:
+def _queue(load: Demand, requests: Sequence[Served]) -> list[Served]:
     """Return what waits now as requests that come first, without SLOs: others have to be in time in spite of them."""
     if not load.waiting_prompts or not requests:
         return []

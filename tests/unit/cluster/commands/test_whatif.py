@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 import ridgeline.cluster.commands.loadtest
-from ridgeline.cluster.commands.whatif import Asked, checked, compare_plan, plan, pools_of, whatif, with_options
+from ridgeline.cluster.commands.whatif import PlanAsked, checked, compare_plan, plan, pools_of, whatif, with_options
 from ridgeline.cluster.config.models import RidgelineConfig
 from ridgeline.loadtest.errors import LoadTestError
 from ridgeline.loadtest.plan import ComparePlan
@@ -22,7 +22,8 @@ from ridgeline.router.scheduler.offline_simulation import (
     simulated,
 )
 from ridgeline.router.scheduler.recorded_events import AnswerCompleted, Arrived, Began, limit, line_of, read_recording
-from tests.unit.router.scheduler.samples import BF16, fleet_model, poisson
+from tests.support.simulated_serving import BF16, fleet_model
+from tests.unit.router.scheduler.samples import poisson
 from tests.unit.router.scheduler.test_replay import recording_of
 
 
@@ -102,7 +103,7 @@ def recording_in_mode(served_by, requests, *, took=1.0, began=(), **model):
 
 def planned(file, **options):
     console = Console(file=io.StringIO(), width=200)
-    plan(Asked(**{"file": file, "goal": 0.9, "most": 8, **options}), console)
+    plan(PlanAsked(**{"file": file, "goal": 0.9, "most": 8, **options}), console)
     return console.file.getvalue()
 
 
@@ -120,7 +121,7 @@ def rows_of(told):
 
 def test_a_plan_names_the_fewest_workers_and_the_best_two_modes_are_compared_with_as_many(busy, tmp_path):
     console = Console(file=io.StringIO(), width=200)
-    modes, served = plan(Asked(file=busy, goal=0.9, most=8), console)
+    modes, served = plan(PlanAsked(file=busy, goal=0.9, most=8), console)
     told = console.file.getvalue()
     best, *others = rows_of(told)
     workers, least = int(best[1]), float(best[3].partition("%")[0])

@@ -10,8 +10,9 @@ from ridgeline.router.scheduler.engines import modelled
 from ridgeline.router.scheduler.offline_simulation import Served
 from ridgeline.router.scheduler.policies import Colocated
 from ridgeline.router.scheduler.simulation import Simulation
-from ridgeline.router.scheduler.sizing import Bounds, Load, wanted
-from tests.unit.router.scheduler.samples import fleet_model, poisson
+from ridgeline.router.scheduler.sizing import Bounds, Demand, wanted
+from tests.support.simulated_serving import fleet_model
+from tests.unit.router.scheduler.samples import poisson
 
 MINUTE_S, WINDOW_S = 60.0, 600.0
 LONG_PROMPTS, MIXED, LONG_ANSWERS = (512, 4), (512, 64), (32, 128)
@@ -28,7 +29,7 @@ def load_of(sizes, those, **known):
     """Workers with a core each of a Zen 4 CPU; `those` came in ten minutes."""
     pools = tuple(pool for pool, number in sizes.items() for _ in range(number))
     mode = "disaggregated" if "prefill" in sizes else pools[0]
-    return Load(
+    return Demand(
         **({"mode": mode, "pools": pools, "fleet": fleet_model(len(pools)), "is_whole": True} | known), requests=those
     )
 
