@@ -17,7 +17,7 @@ from ridgeline.router.fleet.pairing import KvPair
 from ridgeline.router.observe.loop_lag import LoopLag
 from ridgeline.router.observe.members import Members, members
 from ridgeline.router.placement.pool_queue import QueueNow
-from ridgeline.router.scheduler.sizing import Demand
+from ridgeline.router.scheduler.sizing import LatestLoad
 from ridgeline.router.watching.comparing import Comparing
 
 
@@ -83,7 +83,7 @@ class RouterControl(ABC):
         await self.fleet.refresh()
         return members(self.fleet, started_for)
 
-    async def load(self, window_s: float) -> Demand:
+    async def load(self, window_s: float) -> LatestLoad:
         """Return the requests of the last so many seconds, and what is known of the workers; asks these first."""
         await self.fleet.refresh()
         assert self.comparing is not None

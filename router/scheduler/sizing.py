@@ -44,7 +44,7 @@ class Bounds(NamedTuple):
     max_workers: int
 
 
-class Demand(msgspec.Struct, frozen=True):
+class LatestLoad(msgspec.Struct, frozen=True):
     """What workers had to do lately, and what is known of them."""
 
     mode: Mode
@@ -89,7 +89,7 @@ class Kept(NamedTuple):
         return max(self.in_time - before.in_time, self.headroom - before.headroom) > HELPS / number
 
 
-def wanted(load: Demand, now: Sizes, bounds: Mapping[Pool, Bounds], goal: float) -> Generator[None, None, Sizing]:
+def wanted(load: LatestLoad, now: Sizes, bounds: Mapping[Pool, Bounds], goal: float) -> Generator[None, None, Sizing]:
     """Return how many workers would keep `goal` of the requests in time; yields before each simulation.
 
     `now`: how many there are, those that are lost and come back included.
@@ -112,7 +112,7 @@ def wanted(load: Demand, now: Sizes, bounds: Mapping[Pool, Bounds], goal: float)
 class _Trial:
     """Serves the requests by other numbers of workers."""
 
-    def __init__(self, load: Demand, goal: float) -> None:
+    def __init__(self, load: LatestLoad, goal: float) -> None:
         self._load, self._goal = load, goal
         self._requests = load.requests[-MOST_ADAPTIVE if load.mode == "adaptive" else 0 :]
         self._queue = _queue(load, self._requests)
@@ -201,7 +201,7 @@ class _Trial:
         return f"{requests}; {before} and {after} would meet their SLOs (autoscale.goal is {self._goal:.0%})"
 
 
-def _policies(load: Demand, sizes: Sizes) -> list[tuple[str, Options]]:
+def _policies(load: LatestLoad, sizes: Sizes) -> list[tuple[str, Options]]:
     """Return by what the mode may serve with so many workers; in mode adaptive, the best of these serves."""
     number = sum(sizes.values())
     if load.mode == "disaggregated":
@@ -214,7 +214,7 @@ def _policies(load: Demand, sizes: Sizes) -> list[tuple[str, Options]]:
     return [("colocated, paced", {}), *((division_name(part, number, slack=True), {}) for part in parts)]
 
 
-def _queue(load: Demand, requests: Sequence[Served]) -> list[Served]:
+def _queue(load: LatestLoad, requests: Sequence[Served]) -> list[Served]:
     """Return what waits now as requests that come first, without SLOs: others have to be in time in spite of them."""
     if not load.waiting_prompts or not requests:
         return []

@@ -20,7 +20,7 @@ from ridgeline.router.scheduler.adaptive import Adaptive
 from ridgeline.router.scheduler.features import FleetModel, PoolLimits, WorkerSpec, window_tokens
 from ridgeline.router.scheduler.offline_simulation import Served
 from ridgeline.router.scheduler.registry import ADAPTIVE
-from ridgeline.router.scheduler.sizing import Demand
+from ridgeline.router.scheduler.sizing import LatestLoad
 from ridgeline.router.settings import RouterConfig
 from ridgeline.router.watching.recording import Wanted, recording
 
@@ -62,7 +62,7 @@ class Comparing:
         """Return the lines of what happens from now on."""
         return recording(wanted, self.policy, self._traffic, lambda: self._fleet.mode, self._model)
 
-    def load(self, window_s: float, queues: Mapping[Pool, QueueNow]) -> Demand:
+    def load(self, window_s: float, queues: Mapping[Pool, QueueNow]) -> LatestLoad:
         """Return the requests of the last so many seconds, and what is known of the workers in the present mode."""
         mode, traffic = self._fleet.mode, self._traffic
         since_s = traffic.clock() - window_s
@@ -81,7 +81,7 @@ class Comparing:
             for one in traffic.latest
             if one.arrival_s >= since_s
         ]
-        return Demand(
+        return LatestLoad(
             mode,
             tuple(one.pool for one in _staying(self._fleet)),
             self._model(mode=mode),

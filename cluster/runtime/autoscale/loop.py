@@ -16,7 +16,7 @@ from ridgeline.contracts.vocabulary import Mode, Pool
 from ridgeline.router.fleet.request_route import pools_of
 from ridgeline.router.front.operations import new_operation
 from ridgeline.router.observe.members import Members
-from ridgeline.router.scheduler.sizing import Bounds, Demand, Sizing, wanted
+from ridgeline.router.scheduler.sizing import Bounds, LatestLoad, Sizing, wanted
 
 WINDOW_INTERVALS = 10
 """The requests of so many intervals are simulated."""
@@ -55,7 +55,7 @@ class Autoscaler:
             await self._sleep(self._settings.interval_s)
             with suppress(DeploymentFailed):  # a router is being started again
                 members: Members = await self._lead.members(self._supervised.started_for)
-                load: Demand = await self._lead.load(WINDOW_INTERVALS * self._settings.interval_s)
+                load: LatestLoad = await self._lead.load(WINDOW_INTERVALS * self._settings.interval_s)
                 if load.mode != mode:
                     mode = load.mode
                     self._tell_bounds(mode, say)
@@ -77,12 +77,12 @@ class Autoscaler:
                 f"scaled in this mode: set autoscale.{pools[-1]}.min_workers and max_workers, and start again"
             )
 
-    def _is_settled(self, members: Members, load: Demand) -> bool:
+    def _is_settled(self, members: Members, load: LatestLoad) -> bool:
         """Return whether no worker comes or goes; one that is lost is expected back."""
         serve = all(one.usable or name in self._supervised.lost for name, one in members.workers.items())
         return serve and members.mode == load.mode and not self._operations.under_way
 
-    async def _decide(self, members: Members, load: Demand, say: Say) -> None:
+    async def _decide(self, members: Members, load: LatestLoad, say: Say) -> None:
         """Find how many workers there should be; say it, or in mode act begin the first step."""
         there, bounds = Counter(one.pool for one in members.workers.values()), self._bounds(load.mode)
         now = {pool: there[pool] for pool in pools_of(load.mode)}

@@ -15,7 +15,7 @@ from ridgeline.cluster.runtime.handles.actor import ActorGone
 from ridgeline.cluster.runtime.services import RouterService
 from ridgeline.router.front.operations import Operations, new_operation
 from ridgeline.router.scheduler.offline_simulation import Served
-from ridgeline.router.scheduler.sizing import Demand
+from ridgeline.router.scheduler.sizing import LatestLoad
 from tests.support.operated_fleet import OperatedFleet, OperatedWorker
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.simulated_serving import fleet_model
@@ -36,7 +36,7 @@ class Fleet(OperatedFleet):
         usable = self.pool_of.keys() - self.lost - self.unusable
         pools = tuple(pool for name, pool in self.pool_of.items() if name in usable)
         requests = tuple(Served(0.0, 16, 64, math.inf, 0.08, None, None) for _ in range(self.at_once))
-        return Demand(self.mode, pools, fleet_model(len(pools)), requests, is_whole=True)
+        return LatestLoad(self.mode, pools, fleet_model(len(pools)), requests, is_whole=True)
 
     @property
     def decode(self):

@@ -10,7 +10,7 @@ from ridgeline.router.scheduler.engines import modelled
 from ridgeline.router.scheduler.offline_simulation import Served
 from ridgeline.router.scheduler.policies import Colocated
 from ridgeline.router.scheduler.simulation import Simulation
-from ridgeline.router.scheduler.sizing import Bounds, Demand, wanted
+from ridgeline.router.scheduler.sizing import Bounds, LatestLoad, wanted
 from tests.support.simulated_serving import fleet_model
 from tests.unit.router.scheduler.samples import poisson
 
@@ -29,7 +29,7 @@ def load_of(sizes, those, **known):
     """Workers with a core each of a Zen 4 CPU; `those` came in ten minutes."""
     pools = tuple(pool for pool, number in sizes.items() for _ in range(number))
     mode = "disaggregated" if "prefill" in sizes else pools[0]
-    return Demand(
+    return LatestLoad(
         **({"mode": mode, "pools": pools, "fleet": fleet_model(len(pools)), "is_whole": True} | known), requests=those
     )
 
