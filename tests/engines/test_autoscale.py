@@ -14,7 +14,9 @@ from tests.engines.served import Stream, deployed_by_serve
 Figure = Callable[[str], None]
 pytestmark = [pytest.mark.engines, pytest.mark.long]
 
-CLIENTS = 6
+CLIENTS = 12
+OUTPUT_TOKENS = 16
+"""Short, so that more than twenty requests come in the thirty seconds that are looked at."""
 SETTINGS = {
     "ray.share_cores": "true",
     "model.max_model_len": "1024",
@@ -24,7 +26,7 @@ SETTINGS = {
     "pools.colocated.max_num_seqs": "4",  # the others wait
     "router.slo.ttft_ms": "1000",
     "autoscale.mode": "act",
-    "autoscale.interval_s": "2",
+    "autoscale.interval_s": "3",
     "autoscale.colocated.min_workers": "1",
     "autoscale.colocated.max_workers": "2",
 }
@@ -57,7 +59,7 @@ def under_load(url: str) -> Iterator[list[str]]:
 
     def client() -> None:
         while not over.is_set():
-            ends.append(Stream(url, 100).end()[-1])
+            ends.append(Stream(url, OUTPUT_TOKENS).end()[-1])
 
     clients = [threading.Thread(target=client) for _ in range(CLIENTS)]
     for one in clients:
