@@ -22,6 +22,8 @@ DECODE_CONTEXT_TOKENS = 2048
 ALL_REDUCE_S = 1e-5
 """Of a message of few bytes between the devices of one host: what NCCL takes over NVLink."""
 LARGEST_STEP = 1 << 15
+LARGEST_BATCH = 256
+"""Sequences of a decode step up to which a data sheet's steps are right, as many as an engine on a device has."""
 """Tokens; a larger one costs as much a token."""
 
 
@@ -73,18 +75,21 @@ def datasheet_steps(shape: ModelShape, hardware: Hardware, devices: int, link_by
     token_s = unread.flops / together.peak_flops + token_link_s
     context_bytes = cost.decode(1, DECODE_CONTEXT_TOKENS).bytes - alone.bytes
     prompt_flops = cost.prefill(DECODE_CONTEXT_TOKENS).flops - alone.flops - (DECODE_CONTEXT_TOKENS - 1) * unread.flops
-    corrections = [1.0]
-    for bits in range(1, LARGEST_STEP.bit_length()):
-        tokens = 3 * 2**bits // 4  # the middle of the sizes that the correction is for
-        floor_s = step_floor_s(cost.step([(1, 0)] * tokens, 1), together) + reduce_s + token_link_s * tokens
-        corrections.append(floor_s / (base_s + token_s * tokens))
+
+    def floor_s(tokens: int) -> float:
+        return step_floor_s(cost.step([(1, 0)] * tokens, 1), together) + reduce_s + token_link_s * tokens
+
+    # A correction is of the context's reads too, so batches of sequences have none.
+    sizes = range(1 + LARGEST_BATCH.bit_length(), LARGEST_STEP.bit_length())
+    middles = [3 * 2**bits // 4 for bits in sizes]  # of the sizes that a correction is for
+    corrections = [floor_s(tokens) / (base_s + token_s * tokens) for tokens in middles]
     return StepModel(
         base_s=base_s,
         per_prefill_token_s=token_s,
-        per_sequence_s=alone.flops / together.peak_flops + token_link_s,
+        per_sequence_s=(floor_s(LARGEST_BATCH) - base_s) / LARGEST_BATCH,
         per_context_token_s=context_bytes / (DECODE_CONTEXT_TOKENS - 1) / together.peak_bytes_per_s,
         per_attended_token_s=prompt_flops / (DECODE_CONTEXT_TOKENS**2 / 2) / together.peak_flops,
-        corrections=tuple(corrections),
+        corrections=(1.0,) * sizes.start + tuple(corrections),
     )
 
 

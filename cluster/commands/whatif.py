@@ -54,7 +54,9 @@ MOST_SHOWN_DIFFERENCES: Final = 5
 FEWEST_REQUESTS: Final = 50
 """Of these, a part of 95 % is known to +- 6 points."""
 MOST_REQUESTS: Final = 2_000
-"""Of a trace, that are simulated."""
+"""Of a trace or a recording, that are simulated."""
+MOST_UNANSWERED: Final = 0.1
+"""With more than this part of the load left out, there is no answer: as much as steps may err at least."""
 OF_FLOOR: Final = 3.0
 """On an H100, steps took 1.4 to 3 times what the data sheet allows (docs/how-to/operate.md). The range is from 1."""
 STEPS_TAKE: Final = math.sqrt(OF_FLOOR)
@@ -103,6 +105,8 @@ class Layout(msgspec.Struct, frozen=True):
     name: str = ""
     devices: int = 1
     """Of each worker."""
+    unanswered: float = 0.0
+    """The part of the recorded requests that is not simulated, because its answers are not known."""
 
 
 def whatif(
@@ -182,6 +186,10 @@ def compare_plan(modes: Sequence[Tried], served: Sequence[Served], out: Path) ->
         for one in served
     )
     trace = out / "trace.jsonl"
+    if trace.exists():
+        raise LoadTestError(f"{trace} is of an earlier check, whose run would then read another one: name a new folder")
+    if not served[-1].arrival_s:
+        raise LoadTestError("all requests come at once, so there is no rate to compare at: give a trace over some time")
     try:
         out.mkdir(parents=True, exist_ok=True)
         trace.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
@@ -213,7 +221,10 @@ async def checked(config: RidgelineConfig, comparison: ComparePlan, out: Path, c
     summary = await compare_command(config, comparison, out, console)
     goodput = {one["mode"]: one["points"][0]["request_goodput"] for one in summary["variants"].values()}
     told = ", ".join(f"{mode} {value:.3g} requests/s" for mode, value in goodput.items())
-    kept = goodput[comparison.modes[0]] / (max(goodput.values()) or 1.0)
+    if not (best := max(goodput.values())):
+        console.print("regret of the plan: not known, since no request met its SLOs in either mode", highlight=False)
+        return
+    kept = goodput[comparison.modes[0]] / best
     console.print(f"regret of the plan: {1 - kept:.1%} of the goodput, of which engines had: {told}", highlight=False)
 
 
@@ -237,7 +248,7 @@ def _traffic(asked: PlanAsked, known: Recorded | None) -> list[Served]:
             raise LoadTestError(f"{name}: turns that wait for answers are not simulated: give a trace without sessions")
         served = [Served(row.arrival_s, row.input_tokens, row.output_tokens) for row in rows]
     elif known is not None:
-        served = [*known.requests]
+        served = [*known.requests[:MOST_REQUESTS]]
     else:
         raise LoadTestError("there is no traffic to plan for: give a recording, or --trace")
     served = with_slos(served, asked.ttft_slo_s, asked.tpot_slo_s)
@@ -252,7 +263,9 @@ def _recorded_layout(asked: PlanAsked, known: Recorded | None) -> Layout:
     if known is None:
         raise LoadTestError("nothing says how long steps take: give a recording, or --model and --hardware")
     models = () if asked.trace else [(at_s / asked.growth, each) for at_s, each in known.models]
-    return Layout(known.fleet, models, calibrated(known))
+    unanswered = 0.0 if asked.trace else known.unanswered / (known.unanswered + len(known.requests))
+    first = msgspec.structs.replace(known, requests=known.requests[:MOST_REQUESTS])
+    return Layout(known.fleet, models, calibrated(first), unanswered=unanswered)
 
 
 def _datasheet_layouts(asked: PlanAsked, served: Sequence[Served]) -> Iterator[Layout]:
@@ -293,6 +306,8 @@ def _answer(best: Tried, layout: Layout, asked: PlanAsked) -> Iterator[str]:
     doubt = f"there are {best.beyond}" if best.beyond else ""
     if not asked.hardware and layout.calibration.error > MOST_ERROR:
         doubt = f"what was recorded comes out {layout.calibration.error:.0%} off"
+    if layout.unanswered > MOST_UNANSWERED:
+        doubt = f"{layout.unanswered:.0%} of the recorded requests have no answer, and are not simulated"
     if doubt:
         yield f"I do not know whether {number} would keep {asked.goal:.0%}: {doubt}."
     elif best.least >= asked.goal:

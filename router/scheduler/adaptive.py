@@ -343,8 +343,10 @@ class _Trial(Simulation):
 
     @property
     def score(self) -> float:
-        """What those that have ended are worth: all of them, unless it was broken off."""
-        return (self._in_time - self._without_slo_s / self.scale_s) / self._ended if self._ended else self.most
+        """What those that have ended are worth: all of them, unless it was broken off; then `most` at most."""
+        if not self._ended:
+            return self.most
+        return min(self.most, (self._in_time - self._without_slo_s / self.scale_s) / self._ended)
 
     @property
     def most(self) -> float:

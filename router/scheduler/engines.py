@@ -12,7 +12,6 @@ import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 from ridgeline.contracts.workers import StepModel
 from ridgeline.decode_worker.pacing.bound import Prompt, most_prefill_tokens
@@ -160,11 +159,13 @@ class ModelledWorker:
     def begin(self, now_s: float) -> None:
         """Begin the next step, or the run of steps until something changes, if there is anything to compute."""
         decoding = self.decoding
-        while self.joining and len(decoding) < self.max_num_seqs:
-            decoding.append(self.joining.popleft())
+        free_tokens = self.kv_tokens - sum([one.prompt_tokens + one.output_tokens / 2 for one in decoding])
+        while self.joining and self._fits(self.joining[0], len(decoding), free_tokens):
+            decoding.append(one := self.joining.popleft())
+            free_tokens -= one.prompt_tokens + one.output_tokens / 2
         sequences, context_tokens = len(decoding), sum([one.prompt_tokens + one.made_tokens for one in decoding])
-        if self.prompts and (sequences < self.max_num_seqs or self.prompts[0].computed_tokens):
-            took_s = self._begin_prompts(now_s, sequences, context_tokens)
+        if self.prompts and (self.prompts[0].computed_tokens or self._fits(self.prompts[0], sequences, free_tokens)):
+            took_s = self._begin_prompts(now_s, sequences, context_tokens, free_tokens)
             self.steps = 1
         elif sequences:
             made = self.model.made_per_sequence
@@ -179,14 +180,21 @@ class ModelledWorker:
         self.device.busy.append(self)
         self.takes_s, self.done_s, self.since_s, self.in_run = took_s, 0.0, now_s, sequences
 
-    def _begin_prompts(self, now_s: float, sequences: int, context_tokens: float) -> float:
+    def _fits(self, one: ModelledRequest, sequences: int, free_tokens: float) -> bool:
+        """Return whether vLLM would begin it beside so many: it needs a seat, and KV blocks."""
+        kept_tokens = one.prompt_tokens + (one.output_tokens / 2 if one.decode_worker is self else 0.0)
+        return sequences < self.max_num_seqs and (kept_tokens <= free_tokens or not sequences)
+
+    def _begin_prompts(self, now_s: float, sequences: int, context_tokens: float, free_tokens: float) -> float:
         left, computed, attends = self._prompt_budget(now_s, sequences, context_tokens), 0, 0.0
         self.prefilled = prefilled = []
-        seats = max(1, self.max_num_seqs - sequences)  # vLLM begins no prompt without one
-        for one in islice(self.prompts, seats):
+        begun = sequences
+        for one in self.prompts:
             chunk = min(left, one.prompt_tokens - one.computed_tokens)
-            if chunk <= 0:
+            if chunk <= 0 or not (one.computed_tokens or self._fits(one, begun, free_tokens)):
                 break
+            begun += 1
+            free_tokens -= one.prompt_tokens + (one.output_tokens / 2 if one.decode_worker is self else 0.0)
             attends += chunk * (one.computed_tokens + chunk / 2)
             one.computed_tokens += chunk
             left -= chunk

@@ -367,8 +367,9 @@ def calibrated(known: Recorded) -> Calibration:
         return AS_MODELLED
     workers = len(known.fleet.workers)
     made, was = outcome(policy, workers, again), outcome(policy, workers, known.requests)
-    off = [made.ttft_s[0] / was.ttft_s[0], made.tpot_s[0] / was.tpot_s[0]]
-    error = max([ERROR, *(max(one, 1 / one) - 1.0 for one in off if one > 0.0)])
+    medians = ((made.ttft_s[0], was.ttft_s[0]), (made.tpot_s[0], was.tpot_s[0]))
+    off = [one_s / seen_s for one_s, seen_s in medians if one_s > 0.0 and seen_s > 0.0]
+    error = max([ERROR, *(max(one, 1 / one) - 1.0 for one in off)])
     return Calibration(slowdown.value, prompts.value, error, made, was)
 
 
@@ -399,17 +400,16 @@ def _beyond(requests: Sequence[ModelledRequest], fleet: FleetModel) -> str:
         of_worker = changes.setdefault(one.decode_worker.worker_id, [])
         tokens = one.prompt_tokens + one.output_tokens / 2
         of_worker += [(one.first_s, 1, tokens), (one.end_s, -1, -tokens)]
+    model, spec = max((one.model for one in fleet.workers), key=lambda one: one.most_decode_tokens), fleet.workers[0]
     largest = [[0, 0.0]]
     for of_worker in changes.values():
         sums = accumulate(sorted(of_worker), lambda before, change: (0.0, before[1] + change[1], before[2] + change[2]))
         largest += [[sequences, tokens] for _, sequences, tokens in sums]
+    decoding = min(spec.max_num_seqs, max(one[0] for one in largest)) * model.computed_per_sequence
+    context_tokens = min(spec.kv_tokens, max(one[1] for one in largest))  # others wait
     for most, fitted, what in (
-        (max(one[0] for one in largest), max(spec.model.most_decode_tokens for spec in fleet.workers), "sequences"),
-        (
-            max(one[1] for one in largest),
-            max(spec.model.most_context_tokens for spec in fleet.workers),
-            "tokens of context",
-        ),
+        (decoding, model.most_decode_tokens, "tokens a step"),
+        (context_tokens, model.most_context_tokens, "tokens of context"),
     ):
         if most > BELIEVED * fitted > 0:
             return f"batches of {most:,.0f} {what}, and step models were fitted to {fitted:,} at most"

@@ -138,7 +138,9 @@ class _Trial:
                 break
             tried.append(max(found, key=lambda one: (min(round(one[0].in_time, 2), self._goal), one[0].headroom)))
         if len(tried) == 1:
-            full = " and ".join(f"autoscale.{pool}.max_workers" for pool in now)
+            if any(now[pool] < bounds[pool].max_workers for pool in now if pool in bounds):
+                return Sizing(now, why="SLOs are missed, and one worker more in any pool helps too little")
+            full = " and ".join(f"autoscale.{pool}.max_workers" for pool in now if pool in bounds)
             return Sizing(now, why=f"the SLOs take more workers than {full} allows: raise it where workers are short")
         first = next(pool for pool in now if tried[1][1][pool] > now[pool])
         return Sizing(tried[-1][1], (first, 1), self._why(tried[0], tried[-1]))
@@ -152,7 +154,9 @@ class _Trial:
                 slower = yield from self.kept(smaller)
                 if slower.in_time >= self._goal:
                     slower = yield from self.kept(smaller, SLOWER)
-                    found += [(slower, number, pool)] if slower.in_time >= self._goal else []
+                    # With no request left that idle slower workers serve in time, nothing says that fewer are enough.
+                    sure = slower.in_time >= self._goal and (self._alone.get(SLOWER) or not self._requests)
+                    found += [(slower, number, pool)] if sure else []
         if not found:
             return Sizing(now)
         slower, number, pool = max(found)

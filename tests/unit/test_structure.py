@@ -23,10 +23,10 @@ MOST_LINES = {
     "kv_transfer": 4_421,
     "loadtest": 8_900,
     "prefill_worker": 950,
-    "roofline": 1_960,
-    "router": 17_721,
+    "roofline": 1_962,
+    "router": 17_735,
     "tests": 59_900,
-    "tools": 6_615,
+    "tools": 6_619,
     "worker_runtime": 1_040,
 }
 """Of Python, by package. A commit that raises one says what the lines are worth; one that deletes lines lowers it."""

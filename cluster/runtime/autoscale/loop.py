@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import suppress
@@ -17,6 +18,8 @@ from ridgeline.router.fleet.request_route import pools_of
 from ridgeline.router.front.operations import new_operation
 from ridgeline.router.observe.members import Members
 from ridgeline.router.scheduler.sizing import Bounds, LatestLoad, Sizing, wanted
+
+logger = logging.getLogger(__name__)
 
 WINDOW_INTERVALS = 10
 """The requests of so many intervals are simulated."""
@@ -88,9 +91,14 @@ class Autoscaler:
         now = {pool: there[pool] for pool in pools_of(load.mode)}
         found = Sizing(now, why=f"nothing is decided: to simulate takes more than {FOUND_WITHIN_S:.0f} s")
         search = wanted(load, now, bounds, self._settings.goal)
-        with suppress(TimeoutError):
+        try:
             async with asyncio.timeout(FOUND_WITHIN_S):
                 found = await _simulated(search)
+        except TimeoutError:
+            pass
+        except Exception as error:  # an installed policy may raise anything, and serving goes on without a decision
+            logger.exception("the number of workers cannot be simulated")
+            found = Sizing(now, why=f"nothing is decided: the simulation failed with {type(error).__name__}: {error}")
         for router in self._routers:
             with suppress(DeploymentFailed):
                 await router.note_wanted({pool: number for pool, number in found.sizes.items() if pool in bounds})

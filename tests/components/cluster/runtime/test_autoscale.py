@@ -195,6 +195,18 @@ async def test_simulations_that_take_too_long_are_given_up_and_that_is_said(monk
         assert there.fleet.log == []
 
 
+async def test_a_simulation_that_fails_decides_nothing_and_ends_nothing(monkeypatch):
+    def failing(*_):
+        raise ZeroDivisionError("an installed policy")
+        yield
+
+    monkeypatch.setattr(loop, "wanted", failing)
+    async with running() as there:
+        await there.rounds_of(3)
+        assert len([sentence for sentence in there.said if "ZeroDivisionError: an installed policy" in sentence]) == 1
+        assert there.fleet.log == []
+
+
 async def test_by_default_nobody_is_asked_and_the_others_go_on():
     async with running(mode="none") as there:
         await asyncio.sleep(0.02)

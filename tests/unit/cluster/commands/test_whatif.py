@@ -1,6 +1,7 @@
 """What `ridgeline whatif` prints of a recording, and what it refuses."""
 
 import io
+from contextlib import nullcontext
 
 import msgspec
 import pytest
@@ -212,7 +213,7 @@ def test_more_workers_are_no_worse_though_batches_of_some_sizes_were_slow_when_m
 @pytest.mark.parametrize(
     ("recorded_so", "says"),
     [
-        ({"most_decode_tokens": 1}, "sequences, and step models were fitted to 1 at most"),
+        ({"most_decode_tokens": 1}, "tokens a step, and step models were fitted to 1 at most"),
         ({"took": 8.0}, "what was recorded comes out"),
     ],
 )
@@ -234,6 +235,14 @@ async def test_the_regret_is_what_the_better_mode_had_more_on_engines(monkeypatc
     console = Console(file=io.StringIO(), width=200)
     await checked(RidgelineConfig(), ComparePlan(variants="disaggregated,adaptive"), tmp_path, console)
     assert "regret of the plan: 25.0% of the goodput" in console.file.getvalue()
+
+
+def test_a_check_whose_requests_come_at_once_or_whose_folder_has_a_trace_is_refused(tmp_path):
+    modes = [outcome(mode, 2, [Served(1.0, 512, 64, 3.0, 0.08)]) for mode in ("colocated", "adaptive")]
+    for arrival_s, says in ((0.0, "all requests come at once"), (1.0, ""), (1.0, "is of an earlier check")):
+        served = [Served(0.0, 512, 64, 3.0, 0.08), Served(arrival_s, 512, 64, 3.0, 0.08)]
+        with pytest.raises(LoadTestError, match=says) if says else nullcontext():
+            compare_plan(modes, served, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,13 @@ def test_a_sequence_without_a_seat_waits_for_one():
     assert sorted(one.first_s for one in requests)[1] >= ends[0], "and so does its first token"
 
 
+@pytest.mark.parametrize(("kv_tokens", "together"), [(200, 1), (400, 2), (100_000, 3)])
+def test_no_more_sequences_run_than_their_kv_has_room_for(kv_tokens, together):
+    requests = poisson(1000.0, 3, prompt_tokens=100, output_tokens=100)  # each keeps 150 tokens on average
+    served(Colocated(), requests, fleet(1, kv_tokens=kv_tokens))
+    assert max(sum(one.first_s < other.end_s <= one.end_s for one in requests) for other in requests) == together
+
+
 def test_paced_engines_keep_the_tpot_slo_that_prompts_would_break():
     def late(*, paced):
         requests = poisson(0.9, 100, ttft_slo_s=6.0, tpot_slo_s=0.075)

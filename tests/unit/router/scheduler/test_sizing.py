@@ -11,10 +11,12 @@ from ridgeline.router.scheduler.offline_simulation import Served
 from ridgeline.router.scheduler.policies import Colocated
 from ridgeline.router.scheduler.simulation import Simulation
 from ridgeline.router.scheduler.sizing import Bounds, LatestLoad, wanted
-from tests.support.simulated_serving import fleet_model
+from tests.support.simulated_serving import BF16, fleet_model
 from tests.unit.router.scheduler.samples import poisson
 
 MINUTE_S, WINDOW_S = 60.0, 600.0
+BARELY_S = 1.1 * BF16.decode_s(1, 100)
+"""A TPOT that an idle worker keeps, and one whose steps take 20 % longer does not."""
 LONG_PROMPTS, MIXED, LONG_ANSWERS = (512, 4), (512, 64), (32, 128)
 
 
@@ -69,6 +71,7 @@ ONE_AND_ONE, QUEUE = {"prefill": 1, "decode": 1}, {"waiting_prompts": 120, "wait
         pytest.param({"colocated": 1}, (), {}, None, id="no_requests_at_the_lower_bound"),
         pytest.param({"colocated": 3}, requests(1.5, slos=(3.0, 0.01)), {}, None, id="too_long_by_themselves"),
         pytest.param({"colocated": 3}, requests(1.5, slos=(math.inf, math.inf)), {}, None, id="without_slos"),
+        pytest.param({"colocated": 2}, requests(0.01, LONG_ANSWERS, slos=(3.0, BARELY_S)), {}, None, id="barely_alone"),
         pytest.param({"colocated": 1}, requests(1.5), {"fleet": None}, None, id="steps_not_known"),
         pytest.param({"colocated": 1}, requests(1.5), {"pools": ()}, None, id="nobody_serves"),
     ],
@@ -82,6 +85,12 @@ def test_requests_that_take_too_long_by_themselves_count_for_nothing_beside_othe
     assert found({"colocated": 1}, hopeless).change is None
     both = sorted((*hopeless, *requests(0.2, MIXED, begin_s=0.7)), key=lambda one: one.arrival_s)
     assert found({"colocated": 3}, tuple(both)).change == ("colocated", -1)
+
+
+@pytest.mark.parametrize(("kv_tokens", "change"), [(100_000, None), (600, ("colocated", 1))])
+def test_a_worker_without_room_for_kv_is_joined_by_another(kv_tokens, change):
+    known = fleet_model(1, kv_tokens=kv_tokens)
+    assert found({"colocated": 1}, requests(0.3, (512, 64), slos=(3.0, 0.2)), fleet=known).change == change
 
 
 def test_what_more_workers_than_one_are_wanted_for_is_known_before_they_come():
