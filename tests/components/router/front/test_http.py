@@ -266,6 +266,7 @@ async def test_ready_is_a_probe_through_both_pools_and_names_the_one_that_is_stu
 async def test_every_series_that_a_router_publishes_is_in_the_documented_table_and_no_other(router):
     http, deployed, prefill, _ = router
     deployed.fleet.workers[0].outstanding.favours = "prefill"
+    await deployed.note_wanted({"decode": 3})
     prefill.stats.counters, prefill.stats.step_model = worker_counters(), STEP_MODEL
     stepper = asyncio.create_task(stepping(prefill))
     assert (await send(http))[0] == 200
