@@ -6,6 +6,6 @@ gloo_device.py       keeps the process groups of a lone rank from waking a threa
 forked.py            has engine processes forked and not started afresh
 core_loop.py         sends statistics before a step, waits for news where vLLM sleeps, and changes the steps' limits
 engine_process.py    what each process of an engine does first, what ends it, and what it leaves behind
-bounded_grammars.py  bounds the time that a grammar takes of an engine
+bounded_grammars.py  bounds the work that a grammar is for an engine
 cores.py             decides which cores a CPU engine computes on
 """

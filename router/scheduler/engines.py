@@ -59,6 +59,11 @@ class ModelledRequest:
         """Whether it met both SLOs."""
         return self.ttft_s <= self.ttft_slo_s and self.tpot_s <= self.tpot_slo_s
 
+    @property
+    def context_tokens(self) -> float:
+        """The mean context while it decodes."""
+        return self.prompt_tokens + self.output_tokens / 2
+
     def features(self, now_s: float) -> RequestFeatures:
         """Return what a policy is told of it."""
         return RequestFeatures(
@@ -159,10 +164,10 @@ class ModelledWorker:
     def begin(self, now_s: float) -> None:
         """Begin the next step, or the run of steps until something changes, if there is anything to compute."""
         decoding = self.decoding
-        free_tokens = self.kv_tokens - sum([one.prompt_tokens + one.output_tokens / 2 for one in decoding])
+        free_tokens = self.kv_tokens - sum([one.context_tokens for one in decoding])
         while self.joining and self._fits(self.joining[0], len(decoding), free_tokens):
             decoding.append(one := self.joining.popleft())
-            free_tokens -= one.prompt_tokens + one.output_tokens / 2
+            free_tokens -= one.context_tokens
         sequences, context_tokens = len(decoding), sum([one.prompt_tokens + one.made_tokens for one in decoding])
         if self.prompts and (self.prompts[0].computed_tokens or self._fits(self.prompts[0], sequences, free_tokens)):
             took_s = self._begin_prompts(now_s, sequences, context_tokens, free_tokens)
@@ -182,19 +187,19 @@ class ModelledWorker:
 
     def _fits(self, one: ModelledRequest, sequences: int, free_tokens: float) -> bool:
         """Return whether vLLM would begin it beside so many: it needs a seat, and KV blocks."""
-        kept_tokens = one.prompt_tokens + (one.output_tokens / 2 if one.decode_worker is self else 0.0)
-        return sequences < self.max_num_seqs and (kept_tokens <= free_tokens or not sequences)
+        return sequences < self.max_num_seqs and (self._keeps_tokens(one) <= free_tokens or not sequences)
+
+    def _keeps_tokens(self, one: ModelledRequest) -> float:
+        return one.context_tokens if one.decode_worker is self else one.prompt_tokens
 
     def _begin_prompts(self, now_s: float, sequences: int, context_tokens: float, free_tokens: float) -> float:
         left, computed, attends = self._prompt_budget(now_s, sequences, context_tokens), 0, 0.0
         self.prefilled = prefilled = []
-        begun = sequences
-        for one in self.prompts:
+        for begun, one in enumerate(self.prompts, sequences):
             chunk = min(left, one.prompt_tokens - one.computed_tokens)
             if chunk <= 0 or not (one.computed_tokens or self._fits(one, begun, free_tokens)):
                 break
-            begun += 1
-            free_tokens -= one.prompt_tokens + (one.output_tokens / 2 if one.decode_worker is self else 0.0)
+            free_tokens -= self._keeps_tokens(one)
             attends += chunk * (one.computed_tokens + chunk / 2)
             one.computed_tokens += chunk
             left -= chunk

@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from ridgeline.contracts.vocabulary import Pool, RebalanceMode
+from ridgeline.contracts.vocabulary import Mode, Pool, RebalanceMode
 from ridgeline.contracts.workers import StepModel
 from ridgeline.router.scheduler.adaptive import ERROR, MOST_SLOWDOWN, Adaptive
 from ridgeline.router.scheduler.engines import ModelledRequest, ModelledWorker, modelled
@@ -32,7 +32,7 @@ from ridgeline.router.scheduler.registry import ADAPTIVE, division_name, make_po
 from ridgeline.router.scheduler.simulation import Simulation
 from ridgeline.router.scheduler.traffic import Seen, Traffic
 
-PURE: Final = ("colocated", "disaggregated")
+PURE: Final[tuple[Mode, ...]] = ("colocated", "disaggregated")
 """The policies that are modes too: in these, prompts go first come, first served."""
 CALIBRATIONS: Final = 5
 """Simulations that look for what steps took."""
@@ -398,8 +398,7 @@ def _beyond(requests: Sequence[ModelledRequest], fleet: FleetModel) -> str:
     for one in requests:
         assert one.decode_worker is not None
         of_worker = changes.setdefault(one.decode_worker.worker_id, [])
-        tokens = one.prompt_tokens + one.output_tokens / 2
-        of_worker += [(one.first_s, 1, tokens), (one.end_s, -1, -tokens)]
+        of_worker += [(one.first_s, 1, one.context_tokens), (one.end_s, -1, -one.context_tokens)]
     model, spec = max((one.model for one in fleet.workers), key=lambda one: one.most_decode_tokens), fleet.workers[0]
     largest = [[0, 0.0]]
     for of_worker in changes.values():

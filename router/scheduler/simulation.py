@@ -114,7 +114,7 @@ class Simulation:
         prompt.running += 1
         decode.running += prompt is not decode
         decode.decodes_here[request.number] = request
-        decode.context_tokens += request.prompt_tokens + request.output_tokens / 2
+        decode.context_tokens += request.context_tokens
         if paced and request.tpot_slo_s < math.inf:
             sure = request.expected_output_tokens or request.output_tokens
             decode.slack.expect(str(request.number), request.tpot_slo_s, sure_tokens=sure)
@@ -167,5 +167,5 @@ class Simulation:
         request.end_s = self.now_s
         worker.running -= 1
         del worker.decodes_here[request.number]
-        worker.context_tokens -= request.prompt_tokens + request.output_tokens / 2
+        worker.context_tokens -= request.context_tokens
         worker.slack.forget(str(request.number))

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
-from typing import Final
 
 from ridgeline.contracts.vocabulary import Mode, Pool
 from ridgeline.contracts.workers import StepModel
@@ -18,14 +17,13 @@ from ridgeline.router.placement.learned import Learned
 from ridgeline.router.placement.pool_queue import QueueNow
 from ridgeline.router.scheduler.adaptive import Adaptive
 from ridgeline.router.scheduler.features import FleetModel, PoolLimits, WorkerSpec, window_tokens
-from ridgeline.router.scheduler.offline_simulation import Served
+from ridgeline.router.scheduler.offline_simulation import PURE, Served
 from ridgeline.router.scheduler.registry import ADAPTIVE
 from ridgeline.router.scheduler.sizing import LatestLoad
 from ridgeline.router.settings import RouterConfig
 from ridgeline.router.watching.recording import Wanted, recording
 
 LOOK_EVERY_S = 1.0
-FIXED_MODES: Final[tuple[Mode, ...]] = ("colocated", "disaggregated")
 PAUSE_S = 0.002
 """Between two parts of a comparison, which take about half a millisecond each: streams go first."""
 logger = logging.getLogger(__name__)
@@ -75,8 +73,6 @@ class Comparing:
                 one.made_tokens if one.ended else max(1, round(one.expected_tokens)),
                 one.ttft_slo_s,
                 one.tpot_slo_s,
-                None,
-                None,
             )
             for one in traffic.latest
             if one.arrival_s >= since_s
@@ -131,7 +127,7 @@ def fleet_model(fleet: Fleet, learned: Learned, most_tokens: int | None, mode: M
 def _fixed_pools(workers: Sequence[Worker], roles: RoleTable) -> dict[Pool, PoolLimits]:
     """Return the limits of the pools that the workers make in modes colocated and disaggregated."""
     found: dict[Pool, PoolLimits] = {}
-    for mode in FIXED_MODES:
+    for mode in PURE:
         for one in workers:
             role = roles.role_of(one.worker_id, one.description.pool, mode, 0)
             if role is not None:
