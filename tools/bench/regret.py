@@ -71,13 +71,13 @@ MEASURED: Final = {"adaptive": "adaptive", "plan": "plan", "colocated": "colocat
 """What has a regret, as fields of `Cell` and as the page calls it."""
 INTRO: Final = (
     "Simulated, each worker with the steps of SmolLM2-135M on one core. Regret: of 100 requests, how many fewer are "
-    "in time than by the best mode, which trying all of them finds. Three figures: median, mean and worst over "
-    "cells of shape (tokens in / out; conv and code as in public traces), SLOs (TTFT and TPOT at most x2.5 and x1.5 "
-    "of one request alone: tight; x5 and x2: balanced) and load. At load 1 the better fixed mode has 90 percent in "
-    "time if steps take as long as modelled. On two and four workers each cell ran with steps a tenth shorter and "
-    "longer; on more only with longer ones, by which 16 to 91 percent are in time at load 1. `plan` sees the first "
-    "half of the requests, and the mode that it recommends serves the second half. The best division is the best "
-    "P:D ratio. The rows by workers and those by shape are the same 66 cells."
+    "in time than by the best mode, which trying all of them finds. The three figures are median, mean and worst "
+    "over cells. A cell is a shape (tokens in / out; conv and code as in public traces), SLOs and a load. Tight "
+    "SLOs are x2.5 TTFT and x1.5 TPOT of one request alone, balanced ones x5 and x2. At load 1 the better fixed "
+    "mode has 90 percent in time if steps take as long as modelled. Two and four workers ran with steps a tenth "
+    "shorter and longer. Eight and 32 ran with longer ones only, so that 16 to 91 percent are in time at load 1. "
+    "`plan` sees the first half of the requests, and the mode that it recommends serves the second half. The best "
+    "division is the best P:D ratio. The rows by workers and those by shape are the same 66 cells."
 )
 Asked = tuple[int, str, str, float]
 """Workers, shape, SLOs and load."""
