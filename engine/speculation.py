@@ -1,8 +1,9 @@
 """Speculation: which forms of `speculative_config` can be served, and what they take away from requests.
 
 vLLM drafts tokens and verifies them in the next step, so a step makes several tokens of a sequence. An n-gram draft is
-looked up in the sequence itself and keeps no KV, so one pool may have it alone. A draft model has layers in the KV
-cache, which travel with the prompt's, so all pools need the same one.
+looked up in the sequence itself and keeps no KV, so one pool may have it alone. A draft model, an EAGLE head and the
+MTP layers of a model have layers in the KV cache, which travel with the prompt's, so all pools need the same ones. The
+hidden states that EAGLE and MTP read do not travel: the decode engine's first step makes those of its own token.
 
 vLLM is not imported, so that a wrong configuration is reported at once.
 """
@@ -14,12 +15,13 @@ from typing import Any, Final
 
 ARGUMENT: Final = "speculative_config"
 WITHOUT_KV: Final = "ngram"
-WITH_KV: Final = "draft_model"
+OF_ITS_OWN: Final = ("draft_model", "eagle", "eagle3")
+"""The methods whose layers are another checkpoint's."""
+_ALL: Final = ("method", "num_speculative_tokens")
 KEYS: Final = {
-    WITHOUT_KV: ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
-    WITH_KV: (
-        *("method", "num_speculative_tokens", "model", "revision", "quantization", "draft_tensor_parallel_size"),
-    ),
+    WITHOUT_KV: (*_ALL, "prompt_lookup_max", "prompt_lookup_min"),
+    **dict.fromkeys(OF_ITS_OWN, (*_ALL, "model", "revision", "quantization", "draft_tensor_parallel_size")),
+    "mtp": _ALL,
 }
 """The methods, and what may be set of each: others of vLLM's keys change which tokens are accepted, or have not run."""
 _COUNTS: Final = ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "draft_tensor_parallel_size")
@@ -31,10 +33,7 @@ def problems(setting: str, config: Mapping[str, Any] | None, *, one_pool: bool) 
         return
     method = config.get("method")
     if not isinstance(method, str) or method not in KEYS:
-        yield (
-            f"{setting}.method must be {WITHOUT_KV} or {WITH_KV}, not {method!r}: drafts of EAGLE, MTP and Medusa read "
-            "hidden states of the model, which do not travel with its KV, and other methods have not run."
-        )
+        yield f"{setting}.method must be one of {', '.join(KEYS)}, not {method!r}: other methods have not run."
         return
     for key in config:
         if key not in KEYS[method]:
@@ -46,11 +45,11 @@ def problems(setting: str, config: Mapping[str, Any] | None, *, one_pool: bool) 
     shortest, longest = config.get("prompt_lookup_min"), config.get("prompt_lookup_max")
     if not wrong and shortest and longest and shortest > longest:
         yield f"{setting}.prompt_lookup_min ({shortest}) must be at most prompt_lookup_max ({longest})."
-    if method == WITH_KV and not (isinstance(model := config.get("model"), str) and model):
-        yield f"{setting}.model must name the draft model, a folder or a name on the hub."
-    if method == WITH_KV and one_pool:
+    if method in OF_ITS_OWN and not (isinstance(model := config.get("model"), str) and model):
+        yield f"{setting}.model must name what drafts, a folder or a name on the hub."
+    if method != WITHOUT_KV and one_pool:
         yield (
-            f"{setting} has a draft model, whose KV travels with the prompt's, so that all pools need it: set "
+            f"{setting} drafts by layers whose KV travels with the prompt's, so that all pools need them: set "
             f"engine_args.{ARGUMENT} instead."
         )
 

@@ -428,18 +428,18 @@ def _why_not_inspected(error: Exception) -> str:
 
 
 def _why_no_draft(model: ModelConfig, speculation: SpeculativeConfig) -> str | None:
-    """Return why drafts cannot be had so: a draft model's layers lie beside the model's, whose blocks they share."""
+    """Return why drafts cannot be had so: layers that draft lie beside the model's, whose blocks they share."""
     if speculation.method not in KEYS:  # vLLM has recognised a drafter of another kind
         return f"{speculation.model} drafts by method {speculation.method}, which is none of {', '.join(KEYS)}"
-    if not speculation.uses_draft_model():
+    if not speculation.uses_draft_kv_cache():
         return None
     draft = speculation.draft_model_config
     ours, drafts = (f"{one.get_total_num_kv_heads()} KV heads of {one.get_head_size()}" for one in (model, draft))
     if ours == drafts and model.dtype == draft.dtype:
         return None
     return (
-        f"its draft model has {drafts} in {draft.dtype}, not {ours} in {model.dtype}, and so KV blocks of another "
-        "size: choose a draft whose KV heads are equal, or method ngram"
+        f"its drafts' layers have {drafts} in {draft.dtype}, not {ours} in {model.dtype}, and so KV blocks of another "
+        "size: choose drafts whose KV heads are equal, or method ngram"
     )
 
 

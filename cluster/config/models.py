@@ -604,6 +604,11 @@ def _passed_conflicts(config: RidgelineConfig) -> Iterator[str]:
     for name, pool in config.active_pools().items():
         section = config.section_of(name)
         yield from passed_args.engine_problems(f"{section}.engine_args", pool.engine_args, one_pool=True)
+        if not pool.gpus_per_worker and pool.ranks > 1 and config.args_of(name).get("enable_expert_parallel"):
+            yield (
+                f"{section}: vLLM's kernels for CPUs do not know which experts a rank has, and the engine dies in its "
+                "first step: leave out engine_args.enable_expert_parallel, and tensor parallelism divides each expert."
+            )
         if config.engine_args.get("enable_lora") and speculation.speculates(config.args_of(name)):
             yield (
                 f"{section}: adapters together with speculation have not run: leave out engine_args.enable_lora or "

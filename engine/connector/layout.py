@@ -61,8 +61,8 @@ def kv_layout(
 
 
 def _draft_digest(speculation: Any) -> str:
-    """Return the digest of the draft model whose KV lies beside the model's; empty without one."""
-    if speculation is None or not speculation.uses_draft_model():
+    """Return the digest of the layers that draft, whose KV lies beside the model's; empty without any."""
+    if speculation is None or not speculation.uses_draft_kv_cache():
         return ""
     draft = speculation.draft_model_config
     return f" {weights_digest(draft.model, draft.revision)}"

@@ -77,6 +77,8 @@ def served(
 ) -> dict[str, int]:
     """Serve it with `more` settings; return how many answers of each mode, and after a lost engine, are plain vLLM's.
 
+    MODEL in a setting is the folder of the model.
+
     Up to a tie: 16 bits have some wherever a prompt is computed in other chunks, as that of a lost engine is. Of that
     engine the answer is compared with the same one undisturbed.
     """
@@ -97,7 +99,8 @@ def served(
     if why_unsupported(json.loads((model / "config.json").read_text()), on_cpu=True, prefix_caching=True) is not None:
         settings["engine_args.enable_prefix_caching"] = "false"
     equal, modes = {}, [mode for mode in MODES if mode in columns]
-    with deployed_by_serve(settings={**settings, **more}) as deployed:
+    settings |= {name: value.replace("MODEL", str(model)) for name, value in more.items()}
+    with deployed_by_serve(settings=settings) as deployed:
         for mode in modes:
             _change(deployed, mode)
             httpx.post(

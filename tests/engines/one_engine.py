@@ -181,14 +181,21 @@ def compare(model_path: Path, lengths: Sequence[int], *, with_plain: bool) -> li
 def answer_with(model_path: Path, method: str) -> dict[str, Any]:
     """What an engine answers that drafts by this method, or by none: whole, split, followed; and its drafts in each.
 
-    The draft model is the model itself, so that what it drafts is right as long as its own KV is.
+    A draft model is the model itself, an EAGLE head or MTP layer nearly so, so that what they draft is right as long as
+    their own KV is.
     """
     from vllm.sampling_params import SamplingParams
 
     wish = SamplingParams(temperature=0.0, max_tokens=DRAFTED_OUTPUT_TOKENS, ignore_eos=True)
     draw = random.Random(7)
     prompts = [([draw.randrange(3, 500) for _ in range(20)] * 40)[:length] for length in DRAFTED_LENGTHS]
-    own = {"ngram": {"prompt_lookup_max": 3, "prompt_lookup_min": 1}, "draft_model": {"model": str(model_path)}}
+    own = {
+        "ngram": {"prompt_lookup_max": 3, "prompt_lookup_min": 1},
+        "draft_model": {"model": str(model_path)},
+        "eagle": {"model": str(model_path / "eagle")},
+        "eagle3": {"model": str(model_path / "eagle3")},
+        "mtp": {},
+    }
     config = None if method == "none" else {"method": method, "num_speculative_tokens": 3, **own[method]}
     told: dict[str, Any] = {}
     with closing(OneEngine(model_path, config)) as engine:

@@ -54,7 +54,8 @@ FEATURES: Final = (
     "LoRA adapters at run time",
     "drafts by n-grams",
     "drafts by a small model",
-    "EAGLE, MTP, Medusa",
+    "drafts by EAGLE, MTP",
+    "drafts by Medusa and others",
     "drafts beside LoRA adapters",
     "drafts for recurrent states",
     "cached prefixes",
@@ -62,7 +63,7 @@ FEATURES: Final = (
     "tensor parallel, equal ranks",
     "tensor parallel, unequal ranks",
     "pipeline parallel",
-    "expert parallel",
+    "expert parallel on CPUs",
     "quantised weights",
     "FP8 KV cache",
 )
@@ -109,9 +110,9 @@ REFUSALS: Final[dict[str, tuple[Callable[[], str], dict[str, Sequence[str]]]]] =
     "images, audio, video": (lambda: _of_argument("limit_mm_per_prompt"), {CANNOT: COLUMNS}),
     "embeddings, scores, rewards": (lambda: _of_argument("runner"), {CANNOT: COLUMNS}),
     "models with an encoder": (lambda: _of_model({"is_encoder_decoder": True}), {CANNOT: COLUMNS}),
-    "EAGLE, MTP, Medusa": (
-        lambda: _of_drafts({"method": "eagle", "num_speculative_tokens": 3}),
-        {CANNOT: SPLIT, HAS_NOT_RUN: ONE_ENGINE},
+    "drafts by Medusa and others": (
+        lambda: _of_drafts({"method": "medusa", "num_speculative_tokens": 3}),
+        {HAS_NOT_RUN: COLUMNS},
     ),
     "drafts beside LoRA adapters": (
         lambda: _of_configuration(
@@ -122,6 +123,15 @@ REFUSALS: Final[dict[str, tuple[Callable[[], str], dict[str, Sequence[str]]]]] =
     "drafts for recurrent states": (
         lambda: _of_model({"linear_num_key_heads": 2}, speculates=True),
         {CANNOT: SPLIT},
+    ),
+    "expert parallel on CPUs": (
+        lambda: _of_configuration(
+            mode="colocated",
+            engine_args__enable_expert_parallel="true",
+            pools__colocated__tensor_parallel_size="2",
+            pools__colocated__cores_per_worker="2",
+        ),
+        {CANNOT: COLUMNS},
     ),
     "pipeline parallel": (
         lambda: _of_argument("pipeline_parallel_size"),

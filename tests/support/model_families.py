@@ -6,7 +6,9 @@ read back from `config.json`, as `ridgeline doctor` reads a model's.
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import tempfile
 import warnings
 from dataclasses import dataclass, field
@@ -27,7 +29,7 @@ RESULTS = Path(__file__).parents[2] / "docs" / "results" / "families.json"
 FAMILIES_TABLE = re.compile(r"(?<=<!-- families -->\n).*(?=<!-- /families -->)", re.DOTALL)
 RAN_WITH_UNEQUAL_RANKS = "llama"
 """In `tests/engines/test_tensor_parallel.py`."""
-QUANTISED = "-awq"
+DRAFTED_BY = ("eagle", "eagle3", "mtp")
 WINDOW_TOKENS = 128
 SEED = 11
 SIZES: dict[str, Any] = {
@@ -259,22 +261,88 @@ def tiny_config(family: Family, **more: Any) -> Any:
 def make_family(key: str, directory: Path, vocabulary_tokens: int = 512, max_positions: int = 2048) -> Path:
     """Write a random float32 model without a tokenizer; the same bytes every time. `llama-awq` is quantised.
 
+    For `llama-eagle` and `glm4_moe-mtp` see `add_drafts`.
+
     The weights are large enough that far tokens decide which comes next, else equal answers would show nothing.
     """
     import torch
     import transformers
 
-    [family] = [one for one in FAMILIES if one.key == key.removesuffix(QUANTISED)]
-    config = tiny_config(family, vocab_size=vocabulary_tokens, max_position_embeddings=max_positions)
+    name, _, variant = key.partition("-")
+    [family] = [one for one in FAMILIES if one.key == name]
+    drafts = {"num_hidden_layers": 1, "first_k_dense_replace": 0} if variant in DRAFTED_BY else {}
+    config = tiny_config(family, vocab_size=vocabulary_tokens, max_position_embeddings=max_positions, **drafts)
     torch.manual_seed(SEED)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():
         if "o_proj" in name:
             parameter.data *= 5
+    if drafts:
+        embeddings = model.get_input_embeddings().weight.data
+        embeddings /= embeddings.square().mean(dim=1, keepdim=True).sqrt().clamp(min=1e-3)  # that of padding is 0
     model.save_pretrained(directory)
-    if key.endswith(QUANTISED):
-        quantise(directory)
+    if variant:
+        {"awq": quantise, "eagle": add_eagle, "eagle3": add_eagle_3, "mtp": add_mtp}[variant](directory)
     return directory
+
+
+def add_eagle(directory: Path) -> None:
+    """Write `directory`/eagle, an EAGLE head that is right about nearly all that a model of one layer says.
+
+    It is a copy of that layer, reads the embedding of the token alone, and so needs the KV of all tokens before. It
+    misses the prompt's first token, as any EAGLE head does. Its input is not normalised: embeddings have a norm of 1.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(directory / "model.safetensors")
+    head = {name.removeprefix("model."): value for name, value in weights.items() if ".layers.0." in name}
+    del head["layers.0.input_layernorm.weight"]
+    width = len(weights["model.norm.weight"])
+    head["fc.weight"] = torch.cat([torch.eye(width), torch.zeros(width, width)], dim=1)
+    (directory / "eagle").mkdir(exist_ok=True)
+    save_file(head, directory / "eagle" / "model.safetensors")
+    shutil.copy(directory / "config.json", directory / "eagle" / "config.json")
+
+
+def add_eagle_3(directory: Path) -> None:
+    """Write `directory`/eagle3, the same as a head of EAGLE-3, which adds hidden states of the model: here none.
+
+    So it lacks the embedding beside what attention says, and is right less often.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(directory / "model.safetensors")
+    head = {name.removeprefix("model."): value for name, value in weights.items() if ".layers.0." in name}
+    for name in ("q_proj", "k_proj", "v_proj"):
+        of_token = head[f"layers.0.self_attn.{name}.weight"]
+        head[f"layers.0.self_attn.{name}.weight"] = torch.cat([of_token, torch.zeros_like(of_token)], dim=1)
+    width = len(weights["model.norm.weight"])
+    head |= {"layers.0.hidden_norm.weight": torch.ones(width), "fc.weight": torch.zeros(width, width)}
+    head |= {"norm.weight": weights["model.norm.weight"], "lm_head.weight": weights["lm_head.weight"]}
+    (directory / "eagle3").mkdir(exist_ok=True)
+    save_file(head, directory / "eagle3" / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "eagle3" / "config.json").write_text(json.dumps({**config, "eagle_aux_hidden_state_layer_ids": [0]}))
+
+
+def add_mtp(directory: Path) -> None:
+    """Give a model of one layer a second one that predicts the token after, likewise a copy of the first."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(directory / "model.safetensors")
+    mtp = {name.replace(".0.", ".1.", 1): value.clone() for name, value in weights.items() if ".layers.0." in name}
+    width = len(weights["model.norm.weight"])
+    mtp["model.layers.1.eh_proj.weight"] = torch.cat([torch.eye(width), torch.zeros(width, width)], dim=1)
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        mtp[f"model.layers.1.{name}.weight"] = torch.ones(width)
+    mtp["model.layers.1.embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+    mtp["model.layers.1.shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    save_file({**weights, **mtp}, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
 
 
 def deployment(directory: Path, mode: str, prefill_ranks: int, prefix_caching: bool) -> RidgelineConfig:

@@ -183,7 +183,16 @@ def test_what_vllms_parser_refuses_is_an_error_and_does_not_end_the_process():
             "pools.decode: adapters together with speculation have not run",
             id="drafts beside adapters",
         ),
-        pytest.param({"engine_args.speculative_config": "{method: eagle3}"}, "hidden states", id="reads hidden states"),
+        pytest.param(
+            {
+                "engine_args.enable_expert_parallel": "true",
+                "pools.decode.tensor_parallel_size": "2",
+                "pools.decode.cores_per_worker": "2",
+            },
+            "pools.decode: vLLM's kernels for CPUs",
+            id="experts by rank, on CPUs",
+        ),
+        pytest.param({"engine_args.speculative_config": "{method: medusa}"}, "have not run", id="another drafter"),
         pytest.param({"engine_args.speculative_config": "{method: ngram}"}, "num_speculative_tokens", id="no tokens"),
         *(
             pytest.param({"engine_args.speculative_config": f"{{method: ngram, {keys}}}"}, named, id=keys)
