@@ -7,7 +7,7 @@ router_control.py   what the driver calls of a router or the dispatcher
 decisions.py        what decides: this router, or the dispatcher that it shares with others
 front/              HTTP, vLLM's API server app, the routes
 dispatch/           one request: its legs, its retries, its outcome
-watching/           comparisons of policies, and recordings
+watching.py         comparisons of policies, and recordings
 live/               the state of the live page
 placement/          when a prompt starts, and on which workers
 flow/               admission, fair queues and rates: which request is accepted, and whose turn it is

@@ -36,8 +36,7 @@ from ridgeline.router.shared.messages import (
     Sums,
     Up,
 )
-from ridgeline.router.watching.comparing import Comparing
-from ridgeline.router.watching.recording import Wanted
+from ridgeline.router.watching import Comparing, Wanted
 from ridgeline.worker_runtime.client import ADAPTER_DEADLINE_S
 
 JOIN_WITHIN_S = 30.0

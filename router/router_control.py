@@ -18,7 +18,7 @@ from ridgeline.router.observe.loop_lag import LoopLag
 from ridgeline.router.observe.members import Members, members
 from ridgeline.router.placement.pool_queue import QueueNow
 from ridgeline.router.scheduler.sizing import LatestLoad
-from ridgeline.router.watching.comparing import Comparing
+from ridgeline.router.watching import Comparing
 
 
 class RouterControl(ABC):

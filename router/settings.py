@@ -15,7 +15,7 @@ from ridgeline.contracts.rpc.tls import TlsFiles
 from ridgeline.contracts.section import MIB, Bytes, Resources, Section
 from ridgeline.contracts.vocabulary import Mode, Pool, RebalanceMode
 from ridgeline.contracts.workers import Role
-from ridgeline.router.scheduler.registry import ADAPTIVE, make_policy
+from ridgeline.router.scheduler.policies import ADAPTIVE, make_policy
 
 SHORTEST_LIMIT_MS = 0.1
 LONGEST_LIMIT_MS = 3_600_000.0

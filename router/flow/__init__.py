@@ -5,6 +5,5 @@ admission.py            counts what is accepted, for these rules
 held_bodies.py          limits the bytes of bodies in memory
 concurrency_limiter.py  takes a few requests at a time, in fair order
 fair_queue.py           decides whose prompt is next
-client_prompts.py       decides which of a client's prompts is next
 rates.py                measures a worker's prompt tokens per second, and amounts that fade
 """

@@ -39,7 +39,7 @@ from ridgeline.router.live.view import LiveView
 from ridgeline.router.observe.ended_requests import KEPT, SHOWN_BY_DEFAULT, EndedRequests
 from ridgeline.router.scheduler.recorded_events import Stopped, line_of
 from ridgeline.router.shared.link import NoDispatcher
-from ridgeline.router.watching.recording import Wanted
+from ridgeline.router.watching import Wanted
 
 logger = logging.getLogger(__name__)
 _WITHOUT: dict[Pool, str] = {

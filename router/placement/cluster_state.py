@@ -29,7 +29,7 @@ from ridgeline.router.fleet.request_route import (
     Route,
     pools_of,
 )
-from ridgeline.router.placement.choice import ByLoad, ByPolicy, Choice, Chooser
+from ridgeline.router.placement.choice import ByLoad, ByPolicy, Choice, Chooser, best_source
 from ridgeline.router.placement.holds import DecodePlaces, Hold
 from ridgeline.router.placement.learned import Learned
 from ridgeline.router.placement.placement_events import (
@@ -49,7 +49,6 @@ from ridgeline.router.placement.placement_events import (
     Wants,
 )
 from ridgeline.router.placement.pool_queue import PoolQueue, QueueNow, RouterRequests, ScheduledRequest
-from ridgeline.router.placement.reuse import best_source
 from ridgeline.router.scheduler.adaptive import Adaptive
 from ridgeline.router.scheduler.features import Assignment
 from ridgeline.router.settings import RouterSettings

@@ -25,8 +25,7 @@ from prometheus_client.registry import Collector
 from ridgeline.contracts.vocabulary import Pool
 from ridgeline.router.fleet.fleet import Worker
 from ridgeline.router.fleet.request_route import Demand, NoWorker, Route
-from ridgeline.router.flow.client_prompts import Entry
-from ridgeline.router.flow.fair_queue import FairQueue, Waiting
+from ridgeline.router.flow.fair_queue import Entry, FairQueue, Waiting
 from ridgeline.router.flow.rates import ServiceRate
 from ridgeline.router.placement.choice import Choice, Chooser, short_window
 from ridgeline.router.placement.holds import DecodePlaces, Hold

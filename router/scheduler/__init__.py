@@ -1,8 +1,7 @@
 """Which workers a request gets: state, policies, and the simulation that mode `adaptive` chooses among policies by.
 
 features.py            what a request asks, what a policy knows of a worker and answers
-policies.py            colocated, disaggregated, threshold, slack; `Policy` is the plug-in point
-registry.py            policies by name, those of installed packages too
+policies.py            colocated, disaggregated, threshold, slack, by name; `Policy` is the plug-in point
 engines.py             engines as a model has them: steps, chunked prefill, pacing, shared devices
 simulation.py          serves requests by a policy on modelled engines, thousands a second
 traffic.py             remembers the latest requests

@@ -21,9 +21,8 @@ import msgspec
 from ridgeline.contracts.vocabulary import Mode, Phase, RebalanceMode
 from ridgeline.router.scheduler.engines import ModelledRequest, ModelledWorker, modelled
 from ridgeline.router.scheduler.features import Assignment, FleetModel, RequestFeatures, WorkerSpec, WorkerState
-from ridgeline.router.scheduler.policies import Policy, shape_of
+from ridgeline.router.scheduler.policies import Policy, division_name, make_policy, shape_of
 from ridgeline.router.scheduler.recorded_events import Arrived, Began, Chose, Compared, Options, Placed
-from ridgeline.router.scheduler.registry import division_name, make_policy
 from ridgeline.router.scheduler.simulation import Simulation
 from ridgeline.router.scheduler.traffic import Seen, Traffic, arrival_of
 

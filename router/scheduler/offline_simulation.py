@@ -15,7 +15,7 @@ from ridgeline.contracts.workers import StepModel
 from ridgeline.router.scheduler.adaptive import ERROR, MOST_SLOWDOWN, Adaptive
 from ridgeline.router.scheduler.engines import ModelledRequest, ModelledWorker, modelled
 from ridgeline.router.scheduler.features import WINDOW_STEPS, FleetModel, PoolLimits, WorkerSpec
-from ridgeline.router.scheduler.policies import Policy, shape_of
+from ridgeline.router.scheduler.policies import ADAPTIVE, Policy, division_name, make_policy, shape_of
 from ridgeline.router.scheduler.recorded_events import (
     AnswerCompleted,
     AnyEvent,
@@ -28,7 +28,6 @@ from ridgeline.router.scheduler.recorded_events import (
     ModeBecame,
     PromptComputed,
 )
-from ridgeline.router.scheduler.registry import ADAPTIVE, division_name, make_policy
 from ridgeline.router.scheduler.simulation import Simulation
 from ridgeline.router.scheduler.traffic import Seen, Traffic
 

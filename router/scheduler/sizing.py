@@ -17,8 +17,8 @@ from ridgeline.router.scheduler.adaptive import ERROR
 from ridgeline.router.scheduler.engines import ModelledRequest
 from ridgeline.router.scheduler.features import FleetModel, WorkerSpec
 from ridgeline.router.scheduler.offline_simulation import Served, fleet_of, part_of, simulated
+from ridgeline.router.scheduler.policies import division_name
 from ridgeline.router.scheduler.recorded_events import Options
-from ridgeline.router.scheduler.registry import division_name
 
 FEWEST_REQUESTS: Final = 20
 """Requests with an SLO; of fewer, a late one is no reason to grow."""

@@ -5,7 +5,6 @@ dispatcher: which prompt starts next, and on which workers. A request costs it a
 
 messages.py          what a router and the dispatcher tell each other
 dispatcher.py        serves the routers: gives places, and sums up what they hold
-joined_router.py     one router as the dispatcher sees it
 link.py              a router's connection to the dispatcher, and what becomes of prompts without one
 holdings.py          what a router must know of what the others have admitted, by differences
 node_metrics.py      the request series of all routers

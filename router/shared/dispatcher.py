@@ -27,24 +27,28 @@ from ridgeline.router.fleet.pairing import KvPair, PairingRefused
 from ridgeline.router.fleet.roles import ModeImpossible, role_table
 from ridgeline.router.placement.cluster_state import ClusterState
 from ridgeline.router.placement.learned import Learned
-from ridgeline.router.placement.pool_queue import QueueNow
+from ridgeline.router.placement.pool_queue import QueueNow, RouterRequests
 from ridgeline.router.router_control import RouterControl
-from ridgeline.router.settings import RouterSettings
-from ridgeline.router.shared.holdings import Parts
-from ridgeline.router.shared.joined_router import JoinedRouter, NotReading
+from ridgeline.router.settings import RouterSettings, RouterStart
+from ridgeline.router.shared.holdings import Part, Parts
 from ridgeline.router.shared.messages import (
     SERVICE,
     AdapterChanged,
     ChangeAdapter,
     ChangeMode,
+    Complete,
+    Down,
+    EncodedDowns,
+    Holds,
+    Joins,
     ModeChanged,
     Offered,
     Pairs,
     Sums,
+    Up,
     Ups,
 )
-from ridgeline.router.watching.comparing import Comparing
-from ridgeline.router.watching.recording import Wanted
+from ridgeline.router.watching import Comparing, Wanted
 from ridgeline.worker_runtime.client import OPTIONS, decoder, encode, unary_handler
 
 SUMS_EVERY_S = 0.1
@@ -52,7 +56,90 @@ SUMS_EVERY_S = 0.1
 ALL_JOIN_WITHIN_S = 2.0
 """How long a new dispatcher waits for all routers, to know which places are in use, before it lets a prompt start."""
 STOP_WITHIN_S = 1.0
+MOST_UNREAD = 100_000
+"""Messages that may wait for a router that does not read; far more than any router has requests."""
+MOST_AT_ONCE = 1_000
+"""Messages in one batch: a few MiB, far below the limit of gRPC
+(`ridgeline.worker_runtime.client.MAX_MESSAGE_BYTES`)."""
 logger = logging.getLogger(__name__)
+
+
+class NotReading(Exception):
+    """The router has not read what was sent to it, and counts as gone."""
+
+
+class JoinedRouter:
+    """One router as the dispatcher sees it: the prompts that it wants to start, its places, what it has admitted.
+
+    `take` its messages in order, send it every `next_batch`, and `close` it: what is counted for it ends with it.
+    """
+
+    def __init__(self, state: ClusterState, parts: Parts) -> None:
+        self.start = RouterStart()
+        self.is_complete = False
+        """Whether it has told all that it held when it joined."""
+        self._parts = parts
+        self._part: Part = parts.enter()
+        self._news: dict[str, msgspec.Raw] = {}
+        """By kind, the newest of what all routers are told, until it is sent."""
+        self._state = state
+        self._requests = RouterRequests(self.send)
+        self._outbox: list[Down] = []
+        self._filled = asyncio.Event()
+
+    def take(self, message: Up) -> None:
+        """Act on a message. An error in it is this message's own: the router's other requests go on."""
+        try:
+            self._act_on(message)
+        except Exception:
+            logger.exception("a message of %s failed: %s", self.start, type(message).__name__)
+
+    def _act_on(self, message: Up) -> None:
+        match message:
+            case Joins():
+                self.start = message.router
+            case Holds():
+                self._parts.take(self._part, message)
+            case Complete():
+                self.is_complete = True
+            case _:
+                self._state.apply(self._requests, message)
+
+    def send(self, message: Down) -> None:
+        """Put a message into the next batch."""
+        self._outbox.append(message)
+        self._filled.set()
+
+    def show(self, kind: str, news: msgspec.Raw) -> None:
+        """Put an encoded message into the next batch, in place of an older one of this kind that is not sent yet."""
+        self._news[kind] = news
+        self._filled.set()
+
+    def look(self) -> None:
+        """Have the next batch tell what has changed of the other routers' holdings."""
+        self._filled.set()
+
+    async def next_batch(self) -> EncodedDowns:
+        """Wait for messages and return them. Raises NotReading if there are too many."""
+        while True:
+            await self._filled.wait()
+            if len(self._outbox) > MOST_UNREAD:
+                raise NotReading(f"{self.start} has not read {len(self._outbox)} messages")
+            messages: list[Down | msgspec.Raw] = [*self._news.values()]
+            if (others := self._parts.differences(self._part)) is not None:
+                messages.append(others)
+            messages += self._outbox[:MOST_AT_ONCE]
+            del self._outbox[:MOST_AT_ONCE]
+            self._news.clear()
+            if not self._outbox:
+                self._filled.clear()
+            if messages:
+                return EncodedDowns(messages)
+
+    def close(self) -> None:
+        """Give up all its requests, because the router has gone."""
+        self._parts.leave(self._part)
+        self._state.left(self._requests)
 
 
 class _Stopped(Exception):

@@ -11,9 +11,9 @@ from ridgeline.contracts.workers import StepModel
 from ridgeline.router.scheduler.engines import ModelledRequest, ModelledWorker, modelled
 from ridgeline.router.scheduler.features import WINDOW_STEPS, FleetModel, WorkerSpec, window_tokens
 from ridgeline.router.scheduler.offline_simulation import AdaptiveSimulation, part_of
-from ridgeline.router.scheduler.registry import ADAPTIVE, division_name, make_policy
+from ridgeline.router.scheduler.policies import ADAPTIVE, division_name, make_policy
 from ridgeline.router.scheduler.simulation import Simulation
-from ridgeline.router.watching.comparing import LOOK_EVERY_S, PAUSE_S
+from ridgeline.router.watching import LOOK_EVERY_S, PAUSE_S
 
 BF16: Final = StepModel(
     base_s=0.030,

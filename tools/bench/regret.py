@@ -28,7 +28,7 @@ import msgspec
 
 from ridgeline.router.scheduler.engines import ModelledRequest
 from ridgeline.router.scheduler.offline_simulation import Served, ranked
-from ridgeline.router.scheduler.registry import ADAPTIVE, division_name
+from ridgeline.router.scheduler.policies import ADAPTIVE, division_name
 from tests.support.simulated_serving import (
     ADAPTIVE_STEP_TOKENS,
     KNEES,

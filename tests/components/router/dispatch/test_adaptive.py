@@ -26,8 +26,7 @@ from ridgeline.router.scheduler.offline_simulation import recorded
 from ridgeline.router.scheduler.recorded_events import read_recording
 from ridgeline.router.scheduler.replay import replay
 from ridgeline.router.settings import PolicyConfig
-from ridgeline.router.watching.comparing import Comparing
-from ridgeline.router.watching.recording import Wanted
+from ridgeline.router.watching import Comparing, Wanted
 from tests.components.router.dispatch.test_modes import LAYOUTS, ROLES, addresses
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.samples import next_token, router_settings

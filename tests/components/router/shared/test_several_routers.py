@@ -16,7 +16,7 @@ from ridgeline.router.scheduler.offline_simulation import recorded
 from ridgeline.router.scheduler.recorded_events import read_recording
 from ridgeline.router.scheduler.replay import replay
 from ridgeline.router.shared.link import NoDispatcher
-from ridgeline.router.watching.recording import Wanted
+from ridgeline.router.watching import Wanted
 from tests.components.router.dispatch.test_modes import ROLES
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.samples import LAYOUT, next_token, router_settings

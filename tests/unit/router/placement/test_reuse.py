@@ -7,8 +7,8 @@ from ridgeline.contracts.handoff import LayerGroup
 from ridgeline.contracts.workers import StepModel, WorkerStatus
 from ridgeline.router.fleet.prefixes import block_hashes
 from ridgeline.router.fleet.request_route import Demand
+from ridgeline.router.placement.choice import best_source
 from ridgeline.router.placement.learned import REMEMBERED_FETCHES, UNKNOWN_BYTES_PER_S, Learned
-from ridgeline.router.placement.reuse import best_source
 from tests.support.lone_worker import lone_worker
 from tests.support.samples import kv_layout
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ridgeline.router.scheduler.registry import ADAPTIVE
+from ridgeline.router.scheduler.policies import ADAPTIVE
 from tests.support.simulated_serving import KNEES, SHAPES, SLOS, fixed_modes, in_time, requests_of
 
 SEEDS = {2: (1, 2), 4: (1, 2, 3, 4), 8: (1,)}

@@ -4,9 +4,16 @@ from importlib import metadata
 
 import pytest
 
-from ridgeline.router.scheduler import registry
-from ridgeline.router.scheduler.policies import Colocated, Disaggregated, Slack, Threshold
-from ridgeline.router.scheduler.registry import division_name, make_policy, policy_names
+from ridgeline.router.scheduler import policies
+from ridgeline.router.scheduler.policies import (
+    Colocated,
+    Disaggregated,
+    Slack,
+    Threshold,
+    division_name,
+    make_policy,
+    policy_names,
+)
 from ridgeline.router.settings import PolicyConfig
 from tests.unit.router.scheduler.samples import fleet, poisson
 
@@ -22,9 +29,9 @@ def installed(monkeypatch):
 
     def install(**entries):
         found = metadata.EntryPoints(
-            metadata.EntryPoint(name, value, registry.GROUP) for name, value in entries.items()
+            metadata.EntryPoint(name, value, policies.GROUP) for name, value in entries.items()
         )
-        monkeypatch.setattr(registry, "entry_points", lambda **wanted: found.select(**wanted))
+        monkeypatch.setattr(policies, "entry_points", lambda **wanted: found.select(**wanted))
 
     return install
 

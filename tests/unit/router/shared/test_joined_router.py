@@ -9,8 +9,8 @@ from ridgeline.router.flow.admission import Held
 from ridgeline.router.placement.placement_events import Denied
 from ridgeline.router.placement.places import Placement
 from ridgeline.router.settings import RouterStart
+from ridgeline.router.shared.dispatcher import MOST_AT_ONCE, JoinedRouter
 from ridgeline.router.shared.holdings import Parts
-from ridgeline.router.shared.joined_router import MOST_AT_ONCE, JoinedRouter
 from ridgeline.router.shared.link import give_up_without_a_dispatcher
 from ridgeline.router.shared.messages import Downs, Holds, Joins, Others
 from ridgeline.worker_runtime.client import decoder, encode
