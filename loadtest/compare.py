@@ -29,16 +29,8 @@ from ridgeline.loadtest.run.calibration import LEAST_REQUESTS, Workers
 from ridgeline.loadtest.run.quantities import counted
 from ridgeline.loadtest.run.replay import ReplayResult
 from ridgeline.loadtest.run.server_facts import unequal
-from ridgeline.loadtest.run_folder import (
-    RECORD_TABLE,
-    REPORT,
-    Past,
-    RunFolder,
-    Settled,
-    new_folder,
-)
-from ridgeline.loadtest.statistics.attainment_curve import RoundCount
-from ridgeline.loadtest.statistics.next_rate import next_rate
+from ridgeline.loadtest.run_folder import RECORD_TABLE, REPORT, Past, RunFolder, Settled, new_folder
+from ridgeline.loadtest.statistics.attainment_curve import RoundCount, next_rate
 from ridgeline.loadtest.valid_rounds import RoundRunner
 from ridgeline.loadtest.variants import Variant
 

@@ -34,7 +34,7 @@ from ridgeline.router.front.app import VLLM_VERSION, build_app, frontend_config,
 from ridgeline.router.front.engine_client import RouterEngineClient
 from ridgeline.router.front.health import HealthProbe, Readiness, probe_prompt_tokens
 from ridgeline.router.front.http.types import Asgi
-from ridgeline.router.front.metrics_page import metrics_endpoint
+from ridgeline.router.front.metrics_page import NodeMetrics, metrics_endpoint
 from ridgeline.router.front.middleware.http_protocol import BoundedHeads, watch_readers
 from ridgeline.router.front.middleware.ingress import Gates
 from ridgeline.router.front.operations import Asked, Operations, Progress
@@ -48,7 +48,6 @@ from ridgeline.router.placement.pool_queue import QueueCollector, QueueNow
 from ridgeline.router.router_control import RouterControl
 from ridgeline.router.settings import PoolHardware, RouterSettings, SharedWith
 from ridgeline.router.shared.link import NoDispatcher
-from ridgeline.router.shared.node_metrics import NodeMetrics
 
 DRAIN_POLL_S = 0.05
 LAST_WORDS_S = 2

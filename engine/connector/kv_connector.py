@@ -31,12 +31,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.outputs import KVConnectorOutput
 
-from ridgeline.engine.connector.accounting import StepAccountant
+from ridgeline.engine.connector.accounting import StepAccountant, step_cost_model
 from ridgeline.engine.connector.groups import CacheGroups, regions
 from ridgeline.engine.connector.layout import kv_layout
 from ridgeline.engine.connector.messages import CounterStats, Publish, StepInstructions, TransferResults
 from ridgeline.engine.connector.scheduler_side import IDLE_WAIT_S, POLL_S, SchedulerSide
-from ridgeline.engine.connector.step_cost import step_cost_model
 from ridgeline.engine.connector.worker_side import WorkerSide
 from ridgeline.engine.vllm_workarounds.bounded_grammars import bound_grammars
 from ridgeline.engine.vllm_workarounds.core_loop import add_calls, join_loop, send_at_once, wake

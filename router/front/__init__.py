@@ -12,7 +12,7 @@ strict.py          enforces `strict: true`, or refuses it
 health.py          GET /ready
 admin.py           /ridgeline/*, the operator's paths
 operations.py      operators' requests for more workers, fewer, or a restart of all
-metrics_page.py    GET /metrics
+metrics_page.py    GET /metrics, with the request series of all routers
 page/              GET /, the live page
 single_flight.py   shares one computation among concurrent callers
 vllm_workarounds/  workarounds for vLLM's app

@@ -246,27 +246,3 @@ def check_headers(headers: Iterable[tuple[bytes, bytes]]) -> None:
         if rule is not None and value.strip().decode("latin-1").lower() not in ("", *rule.but_for):
             asks = [(b"accept-encoding", b"identity")] if rule.status == HTTPStatus.UNSUPPORTED_MEDIA_TYPE else []
             raise HttpRefusal(rule.status, rule.sentence, param=raw_name.decode(), headers=asks)
-
-
-def as_markdown() -> str:
-    """Return the tables in `docs/reference/http.md`."""
-    tables = {
-        ("### Refused fields", "message"): {n: _told(rule) for n, rule in sorted((_REFUSED | _FOREIGN).items())},
-        ("### Fields of another API", "use, where the path has it"): {n: _code(uses) for n, uses in _USES.items()},
-        ("### Refused headers", "message"): {n: _told(rule) for n, rule in sorted(HEADERS.items())},
-    }
-    lines = []
-    for (title, head), rows in tables.items():
-        lines += [f"{title}\n", f"| name | {head} |", "|---|---|"]
-        lines += [*(f"| {_code(names)} | {words} |" for names, words in rows.items()), ""]
-    return "\n".join(lines)
-
-
-def _told(rule: RefusedField) -> str:
-    conditions = [str(rule.status)] if rule.status != HTTPStatus.BAD_REQUEST else []
-    conditions += [f"unless {' or '.join(map(repr, rule.but_for))}"] if rule.but_for else []
-    return f"{rule.sentence} ({', '.join(conditions)})" if conditions else rule.sentence
-
-
-def _code(names: str) -> str:
-    return ", ".join(f"`{name}`" for name in names.split())

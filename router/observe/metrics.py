@@ -41,7 +41,7 @@ class RequestMetrics:
     ) -> None:
         """Register the series; without a registry they are counted but not published.
 
-        `namespace` tells them from others of this process, for `ridgeline.router.shared.node_metrics`.
+        `namespace` tells them from others of this process, for `ridgeline.router.front.metrics_page`.
         """
         histogram = partial(Histogram, registry=registry, namespace=namespace)
         counter = partial(Counter, registry=registry, namespace=namespace)

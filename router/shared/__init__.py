@@ -7,5 +7,4 @@ messages.py          what a router and the dispatcher tell each other
 dispatcher.py        serves the routers: gives places, and sums up what they hold
 link.py              a router's connection to the dispatcher, and what becomes of prompts without one
 holdings.py          what a router must know of what the others have admitted, by differences
-node_metrics.py      the request series of all routers
 """

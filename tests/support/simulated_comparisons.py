@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ridgeline.loadtest.statistics.attainment_curve import RoundCount
-from ridgeline.loadtest.statistics.next_rate import next_rate
+from ridgeline.loadtest.statistics.attainment_curve import RoundCount, next_rate
 
 Curve = Callable[[float], float]
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MLAAttentionSpec
 
-from ridgeline.engine.connector.step_cost import kv_element_bytes, step_cost_model, stored_weight_bytes
+from ridgeline.engine.connector.accounting import kv_element_bytes, step_cost_model, stored_weight_bytes
 from ridgeline.roofline.model_shape import ModelShape
 from tests.support.model_families import FAMILIES, tiny_config
 

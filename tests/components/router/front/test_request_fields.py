@@ -11,6 +11,7 @@ import json
 import re
 from copy import deepcopy
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
@@ -616,8 +617,36 @@ async def test_a_header_without_effect_changes_nothing(served: Served, name: str
 # --- the page
 
 
+def as_markdown() -> str:
+    """The tables in `docs/reference/http.md`."""
+    tables = {
+        ("### Refused fields", "message"): {
+            n: _row_of(rule) for n, rule in sorted((request_fields._REFUSED | request_fields._FOREIGN).items())
+        },
+        ("### Fields of another API", "use, where the path has it"): {
+            n: _as_code(uses) for n, uses in request_fields._USES.items()
+        },
+        ("### Refused headers", "message"): {n: _row_of(rule) for n, rule in sorted(HEADERS.items())},
+    }
+    lines = []
+    for (title, head), rows in tables.items():
+        lines += [f"{title}\n", f"| name | {head} |", "|---|---|"]
+        lines += [*(f"| {_as_code(names)} | {words} |" for names, words in rows.items()), ""]
+    return "\n".join(lines)
+
+
+def _row_of(rule: RefusedField) -> str:
+    conditions = [str(rule.status)] if rule.status != HTTPStatus.BAD_REQUEST else []
+    conditions += [f"unless {' or '.join(map(repr, rule.but_for))}"] if rule.but_for else []
+    return f"{rule.sentence} ({', '.join(conditions)})" if conditions else rule.sentence
+
+
+def _as_code(names: str) -> str:
+    return ", ".join(f"`{name}`" for name in names.split())
+
+
 def page() -> str:
-    return LISTS.sub(lambda _: request_fields.as_markdown(), PAGE.read_text())
+    return LISTS.sub(lambda _: as_markdown(), PAGE.read_text())
 
 
 def test_the_page_is_what_the_tables_say():

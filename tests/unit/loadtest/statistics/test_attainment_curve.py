@@ -9,8 +9,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from ridgeline.loadtest.statistics.attainment_curve import AttainmentCurve, RoundCount, curves_of
-from ridgeline.loadtest.statistics.next_rate import next_rate
+from ridgeline.loadtest.statistics.attainment_curve import AttainmentCurve, RoundCount, curves_of, next_rate
 from tests.support.simulated_comparisons import Curve, Machine, logistic, searched
 
 RUNS = 40

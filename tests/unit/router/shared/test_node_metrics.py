@@ -11,7 +11,7 @@ import asyncio, sys
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from ridgeline.router.observe.metrics import RequestMetrics
 from ridgeline.router.settings import RouterStart
-from ridgeline.router.shared.node_metrics import NodeMetrics
+from ridgeline.router.front.metrics_page import NodeMetrics
 
 node, own = NodeMetrics(RouterStart(sys.argv[1], int(sys.argv[2]), "test")), CollectorRegistry()
 metrics, probes = RequestMetrics(own), RequestMetrics(None, "uncounted")
