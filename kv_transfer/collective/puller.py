@@ -25,15 +25,7 @@ from ridgeline.contracts.rpc.address import split_host_port
 from ridgeline.decode_worker.kv_fetch.pinned import Copy, PinnedPuller, Readable, pieces
 from ridgeline.decode_worker.kv_fetch.stream import read_last_events
 from ridgeline.kv_transfer.collective.group import FETCHER_RANK, FORM_S, PairGroup, backend_for, join_store
-from ridgeline.kv_transfer.collective.wire import (
-    COLLECT,
-    FORMED,
-    JOIN,
-    TENSOR_BYTES,
-    WINDOW,
-    Invitation,
-    TensorRequest,
-)
+from ridgeline.kv_transfer.collective.wire import COLLECT, FORMED, JOIN, TENSOR_BYTES, WINDOW, Invitation, TensorRequest
 from ridgeline.kv_transfer.control import GrpcControl
 from ridgeline.kv_transfer.interfaces import Pull
 from ridgeline.kv_transfer.memory.blocks import CannotOpen

@@ -24,12 +24,7 @@ from ridgeline.kv_transfer.memory.blocks import BlockPool
 from ridgeline.kv_transfer.names import MAX_GROUPS
 from ridgeline.kv_transfer.wire import grpc_methods
 from ridgeline.prefill_worker.kv_source.block_server import BlockServer
-from ridgeline.prefill_worker.kv_source.grpc_source import (
-    MAX_CONCURRENT_FETCHES,
-    SourceExtension,
-    limit_of,
-    parse,
-)
+from ridgeline.prefill_worker.kv_source.grpc_source import MAX_CONCURRENT_FETCHES, SourceExtension, limit_of, parse
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore

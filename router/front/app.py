@@ -41,14 +41,7 @@ from ridgeline.router.front.middleware.anthropic_errors import anthropic_errors
 from ridgeline.router.front.middleware.auth import Access, KeyGuard, for_pages
 from ridgeline.router.front.middleware.ingress import Gates, Ingress
 from ridgeline.router.front.page import PageFacts, page_routes
-from ridgeline.router.front.vllm_workarounds import (
-    app_gaps,
-    bodies,
-    messages,
-    responses,
-    stream_chunks,
-    whole_calls,
-)
+from ridgeline.router.front.vllm_workarounds import app_gaps, bodies, messages, responses, stream_chunks, whole_calls
 from ridgeline.router.settings import RouterSettings
 
 VLLM_VERSION = vllm_version
