@@ -21,8 +21,7 @@ from ridgeline.contracts.errors import EngineError
 from ridgeline.contracts.rpc.address import http_url, join_host_port
 from ridgeline.contracts.vocabulary import Pool
 from ridgeline.router.decisions import OwnDecisions, SharedDecisions
-from ridgeline.router.dispatch.orchestrator import Orchestrator
-from ridgeline.router.dispatch.releaser import HandoffReleaser
+from ridgeline.router.dispatch.orchestrator import HandoffReleaser, Orchestrator
 from ridgeline.router.fleet.fleet import Fleet
 from ridgeline.router.fleet.pairing import PairingRefused
 from ridgeline.router.fleet.request_route import pools_of

@@ -203,13 +203,6 @@ def serve(
     DriftingSimulation(modelled(fleet.workers), policy, fleet, models, by_deadline=by_deadline).run(requests)
 
 
-def serve_adaptively(requests: Sequence[ModelledRequest], fleet: FleetModel, models: Models = ()) -> Adaptive:
-    """Serve them as mode adaptive does; return what has chosen."""
-    simulation = AdaptiveSimulation(modelled(fleet.workers), fleet, models=models)
-    simulation.run(requests)
-    return simulation.adaptive
-
-
 class Tried(msgspec.Struct, frozen=True):
     """What became of the requests by a policy, seen or simulated."""
 
@@ -288,7 +281,7 @@ def simulated(
     elif options:
         raise ValueError(f"{ADAPTIVE} has no options: leave out {', '.join(options)}")
     else:
-        serve_adaptively(requests, fleet, models)
+        AdaptiveSimulation(modelled(fleet.workers), fleet, models=models).run(requests)
     for one in requests:
         one.first_s += fleet.overhead_s
         one.end_s += fleet.overhead_s

@@ -41,8 +41,7 @@ from ridgeline.kv_transfer.options import TransferOptions
 from ridgeline.kv_transfer.transports import make_transport
 from ridgeline.prefill_worker.kv_source.block_server import RankCache
 from ridgeline.prefill_worker.kv_source.lease import LeaseTable
-from ridgeline.router.dispatch.orchestrator import Orchestrator
-from ridgeline.router.dispatch.releaser import HandoffReleaser
+from ridgeline.router.dispatch.orchestrator import HandoffReleaser, Orchestrator
 from ridgeline.router.dispatch.request import SequenceRequest
 from ridgeline.router.fleet.fleet import Fleet
 from ridgeline.router.front.sampling import sampling_of

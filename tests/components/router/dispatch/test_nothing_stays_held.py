@@ -11,8 +11,7 @@ from prometheus_client import CollectorRegistry
 from vllm.sampling_params import SamplingParams
 
 from ridgeline.cluster.runtime.handlers import HANDLERS
-from ridgeline.router.dispatch.orchestrator import Orchestrator
-from ridgeline.router.dispatch.releaser import HandoffReleaser
+from ridgeline.router.dispatch.orchestrator import HandoffReleaser, Orchestrator
 from ridgeline.router.dispatch.request import SequenceRequest
 from ridgeline.router.fleet.fleet import Fleet
 from ridgeline.router.front.sampling import sampling_of

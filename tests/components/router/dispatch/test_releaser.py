@@ -3,7 +3,7 @@
 import asyncio
 
 from ridgeline.kv_transfer.control import GrpcControl
-from ridgeline.router.dispatch.releaser import HandoffReleaser
+from ridgeline.router.dispatch.orchestrator import HandoffReleaser
 from tests.support.patience import eventually
 from tests.support.samples import make_handoff
 
