@@ -1,6 +1,8 @@
 """What the driver calls of a router and of the dispatcher, which both are connected to all workers.
 
 `ridgeline.cluster.runtime.handles` calls these methods by their names, through the actor and its service.
+Its `members` say which workers there are, for whoever changes how many:
+`ridgeline.cluster.runtime.autoscale` and `ridgeline.cluster.runtime.fleet_operations`.
 """
 
 from __future__ import annotations
@@ -8,17 +10,56 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import ClassVar
 
 from ridgeline.contracts.errors import WorkerLost
-from ridgeline.contracts.vocabulary import Pool
+from ridgeline.contracts.vocabulary import Mode, Pool
 from ridgeline.router.fleet.fleet import Fleet
 from ridgeline.router.fleet.pairing import KvPair
+from ridgeline.router.fleet.worker import Worker
 from ridgeline.router.observe.loop_lag import LoopLag
-from ridgeline.router.observe.members import Members, members
 from ridgeline.router.placement.pool_queue import QueueNow
 from ridgeline.router.scheduler.sizing import LatestLoad
 from ridgeline.router.watching import Comparing
+
+
+@dataclass(frozen=True)
+class Member:
+    """A worker, for whoever changes how many there are."""
+
+    pool: Pool
+    usable: bool
+    """Whether it can be given work."""
+    draining: bool
+    incarnation: str = ""
+    """Empty if the head that was asked does not know it."""
+
+
+@dataclass(frozen=True)
+class Members:
+    """All workers by their ids, and the mode in which they have these pools."""
+
+    mode: Mode
+    workers: dict[str, Member]
+
+
+def members(fleet: Fleet, started_for: Mapping[str, Pool]) -> Members:
+    """Return all workers by their last status.
+
+    Those of `started_for` that are not known here do not run at the moment.
+    """
+    roles = {name: fleet.roles.role_of(name, pool, fleet.mode, 0) for name, pool in started_for.items()}
+    away = {
+        name: Member(role.pool if role else started_for[name], usable=False, draining=False)
+        for name, role in roles.items()
+    }
+    return Members(fleet.mode, away | {worker.worker_id: _member(worker) for worker in fleet.workers})
+
+
+def _member(worker: Worker) -> Member:
+    usable = worker.usable and worker.status is not None
+    return Member(worker.pool, usable=usable, draining=worker.drains, incarnation=worker.description.incarnation)
 
 
 class RouterControl(ABC):

@@ -23,7 +23,7 @@ from ridgeline.cluster.runtime.plan import PlacementError
 from ridgeline.cluster.runtime.supervisor import Say, Supervisor
 from ridgeline.contracts.vocabulary import Mode, Pool
 from ridgeline.router.front.operations import Operation, OperationState, Progress
-from ridgeline.router.observe.members import Member, Members
+from ridgeline.router.router_control import Member, Members
 
 ASK_S = 5.0
 """How long a router is asked for operations at a time."""

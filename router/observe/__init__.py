@@ -6,5 +6,4 @@ collectors.py      Prometheus series about workers, pools and queues
 ended_requests.py  the latest sequences: stages, hand-off, and the decision that placed each
 tracing.py         their spans, for a collector of OpenTelemetry
 loop_lag.py        the series about delays of the event loop
-members.py         which workers there are, for whoever changes how many
 """

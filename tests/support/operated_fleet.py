@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter
 
 from ridgeline.cluster.runtime.handles.actor import ActorGone, DeploymentFailed, NoPlace, NotReached
-from ridgeline.router.observe.members import Member, Members
+from ridgeline.router.router_control import Member, Members
 
 
 class OperatedFleet:

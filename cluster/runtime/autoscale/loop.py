@@ -16,7 +16,7 @@ from ridgeline.cluster.runtime.supervisor import Say, Supervisor
 from ridgeline.contracts.vocabulary import Mode, Pool
 from ridgeline.router.fleet.request_route import pools_of
 from ridgeline.router.front.operations import new_operation
-from ridgeline.router.observe.members import Members
+from ridgeline.router.router_control import Members
 from ridgeline.router.scheduler.sizing import Bounds, LatestLoad, Sizing, wanted
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from ridgeline.kv_transfer.service import PairedTransport
 from ridgeline.router.fleet.fleet import Fleet, Worker
 from ridgeline.router.fleet.pairing import KvPair, PairingRefused
 from ridgeline.router.fleet.roles import RoleTable
-from ridgeline.router.observe.members import Member, members
+from ridgeline.router.router_control import Member, members
 from ridgeline.worker_runtime.host import WorkerHost
 from tests.support.clock import FakeClock
 from tests.support.cut_route import Route
