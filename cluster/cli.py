@@ -80,8 +80,8 @@ trace = typer.Typer(
 app.add_typer(trace, name="trace")
 PIPED_WIDTH = 140
 """Width for files and pipes, where rich would assume 80 columns and cut tables and paths."""
-console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
-errors = Console(stderr=True, width=None if sys.stderr.isatty() else PIPED_WIDTH)
+console = Console(emoji=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
+errors = Console(stderr=True, emoji=False, width=None if sys.stderr.isatty() else PIPED_WIDTH)
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file, for instance deploy/local.yaml")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="override one setting: section.key=value")]
@@ -564,7 +564,7 @@ def plan(
     settings: SetOption = None,
 ) -> None:
     """Simulate how many workers, divided how, keep the SLOs of recorded requests or of a trace."""
-    from ridgeline.cluster.commands.whatif import PlanAsked, checked, compare_plan, pools_of
+    from ridgeline.cluster.commands.whatif import PlanAsked, checked, compare_plan, pools_of, require_new, write_trace
     from ridgeline.cluster.commands.whatif import plan as simulate
 
     ttft_slo_s, tpot_slo_s = (None if value is None else value / 1e3 for value in (ttft_ms, tpot_ms))
@@ -580,9 +580,15 @@ def plan(
         ttft_slo_s=ttft_slo_s,
         tpot_slo_s=tpot_slo_s,
     )
+    if model and not hardware:
+        fail(["--model says how long steps take on a device: name one by --hardware, or leave out --model"], 2)
+    if check is None and (config or settings):
+        fail(["--config and --set say how --check serves: give --check DIR, or leave them out"], 2)
     if check is not None:
         if hardware:
             fail(["--check serves on this machine's workers: leave out --hardware, or --check"], 2)
+        with failures_told():
+            require_new(check)
         load(config, [*(settings or ()), *pools_of([])], both_modes=True)  # what is wrong with it is told first
     with failures_told():
         modes, served = simulate(asked, console)
@@ -594,6 +600,8 @@ def plan(
     loaded = load(config, [*(settings or ()), *pools_of(modes)], both_modes=True)
     if found := list(refusals(loaded.config, comparison)):
         fail(found, 2)
+    with failures_told():
+        write_trace(served, check)
     run(checked(loaded.config, comparison, check, console))
 
 

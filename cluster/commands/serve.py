@@ -98,7 +98,7 @@ async def serve(config: RidgelineConfig, console: Console, *, detached: bool = F
     """
     configure(config.logging_of("serve"))
     output = _Logged() if config.logging.format == "json" else _Lossy(console.file)
-    console = Console(file=cast(IO[str], output), width=console.width)
+    console = Console(file=cast(IO[str], output), emoji=False, width=console.width)
     with DeploymentFolder(config.name).held(detached=detached, **state_of(config)) as held:
         refuse_unfit_machine(config)
         await _serve(config, console, held)

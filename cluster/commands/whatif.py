@@ -25,6 +25,7 @@ from ridgeline.roofline.analysis import datasheet_steps
 from ridgeline.roofline.cost import StepCostModel
 from ridgeline.roofline.hardware import hardware_by_name
 from ridgeline.roofline.model_shape import load_model_shape
+from ridgeline.router.scheduler.adaptive import ERROR
 from ridgeline.router.scheduler.features import FleetModel, WorkerSpec, window_tokens
 from ridgeline.router.scheduler.offline_simulation import (
     AS_MODELLED,
@@ -37,6 +38,7 @@ from ridgeline.router.scheduler.offline_simulation import (
     fewest_workers,
     fleet_of,
     grown,
+    in_time_alone,
     outcome,
     ranked,
     recorded,
@@ -72,6 +74,7 @@ MOST_ERROR: Final = 0.5
 """Of a calibrated simulation on what was recorded; beyond that it is not believed."""
 CHECKED_PAIRS: Final = 2
 """Of rounds on engines: the fewest that say anything."""
+CHECKED_TRACE: Final = "trace.jsonl"
 SEQUENCES: Final = 256
 """Of an engine on a device, as in a colocated pool with GPUs."""
 
@@ -125,7 +128,8 @@ def whatif(
     with _refusals(file):
         known = recorded(_events(file))
         _print_replay(file, console)
-        requests, calibration = with_slos(known.requests, ttft_slo_s, tpot_slo_s), calibrated(known)
+        known = msgspec.structs.replace(known, requests=tuple(with_slos(known.requests, ttft_slo_s, tpot_slo_s)))
+        requests, calibration = known.requests, calibrated(known)
         served = [name for name, _ in groupby(known.policies)]
         name = f"as served ({', '.join(served[:3])}{', ...' * (len(served) > 3)})"
         found = [outcome(name, len(known.fleet.workers), requests)]
@@ -152,6 +156,7 @@ def plan(asked: PlanAsked, console: Console) -> tuple[list[Tried], list[Served]]
         known = recorded(_events(asked.file)) if asked.file else None
         served = grown(_traffic(asked, known), asked.growth)
         layouts = [*_datasheet_layouts(asked, served)] if asked.hardware else [_recorded_layout(asked, known)]
+    _require_possible(served, layouts, asked)
     found: list[tuple[Layout, list[Tried]]] = []
     with console.status("simulating") as status:
         for layout in layouts:
@@ -165,13 +170,28 @@ def plan(asked: PlanAsked, console: Console) -> tuple[list[Tried], list[Served]]
         modes = ranked(served, fleet, asked.goal, layout.models, layout.calibration)
     rows = [*(_of_layout(one, layout) for one in modes), *of_best[:-1], *(others[-1] for _, others in found[1:])]
     over = duration_text(served[-1].arrival_s)
-    console.print(table(f"{len(served)} requests that come in {over}; simulated, the best row first", rows))
+    first = "the first " if len(served) == MOST_REQUESTS else ""
+    console.print(table(f"{first}{len(served)} requests that come in {over}; simulated, the best row first", rows))
     _say([*_answer(rows[0], layout, asked), *_limits(layout, asked)], console)
     return modes, served
 
 
+def _require_possible(served: Sequence[Served], layouts: Sequence[Layout], asked: PlanAsked) -> None:
+    """Raise LoadTestError if no number of workers can serve the requests, or serve them in time."""
+    longest = max(one.prompt_tokens + one.output_tokens for one in served)
+    if (holds := max(layout.fleet.workers[0].kv_tokens for layout in layouts)) < longest:
+        raise LoadTestError(f"a request of {longest:,} tokens is more than the KV cache of a worker, {holds:,}")
+    alone = [in_time_alone(served, layout.fleet, layout.calibration) for layout in layouts]
+    if (best := max(alone, key=lambda one: one.in_time)).in_time < asked.goal:
+        raise LoadTestError(
+            f"no number of {asked.unit}s helps: each alone on an idle worker, {best.in_time:.1%} of the requests meet "
+            f"their SLOs, with a TTFT of {_time(best.ttft_s[1])} and a TPOT of {_time(best.tpot_s[1])} (p90): raise "
+            "the SLOs, or lower --goal"
+        )
+
+
 def compare_plan(modes: Sequence[Tried], served: Sequence[Served], out: Path) -> ComparePlan:
-    """Return what compares the best two modes on engines, and write the trace for it. Raises LoadTestError."""
+    """Return what compares the best two modes on engines. Raises LoadTestError."""
     best, other = (one.policy.partition(" ")[0] for one in modes[:2])
     slos = {(one.ttft_slo_s, one.tpot_slo_s) for one in served}
     (ttft_slo_s, tpot_slo_s), *others = slos
@@ -181,22 +201,10 @@ def compare_plan(modes: Sequence[Tried], served: Sequence[Served], out: Path) ->
         raise LoadTestError(
             "one worker serves in mode colocated alone, so there is nothing to check: leave out --check"
         )
-    rows = (
-        {"timestamp": 1e3 * one.arrival_s, "input_length": one.prompt_tokens, "output_length": one.output_tokens}
-        for one in served
-    )
-    trace = out / "trace.jsonl"
-    if trace.exists():
-        raise LoadTestError(f"{trace} is of an earlier check, whose run would then read another one: name a new folder")
     if not served[-1].arrival_s:
         raise LoadTestError("all requests come at once, so there is no rate to compare at: give a trace over some time")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        trace.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
-    except OSError as error:
-        raise LoadTestError(f"{trace} cannot be written: {error.strerror}") from error
     return ComparePlan(
-        trace=str(trace),
+        trace=str(out / CHECKED_TRACE),
         rate=(len(served) - 1) / served[-1].arrival_s,
         limit=len(served),
         slo_ttft_ms=1e3 * ttft_slo_s,
@@ -212,6 +220,25 @@ def pools_of(modes: Sequence[Tried]) -> list[str]:
     division = next((one.policy.partition(" ")[2] for one in modes if ":" in one.policy), f"1:{workers - 1}")
     numbers = zip(("prefill", "decode", "colocated"), (*division.split(":"), workers), strict=True)
     return [f"pools.{pool}.workers={number}" for pool, number in numbers]
+
+
+def require_new(out: Path) -> None:
+    """Raise LoadTestError for a folder that a check cannot have."""
+    if (out / CHECKED_TRACE).exists() or (out.exists() and not out.is_dir()):
+        raise LoadTestError(f"{out} is a file, or the folder of an earlier check: name a new folder")
+
+
+def write_trace(served: Sequence[Served], out: Path) -> None:
+    """Write what a check replays. Raises LoadTestError."""
+    rows = (
+        {"timestamp": 1e3 * one.arrival_s, "input_length": one.prompt_tokens, "output_length": one.output_tokens}
+        for one in served
+    )
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / CHECKED_TRACE).write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+    except OSError as error:
+        raise LoadTestError(f"{out} cannot be written: {error.strerror}") from error
 
 
 async def checked(config: RidgelineConfig, comparison: ComparePlan, out: Path, console: Console) -> None:
@@ -264,7 +291,8 @@ def _recorded_layout(asked: PlanAsked, known: Recorded | None) -> Layout:
         raise LoadTestError("nothing says how long steps take: give a recording, or --model and --hardware")
     models = () if asked.trace else [(at_s / asked.growth, each) for at_s, each in known.models]
     unanswered = 0.0 if asked.trace else known.unanswered / (known.unanswered + len(known.requests))
-    first = msgspec.structs.replace(known, requests=known.requests[:MOST_REQUESTS])
+    first_requests = with_slos(known.requests[:MOST_REQUESTS], asked.ttft_slo_s, asked.tpot_slo_s)
+    first = msgspec.structs.replace(known, requests=tuple(first_requests))
     return Layout(known.fleet, models, calibrated(first), unanswered=unanswered)
 
 
@@ -304,6 +332,9 @@ def _answer(best: Tried, layout: Layout, asked: PlanAsked) -> Iterator[str]:
     )
     number = counted(best.devices, asked.unit)
     doubt = f"there are {best.beyond}" if best.beyond else ""
+    seen, again = layout.calibration.seen, layout.calibration.simulated
+    if seen is not None and again is not None and abs(again.in_time - seen.in_time) > ERROR:
+        doubt = f"of what was recorded {again.in_time:.0%} come out in time, and {seen.in_time:.0%} were"
     if not asked.hardware and layout.calibration.error > MOST_ERROR:
         doubt = f"what was recorded comes out {layout.calibration.error:.0%} off"
     if layout.unanswered > MOST_UNANSWERED:
@@ -314,6 +345,8 @@ def _answer(best: Tried, layout: Layout, asked: PlanAsked) -> Iterator[str]:
         yield f"{number} would keep {asked.goal:.0%}: {kept}."
     else:
         yield f"{number} would not keep {asked.goal:.0%}, and more were not tried (--most): {kept}."
+    if again is not None and again.policy != (mode := best.policy.partition(" ")[0]):
+        yield f"Mode {mode} was not recorded, so check this on engines: --check DIR."
     if late := max(best.late_first, best.late_tokens):
         yield f"The SLO on {'TTFT' if late == best.late_first else 'TPOT'} binds: {late:.1%} miss it."
 

@@ -72,6 +72,11 @@ class OperationRunner:
         """Whether an operation is being carried out."""
         return self._progress is not None and self._progress.is_open
 
+    @property
+    def failed(self) -> bool:
+        """Whether the last operation could not be carried out."""
+        return self._progress is not None and self._progress.state == "failed"
+
     def begin(self, operation: Operation) -> bool:
         """Begin an operation; False if another one is under way."""
         if self.under_way:

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, cycle, islice
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -33,6 +33,8 @@ from ridgeline.router.scheduler.traffic import Seen, Traffic
 
 PURE: Final[tuple[Mode, ...]] = ("colocated", "disaggregated")
 """The policies that are modes too: in these, prompts go first come, first served."""
+APART_S: Final = 1e5
+"""From one arrival to the next where each request is served alone."""
 CALIBRATIONS: Final = 5
 """Simulations that look for what steps took."""
 STEEPEST: Final = 20.0
@@ -209,7 +211,7 @@ class Tried(msgspec.Struct, frozen=True):
     policy: str
     workers: int
     in_time: float
-    """The part of the requests that met both SLOs."""
+    """The part of the requests with an SLO that met theirs; of all, if none has one."""
     late_first: float
     """The part that missed the SLO on TTFT."""
     late_tokens: float
@@ -309,13 +311,14 @@ def _in_mode(fleet: FleetModel, policy: Policy) -> FleetModel:
 
 def outcome(policy: str, workers: int, requests: Sequence[Served | ModelledRequest]) -> Tried:
     """Return what became of the requests."""
+    judged = with_slo(requests)
     ends_s = [one.arrival_s + one.latency_s for one in requests if one.latency_s is not None]
     return Tried(
         policy,
         workers,
-        part_of([one.in_time for one in requests]),
-        part_of([(one.ttft_s or 0.0) > one.ttft_slo_s for one in requests]),
-        part_of([(one.tpot_s or 0.0) > one.tpot_slo_s for one in requests]),
+        part_of([one.in_time for one in judged]),
+        part_of([(one.ttft_s or 0.0) > one.ttft_slo_s for one in judged]),
+        part_of([(one.tpot_s or 0.0) > one.tpot_slo_s for one in judged]),
         percentiles(one.ttft_s for one in requests if one.ttft_s is not None),
         percentiles(one.tpot_s for one in requests if one.tpot_s is not None and one.output_tokens > 1),
         sum(one.output_tokens for one in requests) / max(ends_s, default=math.inf),
@@ -380,7 +383,7 @@ def tried(
         simulated(served, fleet, policy, models, options, calibration.slowdown * factor, calibration.prompts * factor)
         for factor in (longer, 1.0, 1 / longer)
     )
-    parts = [part_of([one.in_time for one in each]) for each in (slower, requests, faster)]
+    parts = [part_of([one.in_time for one in with_slo(each)]) for each in (slower, requests, faster)]
     made = outcome(policy, len(fleet.workers), requests)
     return msgspec.structs.replace(made, least=min(parts), most=max(parts), beyond=_beyond(requests, fleet))
 
@@ -484,6 +487,21 @@ def percentiles(values: Iterable[float]) -> tuple[float, float]:
     if not each:
         return math.nan, math.nan
     return each[math.ceil(0.5 * (len(each) - 1))], each[math.ceil(0.9 * (len(each) - 1))]
+
+
+AnyRequest = TypeVar("AnyRequest", Served, ModelledRequest, Served | ModelledRequest)
+
+
+def with_slo(requests: Sequence[AnyRequest]) -> Sequence[AnyRequest]:
+    """Return the requests that have an SLO, by which others are judged; all of them, if none has one."""
+    return [one for one in requests if min(one.ttft_slo_s, one.tpot_slo_s) < math.inf] or requests
+
+
+def in_time_alone(served: Sequence[Served], fleet: FleetModel, calibration: Calibration) -> Tried:
+    """Return what becomes of the requests one after the other, each on an idle worker."""
+    apart = [msgspec.structs.replace(one, arrival_s=number * APART_S) for number, one in enumerate(served)]
+    longer = calibration.slowdown, calibration.prompts
+    return outcome("colocated", 1, simulated(apart, fleet_of(fleet, 1), "colocated", (), None, *longer))
 
 
 def part_of(flags: Sequence[bool]) -> float:

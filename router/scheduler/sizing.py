@@ -16,7 +16,7 @@ from ridgeline.contracts.vocabulary import Mode, Pool
 from ridgeline.router.scheduler.adaptive import ERROR
 from ridgeline.router.scheduler.engines import ModelledRequest
 from ridgeline.router.scheduler.features import FleetModel, WorkerSpec
-from ridgeline.router.scheduler.offline_simulation import Served, fleet_of, part_of, simulated
+from ridgeline.router.scheduler.offline_simulation import APART_S, Served, fleet_of, part_of, simulated
 from ridgeline.router.scheduler.policies import division_name
 from ridgeline.router.scheduler.recorded_events import Options
 
@@ -28,8 +28,6 @@ HELPS: Final = 0.05
 """What a worker more has to gain, divided by how many there are."""
 MOST_MORE: Final = 4
 """Workers more than now that are tried at a time."""
-APART_S: Final = 1e5
-"""From one arrival to the next where each request is served alone."""
 SLOWER: Final = 1.0 + 2 * ERROR
 DIVISIONS: Final = (0.25, 0.5, 0.75)
 """The parts of the workers that compute prompts, among which mode adaptive is taken to choose."""

@@ -323,8 +323,8 @@ def add_eagle_3(directory: Path) -> None:
     head |= {"norm.weight": weights["model.norm.weight"], "lm_head.weight": weights["lm_head.weight"]}
     (directory / "eagle3").mkdir(exist_ok=True)
     save_file(head, directory / "eagle3" / "model.safetensors")
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "eagle3" / "config.json").write_text(json.dumps({**config, "eagle_aux_hidden_state_layer_ids": [0]}))
+    config, read = json.loads((directory / "config.json").read_text()), {"eagle_aux_hidden_state_layer_ids": [0]}
+    (directory / "eagle3" / "config.json").write_text(json.dumps({**config, "eagle_config": read}))
 
 
 def add_mtp(directory: Path) -> None:

@@ -22,7 +22,7 @@ from ridgeline.router.scheduler.sizing import Bounds, LatestLoad, Sizing, wanted
 logger = logging.getLogger(__name__)
 
 WINDOW_INTERVALS = 10
-"""The requests of so many intervals are simulated."""
+"""The requests of so many intervals are simulated. After a step that failed, none is begun for as many."""
 FOUND_WITHIN_S = 60.0
 """How long that may take."""
 DRAIN_TIMEOUT_S = 30.0
@@ -50,6 +50,8 @@ class Autoscaler:
         self._sleep = sleep
         self._said: object = None
         """What was said last."""
+        self._pauses = 0
+        """Intervals in which no step is begun, since the last one failed: no place is free, say."""
 
     async def run(self, say: Say) -> None:
         """Decide until cancelled; while nobody answers nothing is decided, and nothing said."""
@@ -111,6 +113,13 @@ class Autoscaler:
         if self._settings.mode == "advise":
             self._say_once((pool, now[pool], then), f"advises {sentence}", say)
             return
+        if self._pauses == 0 and self._operations.failed:
+            self._pauses = WINDOW_INTERVALS
+        if self._pauses > 0:
+            self._pauses -= 1
+            self._say_once((pool, then), f"the last change failed, so this one waits: {sentence}", say)
+            if self._pauses > 0:
+                return
         reason = f"autoscale, {sentence}"
         scale = new_operation("scale", DRAIN_TIMEOUT_S, {pool: then}, {pool: now[pool]}, load.mode, reason)
         self._operations.begin(scale)

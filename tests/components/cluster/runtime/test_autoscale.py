@@ -152,6 +152,19 @@ async def test_a_pool_that_misses_slos_is_ordered_another_worker_as_an_operator_
         assert there.routers[0].book.last.sentences[:2] == (sentence.partition(": ")[2], "worker-2: starting")
 
 
+async def test_a_change_that_failed_is_begun_again_only_after_a_window_and_that_is_said_once():
+    async with running() as there:
+        there.fleet.room = 0
+        await there.rounds_of(1)
+        await eventually(lambda: there.routers[0].book.last and there.routers[0].book.last.state == "failed")
+        await there.rounds_of(9)
+        assert len([one for one in there.said if "autoscale, decode from 1 to 2" in one]) == 1
+        assert len([one for one in there.said if "the last change failed" in one]) == 1
+        there.fleet.room = 9
+        await there.rounds_of(1)
+        await eventually(lambda: there.fleet.decode == 2)
+
+
 async def test_a_pool_with_too_many_loses_its_newest_worker():
     async with running() as there:
         there.fleet.pool_of["worker-2"] = "decode"

@@ -1,14 +1,23 @@
 """What `ridgeline whatif` prints of a recording, and what it refuses."""
 
 import io
-from contextlib import nullcontext
 
 import msgspec
 import pytest
 from rich.console import Console
 
 import ridgeline.cluster.commands.loadtest
-from ridgeline.cluster.commands.whatif import PlanAsked, checked, compare_plan, plan, pools_of, whatif, with_options
+from ridgeline.cluster.commands.whatif import (
+    PlanAsked,
+    checked,
+    compare_plan,
+    plan,
+    pools_of,
+    require_new,
+    whatif,
+    with_options,
+    write_trace,
+)
 from ridgeline.cluster.config.models import RidgelineConfig
 from ridgeline.loadtest.errors import LoadTestError
 from ridgeline.loadtest.plan import ComparePlan
@@ -133,6 +142,8 @@ def test_a_plan_names_the_fewest_workers_and_the_best_two_modes_are_compared_wit
     assert fewer
     assert max(fewer) < 90
     comparison = compare_plan(modes, served, tmp_path)
+    require_new(tmp_path)
+    write_trace(served, tmp_path)
     assert comparison.modes == tuple(one.policy.partition(" ")[0] for one in modes[:2])
     assert [(row.input_tokens, row.output_tokens) for row in load_trace(comparison.trace).rows] == [(512, 64)] * 60
     numbers = dict(setting.rsplit("=", 1) for setting in pools_of(modes))
@@ -237,12 +248,49 @@ async def test_the_regret_is_what_the_better_mode_had_more_on_engines(monkeypatc
     assert "regret of the plan: 25.0% of the goodput" in console.file.getvalue()
 
 
-def test_a_check_whose_requests_come_at_once_or_whose_folder_has_a_trace_is_refused(tmp_path):
-    modes = [outcome(mode, 2, [Served(1.0, 512, 64, 3.0, 0.08)]) for mode in ("colocated", "adaptive")]
-    for arrival_s, says in ((0.0, "all requests come at once"), (1.0, ""), (1.0, "is of an earlier check")):
-        served = [Served(0.0, 512, 64, 3.0, 0.08), Served(arrival_s, 512, 64, 3.0, 0.08)]
-        with pytest.raises(LoadTestError, match=says) if says else nullcontext():
-            compare_plan(modes, served, tmp_path)
+def test_a_check_has_a_folder_of_its_own(tmp_path):
+    write_trace([Served(0.0, 512, 64)], tmp_path / "earlier")
+    (tmp_path / "file").touch()
+    for name in ("earlier", "file"):
+        with pytest.raises(LoadTestError, match="name a new folder"):
+            require_new(tmp_path / name)
+
+
+def test_a_plan_whose_simulation_has_others_in_time_than_were_does_not_know(tmp_path):
+    late = tmp_path / "late.jsonl"
+    lines = recording_in_mode("colocated", poisson(0.5, 60, ttft_slo_s=3.0, tpot_slo_s=0.5)).splitlines(keepends=True)
+    late.write_bytes(b"".join(line_of(_late(one)) for one in read_recording(lines, "a.jsonl")))
+    told = planned(late)
+    assert "I do not know" in told, told
+    assert "of what was recorded" in told
+
+
+def _late(event):
+    is_late = isinstance(event, AnswerCompleted) and event.number % 3 == 0
+    return msgspec.structs.replace(event, ttft_s=event.ttft_s + 5.0) if is_late else event
+
+
+def test_requests_without_an_slo_say_nothing_of_whether_the_goal_is_kept():
+    kept, missed = Served(0.0, 8, 8, 1.0, 1.0, 0.5, 0.1), Served(0.0, 8, 8, 0.1, 1.0, 0.5, 0.1)
+    assert outcome("a", 1, [kept, missed, *[Served(0.0, 8, 8, ttft_s=9.0)] * 8]).in_time == 0.5
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"ttft_slo_s": 0.001, "tpot_slo_s": 0.001}, "no number of workers helps"),
+        ({"trace": "poisson:rate=1,input=9000000,output=16,n=50", "tpot_slo_s": 0.08}, "more than the KV cache"),
+    ],
+)
+def test_requests_that_no_number_of_workers_serves_in_time_are_named_at_once(tmp_path, asked, says):
+    file = tmp_path / "small.jsonl"
+    lines = recording_in_mode("colocated", poisson(2.0, 60, ttft_slo_s=3.0, tpot_slo_s=0.08)).splitlines(keepends=True)
+    began, *others = read_recording(lines, "a.jsonl")
+    specs = tuple(msgspec.structs.replace(one, kv_tokens=40_000) for one in began.fleet.workers)
+    fleet = msgspec.structs.replace(began.fleet, workers=specs)
+    file.write_bytes(b"".join(map(line_of, [msgspec.structs.replace(began, fleet=fleet), *others])))
+    with pytest.raises(LoadTestError, match=says):
+        planned(file, **asked)
 
 
 @pytest.mark.parametrize(
@@ -251,6 +299,7 @@ def test_a_check_whose_requests_come_at_once_or_whose_folder_has_a_trace_is_refu
         ([(3.0, 0.08), (2.0, 0.08)], 2, "one SLO on TTFT and one on TPOT"),
         ([(3.0, float("inf"))] * 2, 2, "one SLO on TTFT and one on TPOT"),
         ([(3.0, 0.08)] * 2, 1, "one worker serves in mode colocated alone"),
+        ([(3.0, 0.08)], 2, "all requests come at once"),
     ],
 )
 def test_what_cannot_be_checked_is_refused(tmp_path, slos, workers, says):
