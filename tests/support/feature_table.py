@@ -59,6 +59,8 @@ FEATURES: Final = (
     "drafts beside LoRA adapters",
     "drafts for recurrent states",
     "cached prefixes",
+    "sequences that vLLM preempts",
+    "prompts of 32,000 tokens",
     "later turns fetch KV from decode",
     "tensor parallel, equal ranks",
     "tensor parallel, unequal ranks",

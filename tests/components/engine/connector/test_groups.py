@@ -185,6 +185,7 @@ def test_so_it_is_over_grpc_and_without_prefix_caching(pair, case, setting):
     assert wrong(engines) == engines.decode.recomputes == {}
 
 
+@pytest.mark.proves("sequences that vLLM preempts", "disaggregated")
 @pytest.mark.parametrize("case", ["gemma3", "all three"])
 def test_so_it_is_after_a_preemption_on_decode(pair, case):
     engines = pair(case, num_blocks=60)
@@ -196,6 +197,7 @@ def test_so_it_is_after_a_preemption_on_decode(pair, case):
     assert engines.decode.zeroed_under_a_load == 0
 
 
+@pytest.mark.proves("sequences that vLLM preempts", "disaggregated")
 @pytest.mark.parametrize(("case", "num_blocks"), [("dense", 30), ("gemma3", 60), ("all three", 60)])
 @pytest.mark.parametrize("way", ["handed_over", "overlapped"])
 def test_so_it_is_after_a_preemption_on_prefill(pair, case, num_blocks, way):
@@ -214,6 +216,7 @@ def test_so_it_is_after_a_preemption_on_prefill(pair, case, num_blocks, way):
     assert engines.decode.recomputes.keys() <= ({"recompute_total.revoked"} if way == "overlapped" else set())
 
 
+@pytest.mark.proves("prompts of 32,000 tokens", "disaggregated")
 @pytest.mark.parametrize("case", ["dense", "gemma3", "hybrid, wide blocks"])
 def test_so_it_is_for_a_prompt_of_32_000_tokens(pair, case):
     long = {"longest_tokens": 32_768, "num_blocks": 4000, "step_tokens": 2048}
