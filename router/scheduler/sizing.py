@@ -200,7 +200,9 @@ class _Trial:
         )
         waits = f", and {self._load.waiting_prompts} prompts wait" if self._load.waiting_prompts else ""
         requests = f"{len(self._requests)} requests{waits}"
-        return f"{requests}; {before} and {after} would meet their SLOs (autoscale.goal is {self._goal:.0%})"
+        return (
+            f"{requests}; {before} would meet their SLOs, and {after}, the target (autoscale.goal is {self._goal:.0%})"
+        )
 
 
 def _policies(load: LatestLoad, sizes: Sizes) -> list[tuple[str, Options]]:

@@ -25,7 +25,7 @@ MOST_LINES = {
     "prefill_worker": 950,
     "roofline": 1_962,
     "router": 17_615,
-    "tests": 59_965,
+    "tests": 59_975,
     "tools": 6_619,
     "worker_runtime": 1_040,
 }

@@ -74,7 +74,7 @@ class Autoscaler:
         """Say what may be changed in this mode."""
         pools = pools_of(mode)
         if bounds := self._bounds(mode):
-            has = (f"{pool} has {at.min_workers} to {at.max_workers} workers" for pool, at in bounds.items())
+            has = (f"{pool} may have {at.min_workers} to {at.max_workers} workers" for pool, at in bounds.items())
             say(f"autoscale: {', '.join(has)}")
         else:
             say(
@@ -91,7 +91,7 @@ class Autoscaler:
         """Find how many workers there should be; say it, or in mode act begin the first step."""
         there, bounds = Counter(one.pool for one in members.workers.values()), self._bounds(load.mode)
         now = {pool: there[pool] for pool in pools_of(load.mode)}
-        found = Sizing(now, why=f"nothing is decided: to simulate takes more than {FOUND_WITHIN_S:.0f} s")
+        found = Sizing(now, why=f"nothing is decided: the simulation took more than {FOUND_WITHIN_S:.0f} s")
         search = wanted(load, now, bounds, self._settings.goal)
         try:
             async with asyncio.timeout(FOUND_WITHIN_S):

@@ -138,7 +138,7 @@ async def test_a_pool_that_misses_slos_is_ordered_another_worker_as_an_operator_
         there.fleet.may_start.clear()
         await there.rounds_of(1)
         await eventually(lambda: there.routers[0].book.running)
-        assert there.said[0] == "autoscale: decode has 1 to 3 workers"
+        assert there.said[0] == "autoscale: decode may have 1 to 3 workers"
         assert there.routers[0].book.running.mode == "disaggregated", "it is for the mode in which it was decided"
         assert there.routers[0].wanted == {"decode": 3}, "all that it takes, of pools with bounds"
         await there.rounds_of(30)
@@ -203,7 +203,7 @@ async def test_simulations_that_take_too_long_are_given_up_and_that_is_said(monk
     monkeypatch.setattr(loop, "FOUND_WITHIN_S", 0.0)
     async with running() as there:
         await there.rounds_of(3)
-        assert len([sentence for sentence in there.said if "to simulate takes more than 0 s" in sentence]) == 1
+        assert len([sentence for sentence in there.said if "the simulation took more than 0 s" in sentence]) == 1
         assert there.routers[0].wanted == {"decode": 1}
         assert there.fleet.log == []
 
@@ -274,7 +274,7 @@ async def test_after_a_change_of_mode_it_is_said_what_is_scaled_or_that_nothing_
         there.fleet.pool_of = dict.fromkeys(there.fleet.pool_of, "adaptive")
         await there.rounds_of(1)
         told = there.said[0]
-        assert ("adaptive has 1 to 4 workers" if bounds else "set autoscale.adaptive.min_workers") in told
+        assert ("adaptive may have 1 to 4 workers" if bounds else "set autoscale.adaptive.min_workers") in told
         assert len(there.scaled) == bool(bounds)
 
 
