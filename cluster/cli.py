@@ -579,6 +579,7 @@ def plan(
         most=most,
         ttft_slo_s=ttft_slo_s,
         tpot_slo_s=tpot_slo_s,
+        is_checked=check is not None,
     )
     if model and not hardware:
         fail(["--model says how long steps take on a device: name one by --hardware, or leave out --model"], 2)

@@ -54,6 +54,19 @@ def problems(setting: str, config: Mapping[str, Any] | None, *, one_pool: bool) 
         )
 
 
+def pool_problems(setting: str, config: Any, of_pool: Mapping[str, Any], *, hands_over_on_gpus: bool) -> Iterator[str]:
+    """Yield a sentence for each reason why a pool cannot have the drafts of all pools, `config`, or others instead."""
+    if not isinstance(config, Mapping) or config.get("method") == WITHOUT_KV:
+        return
+    if ARGUMENT in of_pool:
+        yield f"{setting}.{ARGUMENT} replaces drafts whose KV travels, so that all pools need them: leave it out."
+    if hands_over_on_gpus:  # vLLM's second model runner gives outputs out before it drafts
+        yield (
+            f"engine_args.{ARGUMENT}.method {config.get('method')} has not run on GPUs with a hand-off, which may come "
+            f"before the drafts' KV is written: serve in mode colocated, or by method {WITHOUT_KV}."
+        )
+
+
 def speculates(engine_args: Mapping[str, Any]) -> bool:
     """Return whether engines with these arguments draft tokens.
 

@@ -41,7 +41,7 @@ from ridgeline.engine.connector.transferable_models import UnsupportedModel, why
 from ridgeline.engine.grammars import choose_backend
 from ridgeline.engine.request import logprobs
 from ridgeline.engine.root_cause import CauseFile, output_place, sentence_of
-from ridgeline.engine.speculation import KEYS, speculates
+from ridgeline.engine.speculation import ARGUMENT, speculates
 from ridgeline.engine.stall import Activity, Doing, StallWatch
 from ridgeline.engine.step_scheduler import bound_steps
 from ridgeline.engine.vllm_arguments import engine_values
@@ -165,7 +165,7 @@ class VllmEngine:
             speculates=self.config.hands_over and speculates(self.config.passed),
         )
         if reason is None and speculation is not None:
-            reason = _why_no_draft(model, speculation)
+            reason = _why_no_draft(model, speculation, self.config.passed[ARGUMENT]["method"])
         if reason is not None:
             raise UnsupportedModel(f"{self.config.model_path} cannot be served: {reason}.")
 
@@ -427,10 +427,10 @@ def _why_not_inspected(error: Exception) -> str:
     return ""
 
 
-def _why_no_draft(model: ModelConfig, speculation: SpeculativeConfig) -> str | None:
+def _why_no_draft(model: ModelConfig, speculation: SpeculativeConfig, method: str) -> str | None:
     """Return why drafts cannot be had so: layers that draft lie beside the model's, whose blocks they share."""
-    if speculation.method not in KEYS:  # vLLM has recognised a drafter of another kind
-        return f"{speculation.model} drafts by method {speculation.method}, which is none of {', '.join(KEYS)}"
+    if speculation.method != method:  # vLLM has recognised a drafter of another kind
+        return f"{speculation.model} drafts by method {speculation.method}, not {method}"
     if not speculation.uses_draft_kv_cache():
         return None
     draft = speculation.draft_model_config

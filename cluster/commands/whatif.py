@@ -20,6 +20,7 @@ from rich.table import Table
 from ridgeline.loadtest.errors import LoadTestError
 from ridgeline.loadtest.plan import ComparePlan
 from ridgeline.loadtest.run.quantities import counted, duration_text
+from ridgeline.loadtest.run_folder import RUN
 from ridgeline.loadtest.trace.readers import load_trace
 from ridgeline.roofline.analysis import datasheet_steps
 from ridgeline.roofline.cost import StepCostModel
@@ -92,6 +93,8 @@ class PlanAsked(msgspec.Struct, frozen=True, kw_only=True):
     most: int = 32
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
+    is_checked: bool = False
+    """Whether it is checked on engines next."""
 
     @property
     def unit(self) -> str:
@@ -128,8 +131,8 @@ def whatif(
     with _refusals(file):
         known = recorded(_events(file))
         _print_replay(file, console)
-        known = msgspec.structs.replace(known, requests=tuple(with_slos(known.requests, ttft_slo_s, tpot_slo_s)))
-        requests, calibration = known.requests, calibrated(known)
+        requests = with_slos(known.requests, ttft_slo_s, tpot_slo_s)
+        calibration = calibrated(known, ttft_slo_s, tpot_slo_s)
         served = [name for name, _ in groupby(known.policies)]
         name = f"as served ({', '.join(served[:3])}{', ...' * (len(served) > 3)})"
         found = [outcome(name, len(known.fleet.workers), requests)]
@@ -183,10 +186,11 @@ def _require_possible(served: Sequence[Served], layouts: Sequence[Layout], asked
         raise LoadTestError(f"a request of {longest:,} tokens is more than the KV cache of a worker, {holds:,}")
     alone = [in_time_alone(served, layout.fleet, layout.calibration) for layout in layouts]
     if (best := max(alone, key=lambda one: one.in_time)).in_time < asked.goal:
+        more = ", or devices by --most" if asked.hardware else ""
         raise LoadTestError(
             f"no number of {asked.unit}s helps: each alone on an idle worker, {best.in_time:.1%} of the requests meet "
             f"their SLOs, with a TTFT of {_time(best.ttft_s[1])} and a TPOT of {_time(best.tpot_s[1])} (p90): raise "
-            "the SLOs, or lower --goal"
+            f"the SLOs{more}, or lower --goal"
         )
 
 
@@ -224,8 +228,8 @@ def pools_of(modes: Sequence[Tried]) -> list[str]:
 
 def require_new(out: Path) -> None:
     """Raise LoadTestError for a folder that a check cannot have."""
-    if (out / CHECKED_TRACE).exists() or (out.exists() and not out.is_dir()):
-        raise LoadTestError(f"{out} is a file, or the folder of an earlier check: name a new folder")
+    if (out / RUN).exists() or (out.exists() and not out.is_dir()):
+        raise LoadTestError(f"{out} is a file, or the folder of an earlier run: name a new folder")
 
 
 def write_trace(served: Sequence[Served], out: Path) -> None:
@@ -291,9 +295,8 @@ def _recorded_layout(asked: PlanAsked, known: Recorded | None) -> Layout:
         raise LoadTestError("nothing says how long steps take: give a recording, or --model and --hardware")
     models = () if asked.trace else [(at_s / asked.growth, each) for at_s, each in known.models]
     unanswered = 0.0 if asked.trace else known.unanswered / (known.unanswered + len(known.requests))
-    first_requests = with_slos(known.requests[:MOST_REQUESTS], asked.ttft_slo_s, asked.tpot_slo_s)
-    first = msgspec.structs.replace(known, requests=tuple(first_requests))
-    return Layout(known.fleet, models, calibrated(first), unanswered=unanswered)
+    first = msgspec.structs.replace(known, requests=known.requests[:MOST_REQUESTS])
+    return Layout(known.fleet, models, calibrated(first, asked.ttft_slo_s, asked.tpot_slo_s), unanswered=unanswered)
 
 
 def _datasheet_layouts(asked: PlanAsked, served: Sequence[Served]) -> Iterator[Layout]:
@@ -345,7 +348,8 @@ def _answer(best: Tried, layout: Layout, asked: PlanAsked) -> Iterator[str]:
         yield f"{number} would keep {asked.goal:.0%}: {kept}."
     else:
         yield f"{number} would not keep {asked.goal:.0%}, and more were not tried (--most): {kept}."
-    if again is not None and again.policy != (mode := best.policy.partition(" ")[0]):
+    mode = best.policy.partition(" ")[0]
+    if again is not None and again.policy != mode and best.workers > 1 and not asked.is_checked:
         yield f"Mode {mode} was not recorded, so check this on engines: --check DIR."
     if late := max(best.late_first, best.late_tokens):
         yield f"The SLO on {'TTFT' if late == best.late_first else 'TPOT'} binds: {late:.1%} miss it."

@@ -609,6 +609,12 @@ def _passed_conflicts(config: RidgelineConfig) -> Iterator[str]:
                 f"{section}: vLLM's kernels for CPUs do not know which experts a rank has, and the engine dies in its "
                 "first step: leave out engine_args.enable_expert_parallel, and tensor parallelism divides each expert."
             )
+        yield from speculation.pool_problems(
+            f"{section}.engine_args",
+            config.engine_args.get(speculation.ARGUMENT),
+            pool.engine_args,
+            hands_over_on_gpus=pool.gpus_per_worker > 0 and config.mode != "colocated",
+        )
         if config.engine_args.get("enable_lora") and speculation.speculates(config.args_of(name)):
             yield (
                 f"{section}: adapters together with speculation have not run: leave out engine_args.enable_lora or "

@@ -73,9 +73,9 @@ class OperationRunner:
         return self._progress is not None and self._progress.is_open
 
     @property
-    def failed(self) -> bool:
-        """Whether the last operation could not be carried out."""
-        return self._progress is not None and self._progress.state == "failed"
+    def last(self) -> Progress | None:
+        """How far the last operation is."""
+        return self._progress
 
     def begin(self, operation: Operation) -> bool:
         """Begin an operation; False if another one is under way."""

@@ -346,8 +346,11 @@ class _Factor:
         self.value = min(MOST_SLOWDOWN, max(1 / MOST_SLOWDOWN, math.exp(now[0] - now[1] / self._grows)))
 
 
-def calibrated(known: Recorded) -> Calibration:
-    """Compare what was recorded with its simulation, whose steps become as long as clients have seen them."""
+def calibrated(known: Recorded, ttft_slo_s: float | None = None, tpot_slo_s: float | None = None) -> Calibration:
+    """Compare what was recorded with its simulation, whose steps become as long as clients have seen them.
+
+    Both are judged by these SLOs, if given; they are served by those that were recorded.
+    """
     if known.served_by is None:
         return AS_MODELLED
     policy, options = known.served_by
@@ -362,7 +365,10 @@ def calibrated(known: Recorded) -> Calibration:
     except ValueError:  # a policy that is installed elsewhere
         return AS_MODELLED
     workers = len(known.fleet.workers)
-    made, was = outcome(policy, workers, again), outcome(policy, workers, known.requests)
+    judged = with_slos(known.requests, ttft_slo_s, tpot_slo_s)
+    for one, by in zip(again, judged, strict=True):
+        one.ttft_slo_s, one.tpot_slo_s = by.ttft_slo_s, by.tpot_slo_s
+    made, was = outcome(policy, workers, again), outcome(policy, workers, judged)
     medians = ((made.ttft_s[0], was.ttft_s[0]), (made.tpot_s[0], was.tpot_s[0]))
     off = [one_s / seen_s for one_s, seen_s in medians if one_s > 0.0 and seen_s > 0.0]
     error = max([ERROR, *(max(one, 1 / one) - 1.0 for one in off)])
@@ -498,10 +504,13 @@ def with_slo(requests: Sequence[AnyRequest]) -> Sequence[AnyRequest]:
 
 
 def in_time_alone(served: Sequence[Served], fleet: FleetModel, calibration: Calibration) -> Tried:
-    """Return what becomes of the requests one after the other, each on an idle worker."""
+    """Return what becomes of the requests one after the other, each alone, on the best worker or two workers."""
     apart = [msgspec.structs.replace(one, arrival_s=number * APART_S) for number, one in enumerate(served)]
     longer = calibration.slowdown, calibration.prompts
-    return outcome("colocated", 1, simulated(apart, fleet_of(fleet, 1), "colocated", (), None, *longer))
+    alone = [msgspec.structs.replace(fleet, workers=(spec,)) for spec in fleet.workers]
+    found = [simulated(apart, one, "colocated", (), None, *longer) for one in alone]
+    found += [simulated(apart, fleet_of(fleet, 2), "disaggregated", (), {"prefill_part": 0.5}, *longer)]
+    return max((outcome("alone", 1, each) for each in found), key=lambda one: one.in_time)
 
 
 def part_of(flags: Sequence[bool]) -> float:

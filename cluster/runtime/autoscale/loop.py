@@ -15,7 +15,7 @@ from ridgeline.cluster.runtime.handles.routing import RouterHandle, RoutingHandl
 from ridgeline.cluster.runtime.supervisor import Say, Supervisor
 from ridgeline.contracts.vocabulary import Mode, Pool
 from ridgeline.router.fleet.request_route import pools_of
-from ridgeline.router.front.operations import new_operation
+from ridgeline.router.front.operations import Operation, new_operation
 from ridgeline.router.router_control import Members
 from ridgeline.router.scheduler.sizing import Bounds, LatestLoad, Sizing, wanted
 
@@ -50,19 +50,24 @@ class Autoscaler:
         self._sleep = sleep
         self._said: object = None
         """What was said last."""
+        self._begun: Operation | None = None
+        """The last step, until it has failed."""
         self._pauses = 0
-        """Intervals in which no step is begun, since the last one failed: no place is free, say."""
+        """Intervals in which none is begun, since the last one failed: no place was free, say."""
 
     async def run(self, say: Say) -> None:
         """Decide until cancelled; while nobody answers nothing is decided, and nothing said."""
         mode: Mode | None = None
         while self._settings.mode != "none":
             await self._sleep(self._settings.interval_s)
+            self._pauses = max(0, self._pauses - 1)
+            if (last := self._operations.last) and last.operation is self._begun and last.state == "failed":
+                self._begun, self._pauses = None, WINDOW_INTERVALS
             with suppress(DeploymentFailed):  # a router is being started again
                 members: Members = await self._lead.members(self._supervised.started_for)
                 load: LatestLoad = await self._lead.load(WINDOW_INTERVALS * self._settings.interval_s)
                 if load.mode != mode:
-                    mode = load.mode
+                    mode, self._pauses = load.mode, 0
                     self._tell_bounds(mode, say)
                 if self._bounds(mode) and self._is_settled(members, load):
                     await self._decide(members, load, say)
@@ -113,16 +118,12 @@ class Autoscaler:
         if self._settings.mode == "advise":
             self._say_once((pool, now[pool], then), f"advises {sentence}", say)
             return
-        if self._pauses == 0 and self._operations.failed:
-            self._pauses = WINDOW_INTERVALS
-        if self._pauses > 0:
-            self._pauses -= 1
-            self._say_once((pool, then), f"the last change failed, so this one waits: {sentence}", say)
-            if self._pauses > 0:
-                return
+        if self._pauses:
+            self._say_once("waits", f"the last change failed, so this one waits: {sentence}", say)
+            return
         reason = f"autoscale, {sentence}"
         scale = new_operation("scale", DRAIN_TIMEOUT_S, {pool: then}, {pool: now[pool]}, load.mode, reason)
-        self._operations.begin(scale)
+        self._begun = scale if self._operations.begin(scale) else None
 
     def _say_once(self, what: object, sentence: str, say: Say) -> None:
         """Say it, unless the same was said last."""

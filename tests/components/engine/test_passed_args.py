@@ -192,6 +192,23 @@ def test_what_vllms_parser_refuses_is_an_error_and_does_not_end_the_process():
             "pools.decode: vLLM's kernels for CPUs",
             id="experts by rank, on CPUs",
         ),
+        pytest.param(
+            {
+                "engine_args.speculative_config": "{method: mtp, num_speculative_tokens: 1}",
+                "pools.prefill.engine_args.speculative_config": "null",
+            },
+            "replaces drafts whose KV travels",
+            id="no drafts in one pool",
+        ),
+        pytest.param(
+            {
+                "engine_args.speculative_config": "{method: mtp, num_speculative_tokens: 1}",
+                "pools.prefill.gpus_per_worker": "1",
+                "pools.decode.gpus_per_worker": "1",
+            },
+            "has not run on GPUs with a hand-off",
+            id="drafts with KV on GPUs",
+        ),
         pytest.param({"engine_args.speculative_config": "{method: medusa}"}, "have not run", id="another drafter"),
         pytest.param({"engine_args.speculative_config": "{method: ngram}"}, "num_speculative_tokens", id="no tokens"),
         *(

@@ -157,7 +157,7 @@ async def test_a_change_that_failed_is_begun_again_only_after_a_window_and_that_
         there.fleet.room = 0
         await there.rounds_of(1)
         await eventually(lambda: there.routers[0].book.last and there.routers[0].book.last.state == "failed")
-        await there.rounds_of(9)
+        await there.rounds_of(10)
         assert len([one for one in there.said if "autoscale, decode from 1 to 2" in one]) == 1
         assert len([one for one in there.said if "the last change failed" in one]) == 1
         there.fleet.room = 9

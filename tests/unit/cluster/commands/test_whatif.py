@@ -250,6 +250,8 @@ async def test_the_regret_is_what_the_better_mode_had_more_on_engines(monkeypatc
 
 def test_a_check_has_a_folder_of_its_own(tmp_path):
     write_trace([Served(0.0, 512, 64)], tmp_path / "earlier")
+    require_new(tmp_path / "earlier")  # nothing has run yet
+    (tmp_path / "earlier" / "run.json").touch()
     (tmp_path / "file").touch()
     for name in ("earlier", "file"):
         with pytest.raises(LoadTestError, match="name a new folder"):
