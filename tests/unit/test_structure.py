@@ -25,7 +25,7 @@ MOST_LINES = {
     "prefill_worker": 950,
     "roofline": 1_962,
     "router": 17_625,
-    "tests": 59_995,
+    "tests": 60_010,
     "tools": 6_619,
     "worker_runtime": 1_040,
 }

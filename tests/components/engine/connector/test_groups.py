@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.support.hashing_model import PAGE_BYTES, HashingEngine, chunk, full, state, uncached, window
+from tests.support.nixl import needs_nixl
 
 # isort: split
 from vllm.v1.kv_cache_interface import (
@@ -179,8 +180,17 @@ def test_every_answer_is_that_of_one_engine_alone(pair, case):
 
 
 @pytest.mark.parametrize("case", ["gemma3", "all three"])
-@pytest.mark.parametrize("setting", [{"transport": "grpc"}, {"prefix_caching": False}], ids=str)
-def test_so_it_is_over_grpc_and_without_prefix_caching(pair, case, setting):
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"transport": "grpc"},
+        pytest.param({"transport": "nixl"}, marks=needs_nixl),
+        {"transport": "collective"},
+        {"prefix_caching": False},
+    ],
+    ids=str,
+)
+def test_so_it_is_over_other_transports_and_without_prefix_caching(pair, case, setting):
     engines = pair(case, **setting)
     assert wrong(engines) == engines.decode.recomputes == {}
 
