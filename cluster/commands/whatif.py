@@ -334,16 +334,9 @@ def _answer(best: Tried, layout: Layout, asked: PlanAsked) -> Iterator[str]:
         f"{1 + layout.calibration.error:.2f} times as long, and if 1/{1 + layout.calibration.error:.2f} of that"
     )
     number = counted(best.devices, asked.unit)
-    doubt = f"there are {best.beyond}" if best.beyond else ""
-    seen, again = layout.calibration.seen, layout.calibration.simulated
-    if seen is not None and again is not None and abs(again.in_time - seen.in_time) > ERROR:
-        doubt = f"of what was recorded {again.in_time:.0%} come out in time, and {seen.in_time:.0%} were"
-    if not asked.hardware and layout.calibration.error > MOST_ERROR:
-        doubt = f"what was recorded comes out {layout.calibration.error:.0%} off"
-    if layout.unanswered > MOST_UNANSWERED:
-        doubt = f"{layout.unanswered:.0%} of the recorded requests have no answer, and are not simulated"
-    if doubt:
-        yield f"I do not know whether {number} would keep {asked.goal:.0%}: {doubt}."
+    again = layout.calibration.simulated
+    if why := doubt(best, layout):
+        yield f"I do not know whether {number} would keep {asked.goal:.0%}: {why}."
     elif best.least >= asked.goal:
         yield f"{number} would keep {asked.goal:.0%}: {kept}."
     else:
@@ -353,6 +346,18 @@ def _answer(best: Tried, layout: Layout, asked: PlanAsked) -> Iterator[str]:
         yield f"Mode {mode} was not recorded, so check this on engines: --check DIR."
     if late := max(best.late_first, best.late_tokens):
         yield f"The SLO on {'TTFT' if late == best.late_first else 'TPOT'} binds: {late:.1%} miss it."
+
+
+def doubt(best: Tried, layout: Layout) -> str:
+    """Return why a plan is not to be believed, or nothing."""
+    seen, again = layout.calibration.seen, layout.calibration.simulated
+    if layout.unanswered > MOST_UNANSWERED:
+        return f"{layout.unanswered:.0%} of the recorded requests have no answer, and are not simulated"
+    if again is not None and layout.calibration.error > MOST_ERROR:
+        return f"what was recorded comes out {layout.calibration.error:.0%} off"
+    if seen is not None and again is not None and abs(again.in_time - seen.in_time) > ERROR:
+        return f"of what was recorded {again.in_time:.0%} come out in time, and {seen.in_time:.0%} were"
+    return f"there are {best.beyond}" if best.beyond else ""
 
 
 def _limits(layout: Layout, asked: PlanAsked) -> Iterator[str]:

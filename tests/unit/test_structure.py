@@ -25,8 +25,8 @@ MOST_LINES = {
     "prefill_worker": 950,
     "roofline": 1_962,
     "router": 17_625,
-    "tests": 60_010,
-    "tools": 6_619,
+    "tests": 60_080,
+    "tools": 6_662,
     "worker_runtime": 1_040,
 }
 """Of Python, by package. A commit that raises one says what the lines are worth; one that deletes lines lowers it."""

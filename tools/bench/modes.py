@@ -3,10 +3,12 @@
     ridgeline serve --config deploy/local.yaml
     python -m tools.bench.modes --rounds 2
     python -m tools.bench.modes --beside vllm=http://127.0.0.1:9000 --shapes 128/128,turns
+    python -m tools.bench.modes --slos 2.5:1.5,5:2 --loads 0.6,0.9,1.2 --record runs/recordings
 
 Each shape is served alone first, in the first mode, which gives the SLOs, and then all at once, which gives the rates.
 Then each mode serves each rate, in random order, with the same arrivals and with prompts of its own: those of another
 mode would be in the prefix caches. OUT has a line for each round; the table at the end has the requests in time.
+With --record the first mode serves other requests before, at all loads; their recordings are for `ridgeline plan`.
 """
 
 from __future__ import annotations
@@ -36,12 +38,15 @@ MODES: Final = ("colocated", "disaggregated", "adaptive")
 CONVERSATION, TURNS = "conversation", "turns"
 TURNING: Final = ((512, 16), (64, 96), (512, 16))
 """Tokens in and out of the parts of `turns`: long prompts, long answers, long prompts."""
-TTFT_FACTOR, TPOT_FACTOR = 4.0, 2.0
+RIDGELINE: Final = str(Path(sys.executable).parent / "ridgeline")
+RECORDER_STARTS_S: Final = 8.0
 LEAST_SLACK_S: Final = 0.3
 """Of a TTFT SLO beside the unloaded TTFT: for a short prompt most of that is not the engine's."""
 WARMING, ALONE, SATURATING = 2, 4, 32
 """Requests that are sent one after the other, then likewise and measured, then all at once."""
 Lengths = tuple[int, int]
+Slos = tuple[float, float]
+"""Of TTFT and TPOT: in seconds, or as parts of those of a request alone."""
 
 
 class Spec(msgspec.Struct, frozen=True):
@@ -61,6 +66,9 @@ class Measured(msgspec.Struct, frozen=True):
     """What the client saw; a request that failed has no times."""
 
     spec: Spec
+    arrival_s: list[float]
+    """When each was sent, from the first one on."""
+    lengths: list[Lengths]
     ttft_s: list[float]
     tpot_s: list[float]
     longest_gap_s: list[float]
@@ -96,13 +104,15 @@ def lengths_of(shape: str, number: int, draw: random.Random) -> list[Lengths]:
     return [(tokens, answer)] * number
 
 
-def measured(spec: Spec, told: Mapping[str, Any]) -> Measured:
-    """Return what `vllm bench serve` has told of a round."""
+def measured(spec: Spec, lengths: list[Lengths], told: Mapping[str, Any]) -> Measured:
+    """Return what `vllm bench serve` has told of a round of requests of these lengths."""
     answered = [
         (ttft, gaps) for ttft, gaps, error in zip(told["ttfts"], told["itls"], told["errors"], strict=True) if not error
     ]
     return Measured(
         spec,
+        [sent_s - min(told["start_times"]) for sent_s in told["start_times"]],
+        lengths,
         [ttft for ttft, _ in answered],
         [statistics.fmean(gaps) if gaps else 0.0 for _, gaps in answered],
         [max(gaps, default=0.0) for _, gaps in answered],
@@ -153,8 +163,7 @@ class Client:
 
 async def change_mode(url: str, mode: str) -> None:
     """Change the server's mode as an operator does. Raises SystemExit if that is refused."""
-    ridgeline = str(Path(sys.executable).parent / "ridgeline")
-    process = await asyncio.create_subprocess_exec(ridgeline, "mode", mode, "--url", url, stdout=subprocess.DEVNULL)
+    process = await asyncio.create_subprocess_exec(RIDGELINE, "mode", mode, "--url", url, stdout=subprocess.DEVNULL)
     if await process.wait():
         raise SystemExit(f"the mode of {url} cannot become {mode}")
 
@@ -170,9 +179,12 @@ class Bench:
     async def shape(self, shape: str) -> list[Measured]:
         """Return the rounds of a shape, each of which is written as it ends."""
         given, rounds = self._given, list[Measured]()
-        slos, saturated_per_s = await self._unloaded_and_saturated(shape)
+        alone, saturated_per_s = await self._unloaded_and_saturated(shape)
         number = given.requests.get(shape, given.requests[""])
-        for turn, load in itertools.product(range(given.rounds), given.loads):
+        levels = [self._slos(shape, alone, factors) for factors in given.slos]
+        if given.record is not None:
+            await self._record(shape, number, saturated_per_s, levels[-1])
+        for turn, slos, load in itertools.product(range(given.rounds), levels, given.loads):
             seed, lengths = self._draw.randrange(1 << 30), lengths_of(shape, number, self._draw)
             for mode in self._draw.sample([*given.modes, *self._beside], len(given.modes) + len(self._beside)):
                 spec = Spec(shape, turn, load, load * saturated_per_s, mode, *slos)
@@ -181,23 +193,42 @@ class Bench:
                     out.write(msgspec.json.encode(rounds[-1]) + b"\n")
         return rounds
 
-    async def _unloaded_and_saturated(self, shape: str) -> tuple[tuple[float, float], float]:
+    async def _unloaded_and_saturated(self, shape: str) -> tuple[Slos, float]:
         url, draw = self._given.url, self._draw
         await change_mode(url, self._given.modes[0])
         await self._client.run(url, lengths_of(shape, WARMING, draw), max_concurrency=1)
-        nothing = Spec(shape, 0, 0.0, 0.0, self._given.modes[0], 0.0, 0.0)
-        alone = measured(nothing, await self._client.run(url, lengths_of(shape, ALONE, draw), max_concurrency=1))
+        nothing, lengths = Spec(shape, 0, 0.0, 0.0, self._given.modes[0], 0.0, 0.0), lengths_of(shape, ALONE, draw)
+        alone = measured(nothing, lengths, await self._client.run(url, lengths, max_concurrency=1))
         full = await self._client.run(url, lengths_of(shape, SATURATING, draw))
         ttft_s, tpot_s = statistics.median(alone.ttft_s), statistics.median(alone.tpot_s)
-        slos = max(TTFT_FACTOR * ttft_s, ttft_s + LEAST_SLACK_S), TPOT_FACTOR * tpot_s
         self._console.print(
             f"{shape}: alone TTFT {ttft_s * 1e3:.0f} ms, TPOT {tpot_s * 1e3:.1f} ms; saturated "
-            f"{full['request_throughput']:.2f} requests/s; SLOs {slos[0] * 1e3:.0f} ms and {slos[1] * 1e3:.1f} ms",
+            f"{full['request_throughput']:.2f} requests/s",
             soft_wrap=True,
         )
-        return slos, full["request_throughput"]
+        return (ttft_s, tpot_s), full["request_throughput"]
 
-    async def _round(self, spec: Spec, lengths: Sequence[Lengths], seed: int) -> Measured:
+    def _slos(self, shape: str, alone_s: Slos, factors: Slos) -> Slos:
+        slos = max(factors[0] * alone_s[0], alone_s[0] + LEAST_SLACK_S), factors[1] * alone_s[1]
+        self._console.print(f"{shape}: SLOs {slos[0] * 1e3:.0f} ms and {slos[1] * 1e3:.1f} ms", soft_wrap=True)
+        return slos
+
+    async def _record(self, shape: str, number: int, saturated_per_s: float, slos: Slos) -> None:
+        to = self._given.record / f"{shape.replace('/', '-')}.jsonl"
+        to.parent.mkdir(parents=True, exist_ok=True)
+        recorder = await asyncio.create_subprocess_exec(
+            *(RIDGELINE, "record", str(to), "--url", self._given.url), stdout=subprocess.DEVNULL
+        )
+        try:
+            await asyncio.sleep(RECORDER_STARTS_S)
+            for load in self._given.loads:
+                spec = Spec(shape, 0, load, load * saturated_per_s, self._given.modes[0], *slos)
+                await self._round(spec, lengths_of(shape, number, self._draw), self._draw.randrange(1 << 30))
+        finally:
+            recorder.terminate()
+            await recorder.wait()
+
+    async def _round(self, spec: Spec, lengths: list[Lengths], seed: int) -> Measured:
         if spec.mode in MODES:
             await change_mode(self._given.url, spec.mode)
         told = await self._client.run(
@@ -210,7 +241,7 @@ class Bench:
                 f"x-ridgeline-tpot-ms={spec.tpot_slo_s * 1e3:.1f}",
             ),
         )
-        now = measured(spec, told)
+        now = measured(spec, lengths, told)
         self._console.print(
             f"  round {spec.round}, {spec.rate_per_s:.2f}/s, {spec.mode:14} {now.in_time:3} of {now.requests} in time, "
             f"TTFT {statistics.median(now.ttft_s) * 1e3:.0f} ms, TPOT {statistics.median(now.tpot_s) * 1e3:.1f} ms",
@@ -245,10 +276,12 @@ def options() -> argparse.ArgumentParser:
     add("--beside", action="append", type=_named, default=[], metavar="NAME=URL", help="another server, in turn")
     add("--shapes", type=lambda text: text.split(","), default=("128/128", "64/128", "512/64", "1024/24", CONVERSATION))
     add("--loads", type=lambda text: [float(one) for one in text.split(",")], default=(0.6, 0.75, 0.9))
+    add("--slos", type=_factors, default=[(4.0, 2.0)], metavar="TTFT:TPOT,...", help="times those of a request alone")
     add("--rounds", type=int, default=2)
     add("--requests", type=_requests, default={"": 28}, metavar="N,SHAPE=N", help="requests of a round, by default 28")
     add("--model", default="smollm2-135m", help="as the server's model.path")
     add("--out", type=Path, default=Path("runs/bench-modes.jsonl"))
+    add("--record", type=Path, metavar="DIR", help="write a recording of each shape there, in the first mode")
     return parser
 
 
@@ -257,6 +290,11 @@ def _named(text: str) -> tuple[str, str]:
     if not equals or name in MODES:
         raise argparse.ArgumentTypeError(f"write NAME=URL with a name that is no mode, not {text!r}")
     return name, url
+
+
+def _factors(text: str) -> list[Slos]:
+    levels = (level.split(":") for level in text.split(","))
+    return [(float(ttft), float(tpot)) for ttft, tpot in levels]
 
 
 def _requests(text: str) -> dict[str, int]:

@@ -18,6 +18,7 @@ RESULTS = REPOSITORY / "docs" / "results"
 PAGE = REPOSITORY / "docs" / "measurements.md"
 SECTIONS = (
     "modes.json",
+    "regret-engines.json",
     "regret.json",
     "h200-2026-11-27.json",
     "h100-2026-11-27.json",

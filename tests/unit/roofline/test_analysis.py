@@ -130,6 +130,26 @@ def test_steps_of_a_data_sheet_are_the_floor_of_what_an_h100_took(prompt_tokens,
     assert 1.0 < took_ms / 1e3 / step_s < 3.0
 
 
+@pytest.mark.parametrize(
+    ("device", "link_gb_per_s", "prompts_ms", "batches_ms"),
+    [
+        ("a100-sxm", 300, {128: 81, 512: 197, 2048: 688, 8192: 2990}, {1: 54.9, 2: 59.9, 8: 61.7, 32: 72.2}),
+        ("h100-sxm", 450, {128: 48, 512: 84, 2048: 310, 8192: 1340}, {1: 37.0, 2: 37.4, 8: 40.4, 32: 52.3}),
+    ],
+)
+def test_published_steps_of_a_70b_over_two_gpus_are_one_to_three_times_those_of_the_data_sheet(
+    device, link_gb_per_s, prompts_ms, batches_ms
+):
+    """Llama 2 70B, medians of five: data/perf_model.csv of Mutinifni/splitwise-sim at 37808801 (Splitwise, ISCA 2024).
+
+    One prompt of so many tokens; a step of so many sequences of 512 to 640 tokens.
+    """
+    steps = analysis.datasheet_steps(load_model_shape("llama-2-70b"), hardware_by_name(device), 2, link_gb_per_s * 1e9)
+    ratios = [ms / 1e3 / steps.step_s(tokens, 0, 0, tokens**2 / 2) for tokens, ms in prompts_ms.items()]
+    ratios += [ms / 1e3 / steps.step_s(0, batch, batch * 576, 0) for batch, ms in batches_ms.items()]
+    assert 1.0 < min(ratios) <= max(ratios) < 3.0
+
+
 def test_more_devices_take_less_by_a_data_sheet_but_not_as_many_times_less():
     shape = load_model_shape("llama-3.1-8b")
     one, four = (analysis.datasheet_steps(shape, H100, devices, 450e9) for devices in (1, 4))

@@ -14,11 +14,13 @@ def test_a_request_is_in_time_if_it_meets_both_slos_and_one_that_failed_is_not()
         "ttfts": [0.9, 1.1, 0.9, 0.9],
         "itls": [[0.05, 0.15], [0.05], [0.2], []],
         "errors": ["", "", "", "refused"],
+        "start_times": [7.0, 7.5, 8.0, 9.0],
         "duration": 3.0,
         "output_throughput": 2.0,
     }
-    now = measured(SPEC, told)
+    now = measured(SPEC, [(128, 128)] * 4, told)
     assert (now.requests, now.failed, now.in_time) == (4, 1, 1)
+    assert now.arrival_s == [0.0, 0.5, 1.0, 2.0]
     assert now.longest_gap_s == [0.15, 0.05, 0.2]
 
 
@@ -37,6 +39,10 @@ def test_a_conversation_has_the_lengths_of_the_trace_from_a_random_request_on():
 def test_a_shape_that_is_not_there_is_refused_with_those_that_are():
     with pytest.raises(ValueError, match="neither IN/OUT, as 512/64, nor conversation nor turns"):
         lengths_of("long", 1, random.Random())
+
+
+def test_slos_are_given_as_times_of_a_request_alone():
+    assert options().parse_args(["--slos", "2.5:1.5,5:2"]).slos == [(2.5, 1.5), (5.0, 2.0)]
 
 
 def test_requests_may_be_given_by_shape():
