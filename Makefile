@@ -18,7 +18,7 @@ BASE ?= main
 CLIENTS := .venv-clients
 CLIENTS_READY := $(CLIENTS)/.ready
 
-.PHONY: help setup lock model clients demo test test-all starts check t unit components page conformance transports hostile fuzz lint bench-decision bench-front bench-modes docs measurements long chaos differential mode-changes scale stress test-cluster clean
+.PHONY: help setup lock model clients demo test test-all starts check t unit components page conformance transports hostile fuzz lint bench-decision bench-front bench-modes docs measurements long chaos differential mode-changes scale stress test-cluster hosts clients-and-links clean
 help:            ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
@@ -60,7 +60,7 @@ unit: setup      ## tests of pure logic, under a minute
 	@$(BIN)/pytest -q -n 2 --dist worksteal --durations=10 -m "not long" tests/unit
 
 components: setup ## router, workers and commands with vLLM's code and engines without a model (about four minutes)
-	@$(BIN)/pytest -q -n 2 --dist worksteal --durations=10 tests/components
+	@$(BIN)/pytest -q -n 2 --dist worksteal --durations=10 -m "not long" tests/components
 
 page: setup      ## the live page in Chromium: every state, changes, keys, a stream that breaks (half a minute; skipped without a browser)
 	@$(BIN)/pytest -q -n 2 --dist worksteal tests/page
@@ -72,7 +72,7 @@ conformance: setup ## every KV transport against one suite: dead peers, faults, 
 PARTS = $(BIN)/pytest -q -n 2 --dist worksteal --durations=10 tests/components tests/conformance tests/page
 
 transports: conformance ## `make conformance`, then a network link that is shaped and cut
-	@$(BIN)/pytest -q tests/network
+	@$(BIN)/pytest -q -m "not long" tests/network
 
 fuzz: model      ## 100,000 malformed HTTP requests, gRPC messages and transfer frames (about 15 minutes); SEED=1, EXAMPLES=100000
 	@$(BIN)/python -m tools.fuzz.run --seed $(or $(SEED),1) --examples $(or $(EXAMPLES),100000)
@@ -83,8 +83,8 @@ hostile: model   ## a hostile client beside a polite one, without a model, then 
 
 test: starts model   ## the quick check that all works: lint, unit, components, conformance, real engines in all modes, a kill, a drain
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint unit
-	@$(PARTS) -m "not slow"
-	@$(BIN)/pytest -v --durations=10 -m "core and not second_format" tests/engines
+	@$(PARTS) -m "not slow and not long"
+	@$(BIN)/pytest -v --durations=10 -m "core and not second_format and not long" tests/engines
 
 test-cluster: model ## `ray up` on an emulated EC2 with hosts made of namespaces: streams, faults, scaling, `ray down` (about 7 minutes; root)
 	@$(BIN)/pytest -v --durations=10 tests/hosts
@@ -92,13 +92,17 @@ test-cluster: model ## `ray up` on an emulated EC2 with hosts made of namespaces
 starts:
 	@echo "make test takes 5 to 9 minutes on two cores, make test-all 25 to 50; this machine has $$(nproc)"
 
-# The tests of the network wait, most of the time: a third process beside the two that compute.
+# Both wait, most of the time.
+hosts:
+	@$(BIN)/pytest -v --durations=10 -m "not long" tests/hosts
+clients-and-links:
+	@$(BIN)/pytest -q -n 2 --dist loadfile --durations=10 -m "not long" tests/network tests/replay tests/fuzz
+	@$(BIN)/pytest -q -s tests/hostile
+
 test-all: starts model ## all of `make test`, and faults, chaos, hostile clients, fuzzing, cut links, lost hosts, both number formats
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint unit
 	@$(PARTS) -m "not long"
-	@$(BIN)/pytest -q -n 3 --dist loadfile --durations=10 -m "not long" tests/network tests/replay tests/fuzz
-	@$(BIN)/pytest -q -s tests/hostile
-	@$(BIN)/pytest -v --durations=10 -m "not long" tests/hosts
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target hosts clients-and-links
 	@$(BIN)/pytest -v --durations=40 -m "not long" tests/engines
 
 long: model clients ## what asks for milliseconds of a quiet machine, and the longest cases of tests that `make test-all` has shorter ones of (about 15 minutes)
