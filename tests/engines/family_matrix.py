@@ -112,8 +112,10 @@ def served(
         _change(deployed, modes[0])
         [prompt] = [one["prompt"] for one in line["answers"] if one["length"] == LOST_PROMPT_TOKENS]
         whole = _choice(deployed, prompt, LOST_ANSWER_TOKENS, **RANKED)
+        # Looked up before: ranks that wait take all of the cores, so that a question may take as long as the answer.
+        [engine] = [deployed.engine(row["worker"]) for row in deployed.workers().values() if row["pool"] == "decode"]
         stream = Stream(deployed.url, LOST_ANSWER_TOKENS, prompt=prompt, temperature=0, return_token_ids=True)
-        deployed.engine(deployed.busy_decode()).kill()
+        engine.kill()
         choices = [choice for event in stream.events() for choice in event["choices"]]
         went_on = [token for choice in choices for token in choice["token_ids"]]
         equal[LOST] = int(_same_but_for_a_tie(whole, went_on, line["dtype"]))

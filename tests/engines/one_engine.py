@@ -42,8 +42,10 @@ DRAFTED_OUTPUT_TOKENS = 40
 class OneEngine:
     """Runs one answer at a time, to its end."""
 
-    def __init__(self, model_path: Path, speculation: dict[str, Any] | None = None, *, plain: bool = False) -> None:
-        """`plain`: as vLLM makes it, without anything of Ridgeline's."""
+    def __init__(
+        self, model_path: Path, *, plain: bool = False, kv: str = "auto", speculation: dict[str, Any] | None = None
+    ) -> None:
+        """`plain`: as vLLM makes it, without anything of Ridgeline's. `kv`: the number format of the KV cache."""
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -53,6 +55,7 @@ class OneEngine:
         own = {
             "model": str(model_path),
             "dtype": _dtype(model_path),
+            "kv_cache_dtype": kv,
             "max_model_len": LONGEST_TOKENS,
             "max_num_batched_tokens": STEP_TOKENS,
             "kv_cache_memory_bytes": 32 << 20,
@@ -153,7 +156,7 @@ def _dtype(model_path: Path) -> str:
     return "bfloat16" if narrow or "quantization_config" in config else "float32"
 
 
-def compare(model_path: Path, lengths: Sequence[int], *, with_plain: bool) -> list[dict[str, Any]]:
+def compare(model_path: Path, lengths: Sequence[int], *, with_plain: bool, kv: str) -> list[dict[str, Any]]:
     """Every prompt whole first, then all of them split: no block holds by chance what the transfer should bring.
 
     `other` is the answer to a prompt that begins otherwise: where it differs, far tokens matter.
@@ -165,10 +168,10 @@ def compare(model_path: Path, lengths: Sequence[int], *, with_plain: bool) -> li
     prompts = [[draw.randrange(3, 500) for _ in range(length)] for length in lengths]
     plain: list[list[int] | None] = [None] * len(prompts)
     if with_plain:
-        with closing(OneEngine(model_path, plain=True)) as engine:
+        with closing(OneEngine(model_path, plain=True, kv=kv)) as engine:
             plain = [engine.whole(prompt, wish) for prompt in prompts]
         _clean_up()
-    with closing(OneEngine(model_path)) as engine:
+    with closing(OneEngine(model_path, kv=kv)) as engine:
         wholes = [engine.whole(prompt, wish) for prompt in prompts]
         others = [engine.whole([7] * 16 + prompt[16:], wish) for prompt in prompts]
         splits = [engine.split(prompt, wish) for prompt in prompts]
@@ -198,7 +201,7 @@ def answer_with(model_path: Path, method: str) -> dict[str, Any]:
     }
     config = None if method == "none" else {"method": method, "num_speculative_tokens": 3, **own[method]}
     told: dict[str, Any] = {}
-    with closing(OneEngine(model_path, config)) as engine:
+    with closing(OneEngine(model_path, speculation=config)) as engine:
         for way in ("whole", "split", "followed"):
             before = engine.drafts
             found = [getattr(engine, way)(prompt, wish) for prompt in prompts]
@@ -215,7 +218,7 @@ def _clean_up() -> None:
     cleanup_dist_env_and_memory()
 
 
-def main(directory: Path, families: list[str], *, matrix: bool, vocabulary_tokens: int) -> None:
+def main(directory: Path, families: list[str], *, matrix: bool, vocabulary_tokens: int, kv: str) -> None:
     """One line for each family: its answers, or the sentence with which it was refused.
 
     As `llama+ngram` those with drafts, by this method; vLLM makes no second engine in a process that has drafted.
@@ -231,7 +234,7 @@ def main(directory: Path, families: list[str], *, matrix: bool, vocabulary_token
             line["answers"] = (
                 answer_with(model, method)
                 if method
-                else compare(model, MATRIX_LENGTHS if matrix else LENGTHS, with_plain=matrix)
+                else compare(model, MATRIX_LENGTHS if matrix else LENGTHS, with_plain=matrix, kv=kv)
             )
         except Exception as error:  # noqa: BLE001 - the test judges it
             line["refused"] = f"{type(error).__name__}: {error}"
@@ -247,5 +250,5 @@ if __name__ == "__main__":
     parser.add_argument("families", nargs="+")
     parser.add_argument("--matrix", action="store_true")
     parser.add_argument("--vocabulary-tokens", type=int, default=512)
-    given = parser.parse_args()
-    main(given.directory, given.families, matrix=given.matrix, vocabulary_tokens=given.vocabulary_tokens)
+    parser.add_argument("--kv", default="auto", help="kv_cache_dtype")
+    main(**vars(parser.parse_args()))

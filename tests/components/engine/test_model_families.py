@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.engines.family_matrix import TO_SERVE, in_one_engine, proof_of, served
+from tests.engines.family_matrix import POOLS, TO_SERVE, in_one_engine, proof_of, served
 from tests.engines.one_engine import LENGTHS, NUM_OUTPUT_TOKENS
 
 STEADY = ("gemma3", "mistral", "qwen3_next", "deepseek_mla")
@@ -91,6 +92,9 @@ DRAFT_MODEL, EAGLE, MTP = (
     for method in ("draft_model, model: MODEL", "eagle, model: MODEL/eagle", "mtp")
 )
 EVERYWHERE = ("disaggregated", "colocated", "adaptive", "after a lost worker")
+FP8_KV = {"engine_args.kv_cache_dtype": "fp8"}
+RANKS = {f"pools.{pool}.{key}": "2" for pool in POOLS for key in ("tensor_parallel_size", "cores_per_worker")}
+FEWER_RANKS = RANKS | {"pools.decode.tensor_parallel_size": "1", "pools.decode.cores_per_worker": "1"}
 FIXED = ("disaggregated", "colocated")
 """Latents are in 16 bits. Computed in other chunks they differ by more than a tie, in plain vLLM too."""
 
@@ -119,6 +123,23 @@ FIXED = ("disaggregated", "colocated")
             marks=pytest.mark.proves("drafts by EAGLE, MTP", EVERYWHERE),
         ),
         pytest.param(
+            *("llama", FP8_KV, EVERYWHERE),
+            id="FP8-KV",
+            marks=[
+                pytest.mark.proves("FP8 KV cache", EVERYWHERE),
+                pytest.mark.skipif(
+                    not torch.cpu._is_avx512_supported(), reason="vLLM's kernels for FP8 KV need AVX-512 or AMX"
+                ),
+            ],
+        ),
+        pytest.param(
+            *("gemma3", RANKS, EVERYWHERE),
+            id="windows-on-ranks",
+            marks=pytest.mark.proves("tensor parallel, equal ranks", EVERYWHERE),
+        ),
+        pytest.param("gemma3", FEWER_RANKS, ("disaggregated",), id="windows-on-fewer-ranks"),
+        pytest.param("granite4h", RANKS, EVERYWHERE, id="states-on-ranks"),
+        pytest.param(
             *("glm4_moe-mtp", MTP, EVERYWHERE), id="MTP", marks=pytest.mark.proves("drafts by EAGLE, MTP", EVERYWHERE)
         ),
     ],
@@ -126,7 +147,8 @@ FIXED = ("disaggregated", "colocated")
 def test_a_served_answer_is_plain_vllms_in_every_mode_and_after_a_lost_worker(
     tmp_path: Path, family: str, settings: dict[str, str], columns: tuple[str, ...]
 ):
-    line = in_one_engine(tmp_path, family, options=TO_SERVE)[family]
+    kv = settings.get("engine_args.kv_cache_dtype", "auto")
+    line = in_one_engine(tmp_path, family, options=(*TO_SERVE, f"--kv={kv}"))[family]
     prompts = proof_of(line).prompts
     equal = served(tmp_path, line, settings, columns)
     assert equal == {column: 1 if "lost" in column else prompts for column in columns}
