@@ -152,6 +152,8 @@ def test_a_wrong_field_is_refused_so_the_check_above_means_something(cluster, pl
         *({"config": {"pools": pools}} for pools in WRONG_POOLS),
         *({"env": [wrong]} for wrong in ({"name": "A"}, {"name": "A", "value": 1}, {"name": "POD_IP", "value": "::1"})),
         {"imagePullSecrets": ["registry"]},
+        *({"serviceMonitor": wrong} for wrong in (True, None)),
+        {"serviceMonitor": {"enabled": True, "labels": {"release": 1}}},
     ],
     ids=str,
 )
@@ -345,7 +347,10 @@ def test_without_a_secret_there_are_no_keys():
 
 def test_prometheus_operator_finds_the_service_only_where_it_is_asked_to(objects):
     assert ("ServiceMonitor", "ridgeline") not in objects
-    monitored = objects_of(chart.rendered(VALUES[0], serviceMonitor=True))
-    service, spec = monitored["Service", "ridgeline"], monitored["ServiceMonitor", "ridgeline"]["spec"]
+    wanted = {"enabled": True, "labels": {"release": "prometheus"}}
+    monitored = objects_of(chart.rendered(VALUES[0], serviceMonitor=wanted))
+    service, monitor = monitored["Service", "ridgeline"], monitored["ServiceMonitor", "ridgeline"]
+    assert monitor["metadata"]["labels"] == wanted["labels"]
+    spec = monitor["spec"]
     assert spec["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
     assert [endpoint["port"] for endpoint in spec["endpoints"]] == [port["name"] for port in service["spec"]["ports"]]
