@@ -74,7 +74,8 @@ def templates(cluster: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the pods of a cluster's groups, the head's first, as the operator completes them for the API server."""
     head, *workers = [cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]]
     pods = [group["template"] for group in (head, *workers)]
-    autoscaler = {"name": "autoscaler", "volumeMounts": cluster["spec"]["autoscalerOptions"]["volumeMounts"]}
+    options = cluster["spec"]["autoscalerOptions"]
+    autoscaler = {"name": "autoscaler", "volumeMounts": options["volumeMounts"], "resources": options["resources"]}
     containers = [*pods[0]["spec"]["containers"], autoscaler]
     return [pods[0] | {"spec": pods[0]["spec"] | {"containers": containers}}, *pods[1:]]
 

@@ -1,8 +1,8 @@
 """Pods of the chart on this machine, by `podman kube play`: podman is the node, this is KubeRay's operator.
 
 What the operator adds to a pod (`ray start`, its variables, the token) is from `BuildPod` of KubeRay 1.7. The
-autoscaler is left out: it needs Kubernetes. Podman 4.3 knows no `status.podIP`, no Secrets as text, no emptyDir for
-everybody or in memory, and no preStop: these are filled in, as a kubelet would.
+autoscaler is left out: it needs Kubernetes. Podman 4.3 knows no `status.podIP`, no Secrets as text, no `fsGroup`, no
+emptyDir for everybody or in memory, and no preStop: these are filled in, as a kubelet would.
 """
 
 from __future__ import annotations

@@ -29,8 +29,18 @@ from tools import chart  # noqa: E402
 REPOSITORY = Path(__file__).parents[2]
 VALUES = sorted(path.name for path in chart.CHART.glob("values-*.yaml"))
 
+GROUP = {"maxPods": 2, "gpus": 1, "cpu": 1, "memory": "1Gi", "shm": "1Gi"}
+SECRET = {"secretKeyRef": {"name": "more", "key": "a"}}
+WRONG_SERVERS = (None, [], {"drain_timeout_s": "30"}, {"drain_timeout_s": -1})
+WRONG_POOLS = ({"prefil": {}}, {"decode": []}, {"decode": {"resources": {"ridgeline_gpu": "1"}}})
+
 Objects = dict[tuple[str, str], dict[str, Any]]
 """By kind and name."""
+
+
+def one_group(pools: dict[str, Any] | None = None, **group: Any) -> dict[str, Any]:
+    """Values at the top: a group `gpu` and these pools."""
+    return {"groups": {"gpu": GROUP | group}, "config": {"pools": pools or {}}}
 
 
 def objects_of(text: str) -> Objects:
@@ -74,8 +84,10 @@ def test_the_manifest_for_those_without_helm_is_the_chart():
     assert chart.MANIFEST.read_text() == chart.written(), "run `python -m tools.chart` to write it anew"
 
 
-def test_helm_finds_no_fault_in_the_chart():
-    assert not [each for each in helm_python.lint(chart.CHART)["messages"] if each["severity"] == "error"]
+@pytest.mark.parametrize("values", VALUES)
+def test_helm_finds_no_fault_in_the_chart(values):
+    given = yaml.safe_load((chart.CHART / values).read_text()) | {"image": {"head": "a:cpu", "workers": "a:gpu"}}
+    assert [each["error"] for each in helm_python.lint(chart.CHART, given)["messages"]] == ["icon is recommended"]
 
 
 # --- what is accepted
@@ -88,6 +100,10 @@ def test_helm_finds_no_fault_in_the_chart():
         {"keysSecret": None},
         {"networkPolicy": False},
         {"weights": {"persistentVolumeClaim": {"claimName": "weights"}}},
+        {"release": "true", "keysSecret": "123", "image": {"head": "1.5", "workers": "null"}},
+        {"release": "a" * 53} | one_group(minAvailable=1, nodeSelector={"spot": "yes"}),
+        {"imagePullSecrets": [{"name": "123"}]} | one_group(tolerations=[{"operator": "Exists"}]),
+        {"env": [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}, {"name": "A", "valueFrom": SECRET}]},
     ],
     ids=str,
 )
@@ -129,19 +145,39 @@ def test_a_wrong_field_is_refused_so_the_check_above_means_something(cluster, pl
         {"keysSecret": ""},  # of a variable that is not set: it would open the server to everybody
         {"replicas": 3},
         {"weights": {"emptyDir": {}, "hostPath": {"path": "/mnt"}}},
-        {"groups": {"a-b": {"maxPods": 1, "gpus": 1, "cpu": 1, "memory": "1Gi", "shm": "1Gi"}}},
-        {"groups": {"gpu": {"maxPods": 1, "gpus": 1, "cpu": 1, "memory": "1 GB", "shm": "1Gi"}}},
-        # Its pods would offer the routers' place, to which no Service leads; the head's names are taken as well.
-        *(
-            {"groups": {name: {"maxPods": 1, "gpus": 1, "cpu": 1, "memory": "1Gi", "shm": "1Gi"}}}
-            for name in ("router", "head", "headgroup")
-        ),
+        *(one_group(**wrong) for wrong in ({"memory": "1 GB"}, {"nodeSelector": {"spot": True}}, {"tolerations": {}})),
+        # `router` would offer the routers' place, to which no Service leads; the head's names are taken as well.
+        *({"groups": {name: GROUP}} for name in ("a-b", "router", "head", "headgroup", "true", "no", "null")),
+        *({"config": {"pools": {}, "server": server}} for server in WRONG_SERVERS),
+        *({"config": {"pools": pools}} for pools in WRONG_POOLS),
+        *({"env": [wrong]} for wrong in ({"name": "A"}, {"name": "A", "value": 1}, {"name": "POD_IP", "value": "::1"})),
+        {"imagePullSecrets": ["registry"]},
+        *({"serviceMonitor": wrong} for wrong in (True, None)),
+        {"serviceMonitor": {"enabled": True, "labels": {"release": 1}}},
     ],
     ids=str,
 )
 def test_values_that_cannot_be_are_refused_before_anything_is_sent(wrong):
     with pytest.raises(helm_python.HelmValuesError):
         chart.rendered(VALUES[0], **wrong)
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        *(({"release": name}, "release name .*lower-case") for name in ("my.app", "1abc", "123", "a-", "A", "a" * 54)),
+        (one_group(minAvailable=3), "groups.gpu.minAvailable is above maxPods, 2: lower it"),
+        # No engine fits in the head, which has the routers' place.
+        *(
+            (one_group({"decode": {"resources": {f"ridgeline_{name}": number}}}), f"no pod has {number} of .*: correct")
+            for name, number in (("cpu", 1), ("gpu", 2), ("router", 1))
+        ),
+    ],
+    ids=str,
+)
+def test_what_no_schema_can_say_is_refused_in_a_sentence_that_says_what_to_do(more, sentence):
+    with pytest.raises(helm_python.HelmError, match=sentence):
+        chart.rendered(VALUES[0], **more)
 
 
 # --- pools and pods
@@ -213,6 +249,36 @@ def test_the_pods_run_the_ray_that_is_installed(cluster):
     assert cluster["spec"]["rayVersion"] == pinned[1]
 
 
+def test_pods_get_the_variables_secrets_and_tolerations_that_are_asked_for():
+    variable, secret, taint = {"name": "HF_ENDPOINT", "value": "http://mirror"}, {"name": "registry"}, {"key": "spot"}
+    more = {"env": [variable], "imagePullSecrets": [secret]} | one_group(tolerations=[taint])
+    pods = kuberay.templates(objects_of(chart.rendered(VALUES[0], **more))["RayCluster", "ridgeline"])
+    containers = [container for pod in pods for container in pod["spec"]["containers"]]
+    assert {each["name"] for each in containers if variable in each.get("env", ())} == {
+        "ray-head",
+        "serve",
+        "ray-worker",
+    }
+    assert [pod["spec"]["imagePullSecrets"] for pod in pods] == [[secret]] * 2
+    assert [each["key"] for each in pods[1]["spec"]["tolerations"]] == ["nvidia.com/gpu", "spot"]
+
+
+def test_a_new_volume_can_be_written_by_the_images_user(pods):
+    uid = re.search(r"--uid (\d+)", (REPOSITORY / "deploy/Dockerfile").read_text())[1]
+    assert {str(pod["spec"]["securityContext"]["fsGroup"]) for pod in pods} == {uid}
+
+
+def test_large_numbers_and_the_charts_own_router_resources_reach_the_server():
+    pools = {"decode": {"kv_cache_memory_bytes": 10_000_000}}
+    values = one_group(pools, **dict.fromkeys(("maxPods", "minAvailable", "gpus", "cpu"), 10_000_000))
+    values["config"]["router"] = {"resources": {"other": 1}}
+    text = chart.rendered(VALUES[0], **values)
+    assert "e+" not in text
+    served = yaml.safe_load(objects_of(text)["ConfigMap", "ridgeline"]["data"]["serve.yaml"])
+    assert served["pools"] == pools
+    assert served["router"]["resources"] == {"ridgeline_router": 1}
+
+
 # --- who reaches what
 
 
@@ -281,7 +347,10 @@ def test_without_a_secret_there_are_no_keys():
 
 def test_prometheus_operator_finds_the_service_only_where_it_is_asked_to(objects):
     assert ("ServiceMonitor", "ridgeline") not in objects
-    monitored = objects_of(chart.rendered(VALUES[0], serviceMonitor=True))
-    service, spec = monitored["Service", "ridgeline"], monitored["ServiceMonitor", "ridgeline"]["spec"]
+    wanted = {"enabled": True, "labels": {"release": "prometheus"}}
+    monitored = objects_of(chart.rendered(VALUES[0], serviceMonitor=wanted))
+    service, monitor = monitored["Service", "ridgeline"], monitored["ServiceMonitor", "ridgeline"]
+    assert monitor["metadata"]["labels"] == wanted["labels"]
+    spec = monitor["spec"]
     assert spec["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
     assert [endpoint["port"] for endpoint in spec["endpoints"]] == [port["name"] for port in service["spec"]["ports"]]

@@ -104,12 +104,24 @@ def told(*arguments):
     assert answer.returncode == 0, answer.stdout + answer.stderr
 
 
-def test_the_service_that_is_looked_for_in_kubernetes_is_that_of_our_manifest():
+def test_every_release_in_kubernetes_is_found_and_named_alike_with_the_operator_and_without():
+    chart = pytest.importorskip("tools.chart", reason="helm-python-sdk is not there: it is in the extra `dev`")
+    wanted = {"enabled": True, "labels": {}}
+    documents = yaml.safe_load_all(chart.rendered("values-one-node.yaml", "second", serviceMonitor=wanted))
+    found = {document["kind"]: document for document in documents}
+    labels, spec = found["Service"]["metadata"]["labels"], found["ServiceMonitor"]["spec"]
+    assert labels == {"app.kubernetes.io/name": "ridgeline", "app.kubernetes.io/instance": "second"}
     [job] = yaml.safe_load((PROMETHEUS / "prometheus-kubernetes.yml").read_text())["scrape_configs"]
-    documents = yaml.safe_load_all((REPOSITORY / "deploy/kuberay.yaml").read_text())
-    [service] = [document for document in documents if document["kind"] == "Service"]
-    [keep] = [rule for rule in job["relabel_configs"] if rule.get("action") == "keep"]
-    assert keep["regex"] == f"{service['metadata']['name']};{service['spec']['ports'][0]['name']}"
+    keep, deployment = job["relabel_configs"]
+    service_label, port = "__meta_kubernetes_service_label_app_kubernetes_io_", "__meta_kubernetes_endpoint_port_name"
+    assert keep == {"source_labels": [f"{service_label}name", port], "regex": "ridgeline;http", "action": "keep"}
+    namespace_and_release = ["__meta_kubernetes_namespace", f"{service_label}instance"]
+    assert deployment == {"source_labels": namespace_and_release, "separator": "/", "target_label": "deployment"}
+    assert spec["selector"]["matchLabels"] == labels, "else it finds a second release of its namespace too"
+    assert spec["endpoints"][0]["relabelings"] == [
+        {"targetLabel": "job", "replacement": job["job_name"]},
+        {"sourceLabels": namespace_and_release, "separator": "/", "targetLabel": "deployment"},
+    ]
 
 
 def test_every_alert_has_a_runbook():
