@@ -72,6 +72,7 @@ async def test_the_memory_of_a_process_that_was_killed_is_dropped_though_nothing
     assert puller.unsupported_reason(a_source({"pid": source.pid})) is None
     source.kill()
     await eventually(lambda: puller._opened == puller._watched == {})
+    await source.wait()
 
 
 async def test_why_there_is_no_offer_is_the_reason(puller):
