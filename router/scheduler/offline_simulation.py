@@ -12,7 +12,7 @@ import msgspec
 
 from ridgeline.contracts.vocabulary import Mode, Pool, RebalanceMode
 from ridgeline.contracts.workers import StepModel
-from ridgeline.router.scheduler.adaptive import ERROR, MOST_SLOWDOWN, Adaptive
+from ridgeline.router.scheduler.adaptive import ERROR, MOST_SLOWDOWN, UNTIL_COMPARED, Adaptive
 from ridgeline.router.scheduler.engines import ModelledRequest, ModelledWorker, modelled
 from ridgeline.router.scheduler.features import WINDOW_STEPS, FleetModel, PoolLimits, WorkerSpec
 from ridgeline.router.scheduler.policies import ADAPTIVE, Policy, division_name, make_policy, shape_of
@@ -35,6 +35,8 @@ PURE: Final[tuple[Mode, ...]] = ("colocated", "disaggregated")
 """The policies that are modes too: in these, prompts go first come, first served."""
 APART_S: Final = 1e5
 """From one arrival to the next where each request is served alone."""
+WARMING: Final = 50
+"""Requests that mode adaptive has served before, to begin by its policy for them: who asks has a server that runs."""
 CALIBRATIONS: Final = 5
 """Simulations that look for what steps took."""
 STEEPEST: Final = 20.0
@@ -283,7 +285,9 @@ def simulated(
     elif options:
         raise ValueError(f"{ADAPTIVE} has no options: leave out {', '.join(options)}")
     else:
-        AdaptiveSimulation(modelled(fleet.workers), fleet, models=models).run(requests)
+        before = AdaptiveSimulation(modelled(fleet.workers), fleet, models=models)
+        before.run(requests_of(served[:WARMING]))
+        AdaptiveSimulation(modelled(fleet.workers), fleet, models=models, begins=before.adaptive.name).run(requests)
     for one in requests:
         one.first_s += fleet.overhead_s
         one.end_s += fleet.overhead_s
@@ -560,9 +564,12 @@ class AdaptiveSimulation(DriftingSimulation):
         fleet: FleetModel,
         rebalance: RebalanceMode = "act",
         models: Models = (),
+        begins: str = UNTIL_COMPARED,
     ) -> None:
+        """`begins`: the policy until the first comparison."""
         self.traffic = Traffic(lambda: self.now_s)
         self.adaptive = Adaptive(lambda: self.fleet, self.traffic, rebalance)
+        self.adaptive.serve_by(begins)
         super().__init__(workers, self.adaptive, fleet, models)
         self._seen: dict[int, Seen] = {}
 
