@@ -217,9 +217,14 @@ def _steps(config: RidgelineConfig, host: HostFacts, pools: Pools) -> Iterator[C
         yield CheckResult(f"step, {name}", not short, detail, fix)
 
 
+def _address(config: RidgelineConfig, host: HostFacts, _pools: Pools) -> Iterator[CheckResult]:
+    if config.transfer.host is not None:
+        yield CheckResult("transfer.host", not host.address_problem, config.transfer.host, host.address_problem)
+
+
 _SOFTWARE = (packages, torch_companions, transport_package, model, adapters, open_files)
 
-_SIZES = (_cpu, _cores, _memory, _steps, gpu_software, gpu_devices)
+_SIZES = (_address, _cpu, _cores, _memory, _steps, gpu_software, gpu_devices)
 
 
 def _limits(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:

@@ -66,6 +66,7 @@ def test_machines_that_have_not_joined_or_lack_ridgeline_are_named_until_all_are
             together = (f"pools.prefill.workers={cores}", f"pools.decode.workers={cores}")
             told = unfit(port, *together)
             assert f"unfit for {cores} prefill and {cores} decode {2 * cores} cores are needed and {cores} us" in told
+            assert "no address for transfer.host 'eth9'; it has lo: 127" in unfit(port, "transfer.host=eth9")
             told = unfit(port, f"pools.decode.cores_per_worker={3 * cores}")
             assert f"takes {3 * cores} CPU of one machine, and the largest has {2 * cores}: lower pools.dec" in told
 
