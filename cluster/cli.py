@@ -87,6 +87,9 @@ ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="YAML 
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="override one setting: section.key=value")]
 AddressOption = Annotated[str | None, typer.Option(help="existing Ray cluster: auto or host:port")]
 ModelOption = Annotated[str | None, typer.Option(help="directory, hub name or smollm2-135m")]
+ModeOption = Annotated[
+    Mode | None, typer.Option(help="disaggregated: two pools; colocated: whole replicas; adaptive: by request")
+]
 LOCAL_URL = "http://127.0.0.1:8000"
 
 
@@ -276,9 +279,7 @@ def _sentence(error: ErrorDetails) -> str:
 @app.command()
 def serve(
     config: ConfigOption = None,
-    mode: Annotated[
-        Mode | None, typer.Option(help="disaggregated: two pools; colocated: whole replicas; adaptive: by request")
-    ] = None,
+    mode: ModeOption = None,
     model: ModelOption = None,
     port: Annotated[int | None, typer.Option(help="HTTP port")] = None,
     host: Annotated[str | None, typer.Option(help="HTTP address")] = None,
@@ -350,9 +351,11 @@ def logs(
 
 
 @app.command()
-def doctor(config: ConfigOption = None, settings: SetOption = None, address: AddressOption = None) -> None:
+def doctor(
+    config: ConfigOption = None, mode: ModeOption = None, settings: SetOption = None, address: AddressOption = None
+) -> None:
     """Check whether this machine, or with --address a Ray cluster, can run the configuration; failures name fixes."""
-    loaded = load(config, settings, ray__address=address).config
+    loaded = load(config, settings, mode=mode, ray__address=address).config
     results = doctor_checks.checks(loaded)
     if loaded.ray.address is not None and not doctor_checks.failures(results):
         from ridgeline.cluster.doctor.joined import joined_checks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from collections.abc import Mapping, Sequence
 
 import psutil
 
@@ -30,12 +31,31 @@ def address_here(wanted: str) -> str:
     else:
         found = [one for ones in here.values() for one in ones if ipaddress.ip_address(one) in network]
     if not found:
-        has = "; ".join(f"{name}: {', '.join(ones)}" for name, ones in here.items() if ones) or "none"
-        raise NoSuchAddress(
-            f"{socket.gethostname()} has no address for transfer.host {wanted!r}; it has {has}: name a network or an "
-            "interface that every worker's node has"
-        )
+        raise _none_for(wanted, here)
     return found[0]
+
+
+def address_problem(wanted: str | None) -> str:
+    """Return why workers of this node could not listen at this `transfer.host`, and the fix; empty if they could."""
+    if wanted is None:
+        return ""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(address_here(wanted), 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+    except NoSuchAddress as error:
+        return f"{error}."
+    except (OSError, UnicodeError):  # a name that nobody knows, or that can be none; an address of another node
+        return f"{_none_for(wanted, _addresses())}."
+    return ""
+
+
+def _none_for(wanted: str, here: Mapping[str, Sequence[str]]) -> NoSuchAddress:
+    has = "; ".join(f"{name}: {', '.join(ones)}" for name, ones in here.items() if ones) or "none"
+    return NoSuchAddress(
+        f"{socket.gethostname()} has no address for transfer.host {wanted!r}; it has {has}: name a network or an "
+        "interface that every worker's node has"
+    )
 
 
 def _addresses() -> dict[str, list[str]]:

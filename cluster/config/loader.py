@@ -220,6 +220,8 @@ def _not_a_setting(assignment: _Assignment) -> str:
     start = f"{assignment.origin}: {path}"
     if path in _SECTIONS:
         return f"{start} is a section: set one of {', '.join(_children(path))}."
+    if path == "config":
+        return f"{start} is not a setting, but a section of the Helm chart's values: give a file with what is under it."
     parent, _, name = path.rpartition(".")
     near = [leaf for leaf in _LEAVES if leaf.rpartition(".")[2] == name] or difflib.get_close_matches(
         path, _LEAVES, n=1

@@ -90,10 +90,14 @@ def node_checks(
     return found + [result for check in _SIZES for result in check(config, host, pools)]
 
 
-def unfit_for(config: RidgelineConfig, pools: Sequence[Pool]) -> list[str]:
-    """Return why this machine of a joined cluster can run no worker of these pools; in a process of its own."""
+def unfit_for(config: RidgelineConfig, together: Mapping[Pool, int], others: Sequence[Pool]) -> list[str]:
+    """Return why this machine of a joined cluster cannot run so many workers of each pool together.
+
+    And why none of the `others`, which Ray may place here as well; in a process of its own.
+    """
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # by which Ray hides all GPUs from a task that takes none
-    return [*dict.fromkeys(fix for pool in pools for fix in failures(node_checks(config, {pool: 1})))]
+    asked = [each for each in (together, *({pool: 1} for pool in others)) if each]
+    return [*dict.fromkeys(fix for workers in asked for fix in failures(node_checks(config, workers)))]
 
 
 def failures(results: Sequence[CheckResult]) -> list[str]:
@@ -213,8 +217,14 @@ def _steps(config: RidgelineConfig, host: HostFacts, pools: Pools) -> Iterator[C
         yield CheckResult(f"step, {name}", not short, detail, fix)
 
 
+def _address(config: RidgelineConfig, host: HostFacts, _pools: Pools) -> Iterator[CheckResult]:
+    if config.transfer.host is not None:
+        yield CheckResult("transfer.host", not host.address_problem, config.transfer.host, host.address_problem)
+
+
 _SOFTWARE = (packages, torch_companions, transport_package, model, adapters, open_files)
-_SIZES = (_cpu, _cores, _memory, _steps, gpu_software, gpu_devices)
+
+_SIZES = (_address, _cpu, _cores, _memory, _steps, gpu_software, gpu_devices)
 
 
 def _limits(config: RidgelineConfig, host: HostFacts) -> Iterator[CheckResult]:

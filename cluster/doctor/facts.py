@@ -24,6 +24,7 @@ import psutil
 from ridgeline.cluster.config.models import RidgelineConfig
 from ridgeline.cluster.folders import RayFolder, cache_folder, ray_folder, state_folder, why_unwritable
 from ridgeline.cluster.model_store import ModelError, ModelState, model_state, prepare_model
+from ridgeline.cluster.node_address import address_problem
 from ridgeline.cluster.node_gpus import Gpu, NoGpus, mps_problem, read_gpus
 from ridgeline.kv_transfer.names import NIXL_PACKAGES
 from ridgeline.roofline.process_cores import usable_cores
@@ -79,6 +80,7 @@ class HostFacts:
     c_compiler: bool = True
     python_header: bool = True
     port_problem: str = ""  # empty: the configured port can be bound
+    address_problem: str = ""  # empty: workers can listen at transfer.host
     ray_folder: RayFolder = field(default_factory=lambda: RayFolder("/tmp", "/tmp", ""))
     unwritable: Mapping[str, str] = field(default_factory=dict)
     """Folders of this user that take no files, by the variable that would name another one."""
@@ -106,6 +108,7 @@ def read_host_facts(config: RidgelineConfig) -> HostFacts:
         c_compiler=bool(os.environ.get("CC")) or any(map(shutil.which, ("gcc", "clang", "cc"))),
         python_header=(Path(sysconfig.get_paths()["include"]) / "Python.h").is_file(),
         port_problem=_port_problem(config.server.host, config.server.port),
+        address_problem=address_problem(config.transfer.host),
         ray_folder=ray_folder(),
         unwritable=_unwritable_folders(),
         packages=_installed_packages(),

@@ -5,6 +5,7 @@ Why: of a machine on which the set-up did not run, Ray says nothing, or that it 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
@@ -39,25 +40,49 @@ async def joined_checks(config: RidgelineConfig) -> list[CheckResult]:
 
 def places(config: RidgelineConfig, machines: Sequence[Resources], says: AutoscalerReport) -> Iterator[CheckResult]:
     """Check that the machines have places for all workers and the router, if nothing else ran there."""
-    left = [dict(machine) for machine in machines]
-    wanted = [
-        (config.section_of(name), config.takes(pool), pool.workers) for name, pool in config.active_pools().items()
-    ]
-    for section, takes, number in [("router", config.router.resources, 1), *wanted]:
-        found = 0
-        while found < number and (machine := next((one for one in left if fits(takes, one)), None)) is not None:
-            found += 1
-            machine |= {name: machine[name] - each for name, each in takes.items()}
+    there = placed(config, machines)
+    for section, takes, number in _wanted(config):
+        found = sum(here[section] for here in there)
         detail = f"{found} of {number} have a place"
         if says.launches and found < number:
             later = "Ray's autoscaler launches machines when `serve` asks."
             yield CheckResult(f"places, {section}", True, detail, later)
             continue
+        more = f"{number - found} more place{' is' if number - found == 1 else 's are'}"
         why = why_no_place(takes, section, machines) or (
-            f"{number - found} more places are needed: start Ray on more machines, or lower {section}.workers"
+            f"{more} needed: start Ray on more machines, or lower {section}.workers"
         )
         alone = " Only the head has joined: see on the other machines whether set-up and `ray start` failed."
         yield judged(f"places, {section}", found == number, detail, f"{why}.{alone if len(machines) == 1 else ''}")
+
+
+def placed(config: RidgelineConfig, machines: Sequence[Resources]) -> list[Counter[str]]:
+    """Return how many workers of each section have a place on each machine, if nothing else ran there.
+
+    Like Ray, which fills half of a machine's cores before it turns to another, and then takes the emptiest.
+    """
+    left, there = [dict(machine) for machine in machines], [Counter[str]() for _ in machines]
+
+    def busy(index: int) -> float:
+        cores = machines[index].get("CPU", 0)
+        part = 1 - left[index]["CPU"] / cores if cores else 0
+        return part if part >= 0.5 else 0
+
+    for section, takes, number in _wanted(config):
+        for _ in range(number):
+            best = min((index for index, one in enumerate(left) if fits(takes, one)), key=busy, default=None)
+            if best is None:
+                break
+            there[best][section] += 1
+            left[best] |= {name: left[best][name] - each for name, each in takes.items()}
+    return there
+
+
+def _wanted(config: RidgelineConfig) -> list[tuple[str, Resources, int]]:
+    """Return what the router and a worker of each pool take of a machine, and how many there are, by section."""
+    pools = config.active_pools().items()
+    workers = [(config.section_of(name), config.takes(pool), pool.workers) for name, pool in pools]
+    return [("router", config.router.resources, 1), *workers]
 
 
 def _autoscaler(says: AutoscalerReport) -> Iterator[CheckResult]:
@@ -67,19 +92,28 @@ def _autoscaler(says: AutoscalerReport) -> Iterator[CheckResult]:
 
 
 def _machines(config: RidgelineConfig, nodes: Sequence[dict[str, Any]]) -> Iterator[CheckResult]:
-    """Have each machine check itself for the pools of which it has places."""
+    """Have each machine check itself for all workers that have a place there, and for one of each other pool."""
+    there: dict[str, Counter[str]] = {}  # several of Ray's nodes may be one machine
+    for node, here in zip(nodes, placed(config, [node["Resources"] for node in nodes]), strict=True):
+        there.setdefault(node["NodeManagerAddress"], Counter()).update(here)
     asked = {}
     for node in nodes:
+        here = there[node["NodeManagerAddress"]]
         pools = [name for name, pool in config.active_pools().items() if fits(config.takes(pool), node["Resources"])]
-        there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        check = ray.remote(num_cpus=0, max_calls=1, max_retries=0)(unfit_for).options(scheduling_strategy=there)
-        asked[check.remote(config, pools)] = (node["NodeManagerAddress"], pools)
+        asked_of = config.active_pools() if pools else ()
+        together = {name: number for name in asked_of if (number := here[config.section_of(name)])}
+        strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        check = ray.remote(num_cpus=0, max_calls=1, max_retries=0)(unfit_for).options(scheduling_strategy=strategy)
+        answer = check.remote(config, together, [name for name in pools if name not in together])
+        can = " and ".join(f"{number} {name}" for name, number in together.items()) or " or ".join(pools)
+        asked[answer] = (node["NodeManagerAddress"], can)
     ray.wait([*asked], num_returns=len(asked), timeout=MACHINE_WITHIN_S)
-    for answer, (host, pools) in asked.items():
+    for answer, (host, can) in asked.items():
         try:
             fix = " ".join(ray.get(answer, timeout=0))
         except TimeoutError:
             fix = f"No answer within {MACHINE_WITHIN_S:.0f} s: see raylet.err among Ray's logs there."
         except RayError as error:
             fix = f"{why_not_started(error)}."
-        yield judged(f"machine {host}", not fix, f"can run {' and '.join(pools) or 'no engine'}", fix)
+        detail = f"unfit for {can or 'any engine'}" if fix else f"can run {can or 'no engine'}"
+        yield CheckResult(f"machine {host}", not fix, detail, fix)

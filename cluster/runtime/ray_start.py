@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 import socket
 import warnings
 from collections.abc import AsyncIterator, Iterator
@@ -37,7 +38,7 @@ TOKEN_FIX: Final = (
     "every machine"
 )
 JOIN_FIXES: Final = {
-    "Invalid address format": "say host and port of Ray's head, as in 10.0.0.1:6379",
+    "Invalid address format": "write --address as HOST:PORT of Ray's head, as in 10.0.0.1:6379, or as auto",
     "Version mismatch": "all machines need the same Ray and Python: run `make setup` of one Ridgeline on each",
     "Failed to connect": f"something listens there and does not take this process in; if it is Ray's head, {TOKEN_FIX}",
     "oken": TOKEN_FIX,
@@ -123,7 +124,8 @@ def _ray(config: RidgelineConfig) -> Iterator[None]:
             else:
                 _join(config.ray.address, common)
         except (OSError, RuntimeError, ValueError, RayError) as error:
-            where, told = config.ray.address or "on this machine", " ".join(str(error).split())
+            where = "on this machine" if config.ray.address is None else config.ray.address or "''"
+            told = " ".join(str(error).split())
             fix = next((f": {fix}" for sign, fix in JOIN_FIXES.items() if sign in told), "")
             raise DeploymentFailed(f"Ray did not start or answer ({where}): {told.removesuffix('.')}{fix}") from error
         yield
@@ -160,7 +162,15 @@ def _join(address: str, common: dict[str, Any]) -> None:
             f"{said or address} is an address of Ray's client or of its jobs; --address is host:port of Ray's head "
             f"itself, port 6379 if nobody has chosen another{replaced}"
         )
-    host, colon, port = (services.canonicalize_bootstrap_address(address) or "").rpartition(":")
+    if address != "auto" and not re.fullmatch(r".+:\d+", address):
+        raise ValueError("Invalid address format")
+    try:
+        host, colon, port = (services.canonicalize_bootstrap_address(address) or "").rpartition(":")
+    except ConnectionError as error:  # auto, and neither RAY_ADDRESS nor a process of Ray's says where
+        raise ConnectionError(
+            "no Ray runs on this machine: run this on the cluster's head, write --address as HOST:PORT of the head, or "
+            "start Ray here by `ray start`"
+        ) from error
     if colon and port.isdecimal() and "/" not in host:
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_WITHIN_S).close()

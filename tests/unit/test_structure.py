@@ -25,7 +25,7 @@ MOST_LINES = {
     "prefill_worker": 950,
     "roofline": 1_962,
     "router": 17_625,
-    "tests": 60_165,
+    "tests": 60_250,
     "tools": 6_662,
     "worker_runtime": 1_040,
 }

@@ -240,12 +240,13 @@ def test_doctor_judges_the_configuration_it_is_given_and_ends_with_1_if_somethin
     run_ridgeline, monkeypatch, cores_ok
 ):
     def checks(config):
-        return [CheckResult("cores", cores_ok, f"{config.pools.decode.workers} needed", "Lower workers.")]
+        detail = f"{config.pools.decode.workers} needed, {config.mode}"
+        return [CheckResult("cores", cores_ok, detail, "Lower workers.")]
 
     monkeypatch.setattr("ridgeline.cluster.doctor.checks.checks", checks)
-    status, shown, _ = run_ridgeline("doctor", "--set", "pools.decode.workers=5")
+    status, shown, _ = run_ridgeline("doctor", "--mode", "colocated", "--set", "pools.decode.workers=5")
     assert status == (0 if cores_ok else 1)
-    assert "5 needed" in shown
+    assert "5 needed, colocated" in shown
     assert "Lower workers." in shown
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ridgeline.roofline.process_cores import usable_cores
 from tests.engines.serve_process import RIDGELINE, serving
 from tests.support.free_port import free_port
 from tests.support.joined_ray import OPEN, ROUTER_ONLY, autoscaled, ray_head, ray_node, without_ridgeline
@@ -28,6 +29,13 @@ def doctor(port: int, *settings: str, shell: Mapping[str, str] = OPEN) -> tuple[
     environment = {**os.environ, "COLUMNS": "250", **shell}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WITHIN_S, check=False)
     return ended.returncode, " ".join((ended.stdout + ended.stderr).split())
+
+
+def unfit(port: int, *settings: str) -> str:
+    """What it says of machines that cannot run these settings."""
+    status, told = doctor(port, *settings)
+    assert status == 1, told
+    return told
 
 
 def doctor_says(words: str, status: int, port: int, *settings: str) -> None:
@@ -52,11 +60,15 @@ def test_machines_that_have_not_joined_or_lack_ridgeline_are_named_until_all_are
                 assert refused.wait_exit(WITHIN_S) == 1
             assert "No module named 'ridgeline'" in refused.output
             assert is_quoted(refused.output), refused.output
-        with ray_node(port, "--num-cpus=2"):
-            doctor_says("2 machines", 0, port)
-            status, told = doctor(port, "pools.decode.cores_per_worker=4")
-            assert status == 1
-            assert "one worker takes 4 CPU of one machine, and the largest has 2: lower pools.decode.cores_per" in told
+        cores = len(usable_cores())
+        with ray_node(port, f"--num-cpus={2 * cores}"):
+            doctor_says("can run 1 prefill and 1 decode", 0, port)
+            together = (f"pools.prefill.workers={cores}", f"pools.decode.workers={cores}")
+            told = unfit(port, *together)
+            assert f"unfit for {cores} prefill and {cores} decode {2 * cores} cores are needed and {cores} us" in told
+            assert "no address for transfer.host 'eth9'; it has lo: 127" in unfit(port, "transfer.host=eth9")
+            told = unfit(port, f"pools.decode.cores_per_worker={3 * cores}")
+            assert f"takes {3 * cores} CPU of one machine, and the largest has {2 * cores}: lower pools.dec" in told
 
 
 def test_all_routers_of_a_deployment_have_the_one_place_that_the_head_has_for_them(short_folder: Path):

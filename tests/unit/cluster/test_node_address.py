@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from ridgeline.cluster.config.loader import ConfigError, load_config
-from ridgeline.cluster.node_address import NoSuchAddress, address_here
+from ridgeline.cluster.node_address import NoSuchAddress, address_here, address_problem
 
 INTERFACES = {
     "lo": [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")],
@@ -47,6 +47,16 @@ def test_a_node_without_such_an_address_says_which_it_has(wanted):
         NoSuchAddress, match=r"no address for transfer\.host .*eth0: 192\.168\.0\.7; eth1: 10\.1\.2\.3, fd00"
     ):
         address_here(wanted)
+
+
+@pytest.mark.parametrize("wanted", ["eth9", "192.0.2.1", "10.2.0.0/16", "eth2", "a..b"])
+def test_what_is_no_address_network_or_interface_of_this_node_is_refused_with_those_it_has(wanted):
+    assert f"transfer.host {wanted!r}; it has lo: 127.0.0.1" in address_problem(wanted)
+
+
+@pytest.mark.parametrize("wanted", [None, "lo", "127.0.0.0/8", "127.0.0.1", "localhost"])
+def test_what_workers_can_listen_on_here_is_no_problem(wanted):
+    assert address_problem(wanted) == ""
 
 
 @pytest.mark.parametrize("wrong", ["10.0.0.1/16", "10.0.0.0/99", "eth1/16"])

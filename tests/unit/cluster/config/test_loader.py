@@ -145,6 +145,7 @@ def test_explain_shows_every_setting_with_its_value_and_origin(write):
         ),
         pytest.param("", {"port": "80"}, ["flag: port ", "did you mean server.port?"], id="wrong_section"),
         pytest.param("", {"zzz": "1"}, ["flag: zzz ", "name, mode, fixed_mode, model"], id="like_no_other"),
+        pytest.param("config: {mode: adaptive}\n", {}, ["some.yaml:1: config ", "Helm", "under it"], id="helm_values"),
         pytest.param("ray: auto\n", {}, ["some.yaml:1: ray is a section"], id="section_as_value"),
         pytest.param("", {"server": "8000"}, ["server is a section", "server.host"], id="section_as_flag"),
         pytest.param("server:\n  port: 1\n  port: 2\n", {}, ["some.yaml:3: server.port", "line 2"], id="given_twice"),

@@ -186,6 +186,9 @@ def test_the_folders_of_a_home_that_is_missing_or_takes_no_files_are_found(monke
     [
         pytest.param({"cores": 2}, {"prefill": 1, "decode": 1}, {}, None, id="those_that_are_there"),
         pytest.param({"cores": 2}, {"decode": 3}, {}, "3 cores", id="too_many"),
+        pytest.param(
+            {"address_problem": "no eth9."}, {"decode": 1}, {"transfer.host": "eth9"}, "no eth9", id="address"
+        ),
         pytest.param({}, {"decode": 1}, NIXL, "nixl-cu13", id="nixl"),
         pytest.param({}, {"decode": 1}, GPU_FLAGS, "vllm is not installed", id="other_build"),
         pytest.param({"memory_available_bytes": 5 * GIB}, {"prefill": 1, "decode": 1}, {}, None, id="without_router"),
@@ -252,6 +255,7 @@ def test_the_report_shows_marks_findings_and_fixes():
 def test_the_real_machine_is_read_and_a_port_that_cannot_be_had_is_found():
     facts = read_host_facts(config_with({"server.port": "0"}))
     assert (facts.cores >= 1, facts.memory_available_bytes > 0, facts.port_problem) == (True, True, "")
+    assert "eth9" in read_host_facts(config_with({"transfer.host": "eth9"})).address_problem
     assert facts.packages["ray"] == facts.pinned_packages["ray"]
     assert facts.packages["torch"].partition("+")[0] == facts.pinned_packages["torch"]
     with socket.socket() as taken:

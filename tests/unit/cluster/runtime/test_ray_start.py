@@ -1,5 +1,6 @@
 """Starting Ray: a raylet that does not come up is tried once more, and what its start has left is ended."""
 
+import functools
 import gc
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import warnings
 
 import pytest
 import ray
+from ray._private import services
 
 from ridgeline.cluster.config.loader import load_config
 from ridgeline.cluster.runtime.handles.actor import DeploymentFailed
@@ -64,10 +66,24 @@ async def test_an_address_at_which_nobody_listens_is_an_error_at_once():
     assert is_quoted(str(refused.value))
 
 
-async def test_an_address_without_a_port_is_refused_with_one_that_has_it():
-    with pytest.raises(DeploymentFailed, match=r"\(10\.0\.0\.2\).* as in 10\.0\.0\.1:6379"):
-        async with ray_runtime(load_config(None, {"ray.address": "10.0.0.2"}).config):
+@pytest.mark.parametrize("address", ["", "10.0.0.2", "192.0.2.2:", ":6379", "local"])
+async def test_an_address_without_host_or_port_is_refused_with_one_that_has_both(monkeypatch, address):
+    monkeypatch.setattr(ray, "init", None)
+    with pytest.raises(DeploymentFailed) as refused:
+        async with ray_runtime(load_config(None, {"ray.address": f"'{address}'"}).config):
             pass
+    assert f"""({address or "''"})""" in str(refused.value)
+    assert "HOST:PORT of Ray's head, as in 10.0.0.1:6379" in str(refused.value)
+
+
+async def test_auto_where_no_ray_runs_says_so_and_not_to_give_the_address_that_was_given(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(services, "find_gcs_addresses", functools.cache(set))
+    monkeypatch.setattr(ray._private.utils, "read_ray_address", lambda *_: None)
+    with pytest.raises(DeploymentFailed, match=r"\(auto\): no Ray runs on this machine: .*`ray start`") as refused:
+        async with ray_runtime(load_config(None, {"ray.address": "auto"}).config):
+            pass
+    assert "Please specify" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
