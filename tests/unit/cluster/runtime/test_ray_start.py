@@ -84,6 +84,7 @@ async def test_auto_where_no_ray_runs_says_so_and_not_to_give_the_address_that_w
         async with ray_runtime(load_config(None, {"ray.address": "auto"}).config):
             pass
     assert "Please specify" not in str(refused.value)
+    assert is_quoted(str(refused.value))
 
 
 @pytest.mark.parametrize(
