@@ -32,7 +32,7 @@ from ridgeline.router.scheduler.offline_simulation import (
     simulated,
 )
 from ridgeline.router.scheduler.recorded_events import AnswerCompleted, Arrived, Began, limit, line_of, read_recording
-from tests.support.simulated_serving import BF16, fleet_model
+from tests.support.simulated_serving import ADAPTIVE_STEP_TOKENS, BF16, KNEES, fleet_model, requests_of
 from tests.unit.router.scheduler.samples import poisson
 from tests.unit.router.scheduler.test_replay import recording_of
 
@@ -219,6 +219,16 @@ def test_more_workers_are_no_worse_though_batches_of_some_sizes_were_slow_when_m
     parts = [part_of([one.in_time for one in each]) for each in served]
     assert parts == sorted(parts)
     assert parts[-1] == 1.0
+
+
+def test_mode_adaptive_begins_as_on_a_server_that_has_served_such_requests_before():
+    rate = 1.3 * KNEES[2]["512/64"]["balanced"]
+    served = [
+        Served(one.arrival_s, one.prompt_tokens, one.output_tokens, one.ttft_slo_s, one.tpot_slo_s)
+        for one in requests_of("512/64", "balanced", rate, 28, 1)
+    ]
+    made = simulated(served, fleet_model(step_tokens=ADAPTIVE_STEP_TOKENS), "adaptive")
+    assert max(one.tpot_s for one in made[:8]) < 1.5 * max(one.tpot_s for one in made[8:]), "colocated"
 
 
 @pytest.mark.parametrize(
