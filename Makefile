@@ -97,12 +97,12 @@ hosts:
 	@$(BIN)/pytest -v --durations=10 -m "not long" tests/hosts
 clients-and-links:
 	@$(BIN)/pytest -q -n 2 --dist loadfile --durations=10 -m "not long" tests/network tests/replay tests/fuzz
-	@$(BIN)/pytest -q -s tests/hostile
 
 test-all: starts model ## all of `make test`, and faults, chaos, hostile clients, fuzzing, cut links, lost hosts, both number formats
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint unit
 	@$(PARTS) -m "not long"
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target hosts clients-and-links
+	@$(BIN)/pytest -q -s tests/hostile
 	@$(BIN)/pytest -v --durations=40 -m "not long" tests/engines
 
 long: model clients ## what asks for milliseconds of a quiet machine, and the longest cases of tests that `make test-all` has shorter ones of (about 15 minutes)

@@ -25,8 +25,8 @@ MOST_LINES = {
     "prefill_worker": 950,
     "roofline": 1_962,
     "router": 17_631,
-    "tests": 60_250,
-    "tools": 6_662,
+    "tests": 60_257,
+    "tools": 6_677,
     "worker_runtime": 1_040,
 }
 """Of Python, by package. A commit that raises one says what the lines are worth; one that deletes lines lowers it."""

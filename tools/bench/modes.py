@@ -39,7 +39,7 @@ CONVERSATION, TURNS = "conversation", "turns"
 TURNING: Final = ((512, 16), (64, 96), (512, 16))
 """Tokens in and out of the parts of `turns`: long prompts, long answers, long prompts."""
 RIDGELINE: Final = str(Path(sys.executable).parent / "ridgeline")
-RECORDER_STARTS_S: Final = 8.0
+RECORDER_STARTS_S: Final = 60.0
 LEAST_SLACK_S: Final = 0.3
 """Of a TTFT SLO beside the unloaded TTFT: for a short prompt most of that is not the engine's."""
 WARMING, ALONE, SATURATING = 2, 4, 32
@@ -220,12 +220,15 @@ class Bench:
             *(RIDGELINE, "record", str(to), "--url", self._given.url), stdout=subprocess.DEVNULL
         )
         try:
-            await asyncio.sleep(RECORDER_STARTS_S)
+            async with asyncio.timeout(RECORDER_STARTS_S):
+                while not (to.exists() and to.stat().st_size):  # noqa: ASYNC110 - a file has no event
+                    await asyncio.sleep(0.1)
             for load in self._given.loads:
                 spec = Spec(shape, 0, load, load * saturated_per_s, self._given.modes[0], *slos)
                 await self._round(spec, lengths_of(shape, number, self._draw), self._draw.randrange(1 << 30))
         finally:
-            recorder.terminate()
+            if recorder.returncode is None:
+                recorder.terminate()
             await recorder.wait()
 
     async def _round(self, spec: Spec, lengths: list[Lengths], seed: int) -> Measured:

@@ -38,8 +38,8 @@ HEAD = """\
 <!-- Written by `make measurements` from docs/results/*.json. -->
 # Measurements
 
-Current figures with machine, date, commit (where kept) and command. To rerun a figure, check out its commit; if its
-tool has been deleted since, use `617c68f`. Values side by side are runs; brackets hold 95 % intervals.
+Current figures with machine, date, commit (where kept) and command. To rerun a figure, check out its commit,
+or `617c68f` where none was kept. Values side by side are runs, or what the row names; brackets hold 95 % intervals.
 [`docs/results/`](results/) has more figures, and long commands whole.
 """
 MACHINES = """\

@@ -52,8 +52,13 @@ def test_regret_on_engines_is_of_the_best_mode_and_of_the_plan_only_where_it_ans
     unsure = msgspec.structs.replace(sure, load=0.9, doubt="batches are larger")
     both, one, other, shape, *times = regret_on_engines.section([sure, unsure], "Zen 4", "e2642911").figures
     assert both.figure.values == (50.0, 50.0, 50.0)
-    assert {one.of: one.values[0] for one in both.beside} == {"plan (1)": 25.0, "colocated": 25.0, "disaggregated": 0.0}
-    assert [len(record.beside) for record in (one, other, shape)] == [3, 2, 3]
+    assert {one.of: one.values[0] for one in both.beside} == {
+        "plan (1)": 25.0,
+        "adaptive there": 50.0,
+        "colocated": 25.0,
+        "disaggregated": 0.0,
+    }
+    assert [len(record.beside) for record in (one, other, shape)] == [3, 2, 4]
     assert [record.figure.values for record in times] == [(10, 10), (20, 20), (30, 30), (0, 0)]
 
 
