@@ -90,7 +90,7 @@ test-cluster: model ## `ray up` on an emulated EC2 with hosts made of namespaces
 	@$(BIN)/pytest -v --durations=10 tests/hosts
 
 starts:
-	@echo "make test takes 5 to 9 minutes on two cores, make test-all 25 to 50; this machine has $$(nproc)"
+	@echo "make test takes 5 to 11 minutes on two cores, make test-all 25 to 50; this machine has $$(nproc)"
 
 # Both wait, most of the time.
 hosts:
