@@ -26,7 +26,7 @@ MOST_LINES = {
     "roofline": 1_962,
     "router": 17_631,
     "tests": 60_257,
-    "tools": 6_677,
+    "tools": 6_678,
     "worker_runtime": 1_040,
 }
 """Of Python, by package. A commit that raises one says what the lines are worth; one that deletes lines lowers it."""

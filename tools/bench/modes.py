@@ -40,6 +40,7 @@ TURNING: Final = ((512, 16), (64, 96), (512, 16))
 """Tokens in and out of the parts of `turns`: long prompts, long answers, long prompts."""
 RIDGELINE: Final = str(Path(sys.executable).parent / "ridgeline")
 RECORDER_STARTS_S: Final = 60.0
+"""Within which a recorder has written its first line; else it was refused."""
 LEAST_SLACK_S: Final = 0.3
 """Of a TTFT SLO beside the unloaded TTFT: for a short prompt most of that is not the engine's."""
 WARMING, ALONE, SATURATING = 2, 4, 32

@@ -4,8 +4,8 @@ A cell is a shape, SLOs and a load: the rounds of `tools.bench.modes` that have 
 `plan` sees the shape's recording, of other requests, and these arrivals; it recommends a mode for as many workers, and
 says what TTFT and TPOT each mode will have.
 
-usage: python -m tools.bench.regret_on_engines runs/bench-modes.jsonl runs/recordings
-    [--out docs/results/regret-engines.json] [--machine "Zen 4"] [--commit COMMIT]
+usage: python -m tools.bench.regret_on_engines runs/bench-modes.jsonl runs/recordings --machine zen4 --commit COMMIT
+    [--out docs/results/regret-engines.json]
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("rounds", type=Path)
     parser.add_argument("recordings", type=Path)
     parser.add_argument("--out", type=Path, default=RESULTS / "regret-engines.json")
-    parser.add_argument("--machine", required=True, help="as in docs/results/machines.json")
+    parser.add_argument("--machine", required=True, help="a key of docs/results/machines.json")
     parser.add_argument("--commit", required=True, help="that served")
     asked = parser.parse_args(arguments)
     rounds = [msgspec.json.decode(line, type=Measured) for line in asked.rounds.read_bytes().splitlines()]
